@@ -89,14 +89,14 @@ def _noise_of_groups(
 def _store_moment(
     x: tl.tensor, ranged: tl.tensor, peak: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor,
     offsets: tl.tensor, mask: tl.tensor, group: tl.tensor, there: tl.tensor, previous: tl.tensor, noise: tl.tensor,
-    inside: tl.tensor, decay: tl.tensor, drawn: tl.tensor,
+    inside: tl.tensor, decay: tl.tensor, drawn: tl.tensor, one: tl.tensor,
     MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
     if HOW.scaled:
         code = pointer.dtype.element_ty
         stored, scale, exponent = encode.encode(
-            x, ranged, peak, previous, noise, inside, decay, drawn, code, HOW, QUICK, PAIRED
+            x, ranged, peak, previous, noise, inside, decay, drawn, one, code, HOW, QUICK, PAIRED
         )
         _store(scale_ptr, group, scale, there, MASKED)
         if HOW.expanded:
@@ -120,7 +120,7 @@ def careful(
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, rest_ptr: tl.tensor, groups: tl.tensor,
     groups_of_row: tl.tensor, vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
-    result_ptr: tl.tensor,
+    one: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
     ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr, REST: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr, MU: tl.constexpr,
@@ -207,11 +207,11 @@ def careful(
     drawn = tl.load(scalars_ptr + _END + 2 * GATED + 2 * CUT + 2 * (NU.dropped > 0)) if MU.mantissa > 0 else 0.0
     _store_moment(
         v, v, v_peak, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there,
-        nu_exponent, noise, inside, b2, drawn, MASKED, NU, QUICK, ALIGNED,
+        nu_exponent, noise, inside, b2, drawn, one, MASKED, NU, QUICK, ALIGNED,
     )  # fmt: skip
     _store_moment(
         m, m_ranged, m_peak, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there,
-        mu_exponent, noise, inside, b1, drawn, MASKED, MU, QUICK, ALIGNED,
+        mu_exponent, noise, inside, b1, drawn, one, MASKED, MU, QUICK, ALIGNED,
     )  # fmt: skip
 
 
@@ -219,10 +219,10 @@ def careful(
 def _store_ordinary(
     x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, pointer: tl.tensor,
     scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor, group: tl.tensor, noise: tl.tensor,
-    HOW: tl.constexpr,
+    one: tl.tensor, HOW: tl.constexpr,
 ) -> None:  # fmt: skip
     code = pointer.dtype.element_ty
-    codes, scale, exponent = encode.encode_ordinary(x, largest, k, unit, per_unit, noise, code, HOW)
+    codes, scale, exponent = encode.encode_ordinary(x, largest, k, unit, per_unit, noise, one, code, HOW)
     tl.store(scale_ptr + group, scale)
     tl.store(exponent_ptr + group, exponent)
     tl.store(pointer + offsets, codes)
@@ -253,7 +253,7 @@ def ordinary(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, rest_ptr: tl.tensor,
-    salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
+    salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, one: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
     STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, REST: tl.constexpr, GATED: tl.constexpr,
     CUT: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, MEMBERS: tl.constexpr,
@@ -327,7 +327,7 @@ def ordinary(
         m_k = encode.ordinary_exponents(m_largest, m_smallest, b1_rest, b1_per_rest, mu_exponent, MU)
         _store_ordinary(
             m, m_largest, m_k, b1_rest, b1_per_rest,
-            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, offsets, MU,
+            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, offsets, one, MU,
         )  # fmt: skip
         noise = offsets
         if NU.dropped > 0:
@@ -336,6 +336,6 @@ def ordinary(
             )
         _store_ordinary(
             v, v_largest, v_k, b2_rest, b2_per_rest,
-            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,
+            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, one, NU,
         )  # fmt: skip
     return case // 2

@@ -26,6 +26,8 @@ WARP, ELEMENTS = 32, 16
 _SLOPE = 0.9935
 # Below it, what is taken over it may be too large for fp32.
 _SMALLEST_REST = 2.0**-60
+# The bits of 1.0, an argument: the assembler sets bits that it knows, under a mask, in two instructions and not one.
+_ONE = 0x3F800000
 
 
 class AdamWScalars(NamedTuple):
@@ -128,13 +130,13 @@ class AdamWLaunch:
         warps: warps of a program.
         vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
             loads are 16 bytes wide at most.
-        elements: elements of a thread where results are 16 bits wide, 16 or 32. A thread always has 32 of a group of
-            1024, else 16 of other tiles.
+        elements: elements of a thread of `ordinary` tiles, 16 or 32; None takes 32 where results are 16 bits wide, else
+            16. A thread always has 32 of a group of 1024, else 16 of other tiles.
     """
 
     warps: int = 1
     vector: int = 8
-    elements: int = 32
+    elements: int | None = None
 
 
 @triton.jit
@@ -158,6 +160,7 @@ def _adamw(
     salt: tl.tensor,
     inner: tl.tensor,
     stride: tl.tensor,
+    one: tl.tensor,
     spare1: tl.tensor,
     spare2: tl.tensor,
     spare3: tl.tensor,
@@ -195,15 +198,15 @@ def _adamw(
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, rest_ptr, salt, inner, stride, result_ptr,
-            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, rest_ptr, salt, inner, stride, one,
+            result_ptr, SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
             tiles.careful(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
                 nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, rest_ptr, groups, groups_of_row,
-                vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
+                vectors_of_row, salt, inner, stride, one, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
                 ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
                 not SHORT and not ORDINARY,
             )  # fmt: skip
@@ -321,12 +324,11 @@ def adamw(
     short = length % group_size > 0
     vector = launch.vector if not short or length % launch.vector == 0 else 4
     aligned = length % vector == 0
-    # With wider results memory alone is the limit, and more warps are worth more than fewer instructions.
-    ordinary = not short and len(mu) == len(nu) == 3 and jnp.dtype(dtype).itemsize == 2
     # The table has no signs, and first moments that are faded no form of their own.
-    ordinary = ordinary and nu_storage is not None and not nu_storage.signed
+    ordinary = not short and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.signed
     ordinary = ordinary and mu_storage is not None and mu_storage.fading is None
-    lanes = min(max(group_size // (launch.elements if ordinary else ELEMENTS), 1), WARP)
+    elements = launch.elements or (32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS)  # wider ones take registers
+    lanes = min(max(group_size // (elements if ordinary else ELEMENTS), 1), WARP)
     tile = launch.warps * WARP // lanes
     parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1
     # The scalars stand in for what is absent, and are not touched in its place.
@@ -352,6 +354,7 @@ def adamw(
         length // vector if aligned else length,
         salt,
         *(run or (1, 1)),
+        _ONE,
         *unused,
         kernel=_adamw,
         results=outputs,

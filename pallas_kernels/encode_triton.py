@@ -109,7 +109,7 @@ def exponents(
 
 
 @triton.jit
-def interpolated(y: tl.tensor, k: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+def interpolated(y: tl.tensor, k: tl.tensor, one: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Bits of normal y, moved between the codes around it, and a little: ready for noise, of which a half is missing.
 
     The codes around y decode to what is no linear function of them. Linear noise takes the upper one with the right
@@ -123,20 +123,23 @@ def interpolated(y: tl.tensor, k: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     s = 0.5 * tl.maximum(1.0 - codec.reciprocal(k), -7.0)
     # A floating-point number this large has its integer part in its lowest bits.
     slope, start = codec.per_group(s * (-0.4706 * 8388608.0)), codec.per_group(s * (1.4118 * 8388608.0))
-    way = codec.from_bits((x & ((1 << HOW.dropped) - 1)) | 0x3F800000) - (1.0 + WIDTH / 2)
-    significand = codec.from_bits((x & 0x007FFFFF) | 0x3F800000)
-    square = tl.fma(-way, way, WIDTH * WIDTH / 4)
+    way = codec.from_bits((x & ((1 << HOW.dropped) - 1)) | one)  # from 1 at the code below to 1 + WIDTH
+    significand = codec.from_bits((x & 0x007FFFFF) | one)
+    square = tl.fma(way, (2.0 + WIDTH) - way, -(1.0 + WIDTH))
     moved = tl.fma(square, tl.fma(significand, slope, start), 12582912.0)
     return x + codec.bits(moved) + ((1 << (HOW.dropped - 17)) - 0x4B400000)
 
 
 @triton.jit
 def add_noise(
-    y: tl.tensor, k: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr, HOW: tl.constexpr
-) -> tl.tensor:
+    y: tl.tensor, k: tl.tensor, noise: tl.tensor, place: tl.tensor, one: tl.tensor, PAIRED: tl.constexpr,
+    HOW: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Values of codes, for fp32 magnitudes in units of the codes: one of the two around, unbiased; Inf and NaN stay."""
+    # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
+    y = codec.from_bits(tl.minimum(codec.bits(y), 0x7FFFFFFF - ((1 << HOW.dropped) - 1)))
     if HOW.expanded:
-        x = interpolated(y, k, HOW)
+        x = interpolated(y, k, one, HOW)
     else:
         # Under the smallest normal number the codes are as far apart as above it.
         shift = tl.where(y < HOW.smallest_normal, HOW.smallest_normal, 0.0)
@@ -149,7 +152,7 @@ def add_noise(
     rounded = codec.from_bits(x & -(1 << HOW.dropped))
     if not HOW.expanded:
         rounded = rounded - shift
-    return tl.where(y < float("inf"), rounded, y)
+    return rounded
 
 
 @triton.jit
@@ -166,7 +169,7 @@ def ordinary_exponents(
 @triton.jit
 def encode_ordinary(
     x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, noise: tl.tensor,
-    CODE: tl.constexpr, HOW: tl.constexpr,
+    one: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """As `encode`, with range expansion, of values in units of `unit`, of which there are `per_unit` in one.
 
@@ -180,7 +183,7 @@ def encode_ordinary(
     if HOW.dropped > 0:
         y = codec.from_bits(
             codec.add_scaled_noise_to_pairs(
-                interpolated(y, k, HOW) - (1 << (HOW.dropped - 1)), noise, 1 << (HOW.dropped - 16)
+                interpolated(y, k, one, HOW) - (1 << (HOW.dropped - 1)), noise, 1 << (HOW.dropped - 16)
             )
         )
     codes = y.to(CODE)
@@ -193,7 +196,7 @@ def encode_ordinary(
 @triton.jit
 def encode(
     x: tl.tensor, ranged: tl.tensor, largest_bits: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor,
-    decay: tl.tensor, drawn: tl.tensor,
+    decay: tl.tensor, drawn: tl.tensor, one: tl.tensor,
     CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
@@ -222,7 +225,7 @@ def encode(
         if HOW.mantissa > 0:
             y = codec.faded(y, decay, drawn, HOW.smallest_normal, HOW.mantissa)
     if HOW.dropped > 0:
-        y = add_noise(y, k, noise, place, PAIRED, HOW)
+        y = add_noise(y, k, noise, place, one, PAIRED, HOW)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
     if HOW.signed:
         # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.

@@ -113,7 +113,9 @@ def prepare() -> None:
     adamw_fused._over_leading_axes = lambda local: local
     jax.custom_batching.sequential_vmap, partition.on_one_device = (lambda function: function), lambda: True
     codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
-    codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
+    # The hardware's NaN has all bits set, to which none can be added.
+    codec.exp2 = lambda x: tl.where(x == x, tl.exp2(x), codec.from_bits(tl.full(x.shape, 0x7FFFFFFF, tl.int32)))
+    codec.log2_abs = lambda x: tl.log2(tl.abs(x))
     codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
     codec.root = lambda x: tl.sqrt(x)
     codec.smaller = lambda x, limit: tl.where(tl.abs(x) < limit, x, tl.where(x < 0, -limit, limit))
