@@ -257,8 +257,11 @@ def of_kind(folder: Path) -> str:
     """Which list of jobs a card's folder is of, by the devices of its rows."""
     if folder.name == "cpu":
         return KINDS[0]
-    rows = (row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())["rows"])
-    count, _, name = next((row["device"] for row in rows), "").rpartition(" x ")
+    rows = (row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text()).get("rows", ()))
+    device = next((row["device"] for row in rows), None)
+    if device is None:  # Runs of which tables are made, as in parity/.
+        return "runs"
+    count, _, name = device.rpartition(" x ")
     return KINDS.get(int(count or 1), f"{count} x {name} alone")
 
 

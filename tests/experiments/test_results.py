@@ -207,6 +207,8 @@ def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
         (tmp_path / card).mkdir(exist_ok=True)
         content = {"rows": [{"commit": commit, "device": "2 x d" if card == "h9x2" else "d"}]}
         (tmp_path / card / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "parity").mkdir()
+    (tmp_path / "parity" / "step.json").write_text(json.dumps({"runs": {}}))
     assert results.main(["--results", str(tmp_path), "--list"]) == 0
     told = capsys.readouterr().out
     one, two, cpu = (told.index(kind) for kind in ("one GPU:", "two GPUs:", "CPU:"))
