@@ -260,8 +260,8 @@ class Recipe:
         linear: operands of the products of linear layers.
         context: what non-linear operations keep for the backward pass.
         comm: what gradients are when they travel between devices.
-        head: operands of the products of an output head whose loss is `fp8jax.linear_cross_entropy`, which else follows
-            `linear`; the training program's head is in 16 bits without.
+        head: operands of the products of output heads, which models' are left in 16 bits without; a head whose loss is
+            `fp8jax.linear_cross_entropy` then follows `linear`.
     """
 
     name: str

@@ -9,6 +9,7 @@ from typing import Any
 from fp8jax.core.recipe import Context, Linear, Recipe
 from fp8jax.ops.fused import at_once
 from fp8jax.recipes import resolve
+from fp8jax.rewrite.heads import OUTPUT
 
 # Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
 # routers, which send whole tokens to other experts when they err.
@@ -94,6 +95,7 @@ class Ordered:
     Attributes:
         rules: the first that matches a path wins.
         default: the last rule is a recipe, for what is left, after ours for embeddings, heads and routers.
+        head: of that recipe, for output heads; None leaves them alone.
 
     Raises:
         ValueError: the recipe of a rule quantizes nothing, or there is no rule.
@@ -101,6 +103,7 @@ class Ordered:
 
     rules: tuple[Rule, ...]
     default: bool
+    head: Linear | None = None
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -140,13 +143,16 @@ class Ordered:
         Args:
             path: of a layer.
             also: other paths of the layer.
-            heads: layers that are outputs or choose, with the reason; a recipe for all others leaves them alone.
+            heads: layers that are outputs or choose, with the reason; a recipe for all others leaves them alone, or has
+                a head of its own for those that are outputs or are called heads.
         """
         i = self._first(path, *also)
         if i is None:
             return LayerChoice(None, "no rule matches")
         ours = [*(name for name, _ in _DEFAULT), "the recipe"]
         reason = ours[i - self._own] if i >= self._own else f"rule {self.rules[i].path!r}"
+        if i >= self._own and self.head is not None and path in heads and (i == self._own or heads[path] == OUTPUT):
+            return LayerChoice(self.head, "the recipe's head")
         if i >= self._own and path in heads and self.rules[i].linear is not None:
             return LayerChoice(None, heads[path])
         return LayerChoice(self.rules[i].linear, reason, self.rules[i].context)
@@ -191,7 +197,8 @@ def ordered(rules: Rules) -> Ordered:
     """Rules in their one form.
 
     Args:
-        rules: a recipe, or a preset's name, for all layers but embeddings, output heads and routers; or rules in order,
+        rules: a recipe, or a preset's name, for all layers but embeddings, output heads (which follow its own part
+            `head`, if that is quantized) and routers; or rules in order,
             the first match wins. After them may stand a recipe, for all other layers but embeddings, output heads and
             routers; without one, layers that no rule matches are left alone.
 
@@ -205,9 +212,11 @@ def ordered(rules: Rules) -> Ordered:
     if isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping)):
         own = list(rules)
     default = bool(own) and (isinstance(own[-1], (str, Recipe, Linear, Context)) or callable(own[-1]))
-    ours = [*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", resolve(own.pop()))] if default else []
+    whole = resolve(own.pop()) if default else None
+    ours = [*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", whole)] if default else []
+    head = whole.head if isinstance(whole, Recipe) and whole.head.quantized else None
     for rule in own:
         if not isinstance(rule, Rule):
             kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
             raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}")
-    return Ordered((*own, *ours), default)
+    return Ordered((*own, *ours), default, head)

@@ -1,5 +1,6 @@
 """Output heads and routers are left alone: by names, by shapes, and by what reads the results of layers."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -107,6 +108,27 @@ def test_a_function_of_outputs_alone_is_a_part_of_a_model_but_choices_stay_choic
 
     plan = fp8jax.transform(model, TE).explain({name: jnp.ones((8, 4)) for name in "ab"}, jnp.ones((3, 8)))
     assert ([e.path for e in plan.quantized], [e.path for e in plan.left]) == (["a"], ["b"])
+
+
+def test_output_heads_follow_the_recipes_own():
+    """Those that are returned, and those that are called heads; not what chooses, nor embeddings."""
+    recipe = dataclasses.replace(fp8jax.recipes.te_current(), head=fp8jax.recipes.HEAD)
+
+    def model(w, x):
+        x = jnp.sin(x @ w["embed"]["a"]) @ w["b"]
+        _, choice = jax.lax.top_k(x @ w["router"], 1)
+        _, other = jax.lax.top_k(x @ w["choose"], 1)
+        return x @ w["out"], jax.nn.softmax(x @ w["lm_head"]), choice, other
+
+    weights = {name: jnp.ones((8, 8)) for name in ("b", "router", "choose")}
+    weights |= {"embed": {"a": jnp.ones((8, 8))}, "out": jnp.ones((8, 5)), "lm_head": jnp.ones((8, 6))}
+    plan = fp8jax.transform(model, recipe).explain(weights, jnp.ones((3, 8)))
+    chosen = {e.path: (e.reason, e.choice.linear.dy_wgrad) for e in plan.quantized}
+    own = ("the recipe's head", "e5m2")
+    assert chosen == {"b": ("the recipe", "same"), "out": own, "lm_head": own}
+    assert {e.path for e in plan.left} == {"embed/a", "router", "choose"}
+    rules = [fp8jax.Rule("out", None), recipe]
+    assert "out" in {e.path for e in fp8jax.transform(model, rules).explain(weights, jnp.ones((3, 8))).left}
 
 
 def eight(fn, *args) -> int:
