@@ -37,19 +37,11 @@ def _codes(x: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _lost(peaks: tl.tensor, factor: tl.tensor, LIMIT: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
-    top = device.largest(peaks, HOW)
-    lost = (top > 0) & (top * factor <= LIMIT)
-    return tl.sum(tl.sum(lost.to(tl.int32), 1), 0)
-
-
-@triton.jit
 def _rows(
     x_ptr: tl.tensor,
     level_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
-    lost_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
     HIGH: tl.constexpr,
@@ -58,22 +50,19 @@ def _rows(
     SIZE: tl.constexpr,
     LEVEL: tl.constexpr,
     BY_ROW: tl.constexpr,
-    LIMIT: tl.constexpr,
     HOW: tl.constexpr,
 ) -> None:
-    """HIGH rows of at most WIDE + REST columns; with LIMIT, also how many groups of SIZE lie below it in codes."""
+    """HIGH rows of at most WIDE + REST columns."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     program = tl.program_id(0)
     first = program.to(tl.int64) * (HIGH * N)
     at, here = _places(program, 0, WIDE, HIGH, M, N)
     x = device.load_plain(x_ptr + first, at, here, MASKED)
-    peaks = _peaks(x, SIZE, HOW)
-    largest = tl.max(peaks, 1)
+    largest = tl.max(_peaks(x, SIZE, HOW), 1)
     if REST > 0:
         at2, here2 = _places(program, WIDE, REST, HIGH, M, N)
         x2 = device.load_plain(x_ptr + first, at2, here2, True)
-        peaks2 = _peaks(x2, SIZE, HOW)
-        largest = tl.maximum(largest, tl.max(peaks2, 1))
+        largest = tl.maximum(largest, tl.max(_peaks(x2, SIZE, HOW), 1))
     m = program * HIGH + tl.arange(0, HIGH)
     if LEVEL:
         level = tl.load(level_ptr + m, mask=m < M, other=1.0) if BY_ROW else tl.load(level_ptr)
@@ -86,11 +75,6 @@ def _rows(
     if REST > 0:
         device.store(codes_ptr + first, at2, _codes(x2, factor, HOW), here2, True)
     tl.store(scales_ptr + m, scale, mask=m < M)
-    if LIMIT > 0:
-        lost = _lost(peaks, factor, LIMIT, HOW)
-        if REST > 0:
-            lost += _lost(peaks2, factor, LIMIT, HOW)
-        tl.store(lost_ptr + program, lost)
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, coding: device.Coding) -> str | None:
@@ -107,10 +91,9 @@ def quantize_rows(
     coding: device.Coding,
     *,
     level: Array | None = None,
-    limit: float | None = None,
     warps: int | None = None,
     compute_capability: int | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
     """Codes of a matrix with one scale a row, in one pass over it.
 
     Args:
@@ -118,12 +101,10 @@ def quantize_rows(
         coding: of kind "token", to nearest.
         level: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for the
             rows' own.
-        limit: groups of 32 along a row count as lost whose largest magnitude is not zero and, in units of a code, at
-            most this; None counts nothing.
         warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
 
     Returns:
-        Codes (M, N), fp32 scales (M, 1), and how many groups are lost, an int32 scalar.
+        Codes (M, N) and fp32 scales (M, 1).
 
     Raises:
         ValueError: the kernel cannot take these; the message says why.
@@ -138,20 +119,18 @@ def quantize_rows(
     shapes = [
         jax.ShapeDtypeStruct((m, n), jnp.uint8),
         jax.ShapeDtypeStruct((m, 1), jnp.float32),
-        jax.ShapeDtypeStruct((programs,), jnp.int32),
     ]
     one = jnp.ones((1, 1), jnp.float32) if level is None else level.reshape(-1, 1).astype(jnp.float32)
     launch = quantize_triton.QuantizeLaunch(high, wide, warps or (8 if high == 1 else 4))
     run = functools.partial(quantize_triton.call, _rows, [x, one], shapes, programs, launch, compute_capability)
-    codes, scales, lost = run(
+    codes, scales = run(
         REST=rest,
         SIZE=GROUP,
         LEVEL=level is not None,
         BY_ROW=one.size > 1,
-        LIMIT=limit or 0.0,
         HOW=coding.static,
     )
-    return jax.lax.bitcast_convert_type(codes, coding.dtype), scales, jnp.sum(lost) if limit else jnp.int32(0)
+    return jax.lax.bitcast_convert_type(codes, coding.dtype), scales
 
 
 def _widths(columns: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def _kernel(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
             assert largest is not None
             level = scaling.to_scale(cut.maximum(largest, "m"), fmt)
         coding = fused.coding(rows)
-        return quantize_rows_triton.quantize_rows(x, coding, level=level, compute_capability=capability())[:2]
+        return quantize_rows_triton.quantize_rows(x, coding, level=level, compute_capability=capability())
 
     codes, scale = partitioned(
         "fold_rows", spec, fold, (x, level), ("m -", None if level is None else "m -"), ("m -", "m -")

@@ -281,7 +281,7 @@ def _one(
     ):
         coding = fused.coding(alone)
         if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
-            codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
+            codes, rows = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return (QTensor(codes, rows, None, None, alone), None), None
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.transposed)]

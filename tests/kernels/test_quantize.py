@@ -67,8 +67,8 @@ def registers() -> None:
     def both(x, rows, columns="same", **scales):
         return quantize_triton.quantize(x, rows, columns, **scales, **options)
 
-    def rows(x, limit=0.2):
-        return quantize_rows_triton.quantize_rows(x, coding("token"), limit=limit, **options)
+    def rows(x):
+        return quantize_rows_triton.quantize_rows(x, coding("token"), **options)
 
     group, mx, wide = coding("group", size=128), coding("mx", size=32), jnp.ones((11008, 1))
     programs = {
