@@ -20,6 +20,33 @@ def test_questions_are_about_what_has_a_docstring(tmp_path):
     assert len(list(finetuning.pairs(tmp_path, 1))) == 1
 
 
+def test_each_arm_and_seed_is_trained_with_its_own_flags_once(tmp_path, monkeypatch):
+    """Seeds in the order of their importance, and none after the time is over."""
+    given, folder = [], tmp_path / "checkpoint"
+
+    def train(argv):
+        given.append(" ".join(argv))
+        run = tmp_path / argv[argv.index("--run") + 1] / argv[argv.index("--recipe") + 1]
+        run.mkdir(parents=True)
+        (run / "result.json").write_text("")
+        (run / "metrics.jsonl").write_text('{"loss": 2.0, "valid_loss": 1.0}')
+        return 0
+
+    monkeypatch.setattr(finetuning.train, "main", train)
+    arms = ["bf16", "LoRA on e4m3"]
+    assert finetuning.losses(tmp_path, "tiny", folder, arms, until=0.0) == {}
+    for _ in range(2):
+        found = finetuning.losses(tmp_path, "tiny", folder, arms, until=float("inf"))
+        assert {arm: list(runs) for arm, runs in found.items()} == {arm: [0, 1, 2] for arm in arms}
+    assert len(given) == 6
+    assert "--lr 5e-4 --recipe bf16 --init" in given[0]
+    assert "--lr 5e-3 --lora-rank 8 --recipe te_current --base e4m3 --init" in given[1]
+    for i, line in enumerate(given):
+        assert f"--seed {i // 2} " in line
+        assert line.endswith(f"--out {tmp_path} --data {folder / 'pairs.jsonl'}")
+        assert f"--init {folder} " in line
+
+
 def test_a_run_is_read_and_differences_are_within_seeds(tmp_path):
     rows = [{"step": i, "loss": 5.0 - 0.1 * i} for i in range(20)] + [{"step": 20, "valid_loss": 3.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,5 +1,7 @@
 """FP8-LM's ablation of precisions: storages, the training of its arms, what is said of them."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,11 +36,35 @@ def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero()
 
 
 def test_an_arm_that_rounds_nothing_is_not_judged():
-    losses = {fp8_lm_precision.BASE: np.ones(50), "master bf16": np.ones(50), "m e4m3": np.full(50, 1.5)}
-    plain = [np.ones(50), np.full(50, 1.1)]
-    bf16, e4m3 = fp8_lm_precision.verdict(losses, plain)
+    """And the loss of one that does is that of its last steps, over fp32's."""
+    ones, first = np.full(50, 2.0), np.arange(50) < 50 - fp8_lm_precision.TAIL
+    losses = {fp8_lm_precision.BASE: ones, "master bf16": ones.copy(), "m e4m3": np.where(first, 9.0, 2.5),
+              "v e4m3": np.full(50, np.nan), "v e5m2": np.full(50, 1.95)}  # fmt: skip
+    plain = [ones, np.full(50, 2.1)]
+    bf16, e4m3, diverged, e5m2 = fp8_lm_precision.verdict(losses, plain)
     assert "not measured" in bf16
     assert "+0.5000 nats, outside the noise" in e4m3
+    assert diverged.startswith("v e4m3: diverged; the paper: diverged")
+    assert "-0.0500 nats, within the noise" in e5m2
+    rows = {row.case: (row.value, row.ratio) for row in fp8_lm_precision.rows(losses, plain)}
+    assert (rows["m e4m3"], rows["v e4m3"]) == ((2.5, 1.25), (None, None))
+    assert rows["all fp32, largest less smallest of three seeds"][0] == pytest.approx(0.1)
+
+
+def test_each_of_the_four_goes_through_its_own_storage(monkeypatch):
+    """In their order: the first weights; then of each step the gradients, the new weights, both moments."""
+    seen = []
+
+    def store_as(index, tree):
+        seen.append((int(index), min(float(x.min()) for x in jax.tree.leaves(tree)) >= 0))
+        return tree
+
+    monkeypatch.setattr(fp8_lm_precision, "store_as", store_as)
+    gradients = {"layers": {"up": {"kernel": jnp.array([[1.0, -2.0]])}}}
+    task = types.SimpleNamespace(gradients=lambda params, *_: (jnp.float32(0), gradients, {}))
+    with jax.disable_jit():
+        fp8_lm_precision.make_run(task, 1, 1e-3)(jnp.arange(4), gradients, jnp.asarray(TOKENS[None]))
+    assert seen == [(0, False), (1, False), (0, False), (2, False), (3, True)]
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,9 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
     assert "**Not complete**" in text
     pivoted = [row | {"pivot": (row["case"], "loss"), "table": "T"} for row in result["rows"]]
     assert "| second | 1.5 | def+ | e |" in report.page({"h9": result | {"rows": pivoted}}, {})
+    # Where a row has no ratio, all cells are values.
+    pivoted[0] |= {"ratio": 7.5, "baseline": "second"}
+    assert "| a \\| b | 1.5 | abc | d |" in report.page({"h9": result | {"rows": pivoted}}, {})
     two = report.page({"h9": RESULT, "h10": RESULT | {"rows": [ROW | {"device": "f"}]}}, {})
     assert two.index("## On h9") < two.index("· d ·") < two.index("## On h10") < two.index("· f ·")
     assert "| abc |" not in two  # nothing differs within a file
