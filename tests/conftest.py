@@ -53,7 +53,6 @@ collect_ignore = ["kernels/test_matmul.py"] if jax.__version_info__ < (0, 11) el
 @pytest.fixture
 def young_heap() -> Iterator[None]:
     """Python's garbage collector looks at no object older than the test: the suite's heap takes seconds each time."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

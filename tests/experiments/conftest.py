@@ -1,5 +1,6 @@
 """A tiny training run, and settings for meshes, that the tests of this folder share."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,11 +8,18 @@ import jax
 import pytest
 
 from experiments import mesh, train
+from experiments.bench import timing
 
 TINY = (  # noqa: SIM905 (a command line reads best as one)
     "--layers 2 --dim 32 --heads 4 --kv-heads 2 --mlp-dim 64 --seq-len 16 --batch 4 --steps 8 --warmup 2 --lr 2e-3 "
     "--log-every 2 --checkpoint-every 4 --eval-every 4 --eval-batches 2 --sample-tokens 12 --mesh data=1"
 ).split()
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What times arms collects no garbage first: the suite's heap takes seconds each time."""
+    monkeypatch.setattr(timing, "left_alone", contextlib.nullcontext)
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,8 @@ def test_arms_of_a_job_are_recipes_that_there_are():
 
 def test_a_user_s_model_trains_in_both(monkeypatch):
     """Two steps, really run: losses agree but for what 8 bits round, and the state is freed."""
-    small = models.MODELS["llama1b"]
-    user = models.UserModel("small", small.small, small.small, "text", 2, 16, 64)
+    small = models._llama(64, 1, 4, 2, 128)
+    user = models.UserModel("small", small, small, "text", 2, 16, 64)
     losses = {}
     for recipe in ("bf16", "coat", "held:coat"):
         arm = models.UserArm(user, recipe)

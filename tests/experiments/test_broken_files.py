@@ -117,6 +117,7 @@ def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
         checkpoint.Checkpoints(tmp_path / "checkpoints", 1)
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_what_orbax_leaves_of_an_error_is_not_shown(monkeypatch, caplog):
     """Of reads under way when one failed: tasks that nobody looks at, and calls back to a loop that is closed."""
     seen = []

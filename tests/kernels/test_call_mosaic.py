@@ -138,6 +138,7 @@ def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
     assert "stablehlo.add" in text
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_no_tracer_outlives_its_trace(recorded):
     """What is remembered of a kernel closes over none of the arrays that it was called with."""
     seen = []

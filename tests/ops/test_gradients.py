@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fp8jax
 from fp8jax.ops import gradients
@@ -24,6 +25,7 @@ def test_a_gradient_is_known_once_and_only_itself():
     assert known.find(x) is None
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_an_array_that_took_the_place_of_another_one_is_not_known():
     known, x = gradients.Gradients(), jnp.ones(3)
     known.note(x, SAID)

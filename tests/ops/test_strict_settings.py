@@ -161,6 +161,7 @@ FEW = ("linear te_current", "scaled te_delayed", "context coat", "nnx coat_fast"
 default = functools.cache(kinds)
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_strict_setting_of_jax_changes_nothing(setting):
     """Programs are traced, not run: neither an error, nor another dtype."""

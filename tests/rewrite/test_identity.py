@@ -143,6 +143,7 @@ def test_effects_stay_in_their_order(apart, capfd):
     assert capfd.readouterr().out.split() == ["first", "0.0", "turn", "0", "turn", "1", "last"]
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("apart", [False, True])
 def test_nothing_leaks(apart):
     with jax.checking_leaks():

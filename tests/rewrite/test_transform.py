@@ -550,6 +550,7 @@ def test_a_product_of_someone_elses(monkeypatch):
     assert fast.check(p, image).first is None
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_effects_leaks_and_lines():
     def fn(p, x):
         jax.debug.print("seen")
