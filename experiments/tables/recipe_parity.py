@@ -58,7 +58,8 @@ class SeedStudy:
         folder: of the runs, in that of results.
         setting: the model and its schedule.
         recipes: arms of which it is asked whether they differ from bf16; all together they err with 5 %.
-        others: arms that may be trained, too, and are not among these: parts of recipes that tell why one differs.
+        others: arms that may be trained, too, and are not among these: parts of recipes that tell why one differs,
+            and other ways to train.
         pairs: comparisons with another arm than bf16, by what they are called.
         about: what else is to be said.
     """
@@ -93,7 +94,16 @@ STUDIES = {
         "parity_recipes",
         training_parity.SIZES["65m_short"][1],
         ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm"),
-        (CONTROL, "coat_optimizer", "coat_activations", "int8_block", "fp8_lm_two_phase", BOUNDS, SUMS),
+        (
+            CONTROL,
+            "coat_optimizer",
+            "coat_activations",
+            "int8_block",
+            "fp8_lm_two_phase",
+            "released_by_shares",
+            BOUNDS,
+            SUMS,
+        ),
         (("coat_fast beside coat", "coat_fast", "coat"),),
         f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",
     ),

@@ -14,6 +14,7 @@ from fp8jax.ops.adamw import load
 from fp8jax.ops.global_norm import global_norm
 from fp8jax.optim import checks
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.held import clip_factor
 
 
 def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
@@ -29,8 +30,7 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
     ) -> tuple[optax.Updates, optax.OptState]:
         if not any(map(_is_quantized, jax.tree.leaves(updates, is_leaf=_is_quantized))):
             return plain.update(updates, state, params)
-        norm = _norm(updates)
-        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+        factor = clip_factor(max_norm, _norm(updates))
 
         def clip(x: Any) -> Any:
             quantized = isinstance(x, QTensor)
@@ -95,10 +95,8 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
         applied: ArrayLike | None = None,
         **others: Any,
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
-        norm = _norm(grads)
         factor = jnp.float32(1.0) if factor is None else jnp.asarray(factor, jnp.float32)
-        norm = norm * jnp.abs(factor)
-        clip = jnp.where(norm < max_norm, factor, factor * (max_norm / norm))
+        clip = factor * clip_factor(max_norm, _norm(grads) * jnp.abs(factor))
         params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=applied, **others)
         return params, (state[0], inner)
 
