@@ -30,6 +30,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.bench import timing
+from experiments.bench.arms import HEAD
 from experiments.models import plain
 
 BASE, RATE, CLIP, DECAY = "bf16", 3e-4, 1.0, 0.1
@@ -91,11 +92,14 @@ ARMS = {
 
 def recipe_of(arm: str) -> fp8jax.Recipe:
     """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain; "held:" before it.
+    "coat, 8-bit head" has the products of the output head in FP8, too.
 
     Raises:
         ValueError: no preset has this name.
     """
     arm = arm.removeprefix(HELD)
+    if arm.endswith(f", {HEAD}"):
+        return dataclasses.replace(recipe_of(arm.removesuffix(f", {HEAD}")), head=fp8jax.recipes.HEAD)
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
 
@@ -226,7 +230,7 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
         arm.stop()
         kinds: tuple[Callable[[], Any], ...] = (arm, arm.synchronised, arm.late)
         calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, kinds, strict=True)}
-    stop = lambda name: arms[name.partition(",")[0]].stop()  # noqa: E731
+    stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
     return rows(user.text, times, needs)

@@ -24,6 +24,7 @@ from fp8jax.recipes import linear_part, resolve
 
 CHUNK_BYTES = 2**30  # of fp32 logits
 MOST_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
+CODED_CHUNK = 8192  # tokens of a head of codes: with more, measured, it is no faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +78,8 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1].
         z_loss: at least 0.
         reduction: "mean" over the tokens that count (0 if none does), "sum", or "none".
-        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1 GiB of them in
-            fp32, but no more than 16 chunks.
+        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1 GiB of them,
+            in fp32 or as the recipe has them, and 8,192 at the most with one; but no more than 16 chunks.
         recipe: the head's products follow it: a part `Linear`, such as `fp8jax.recipes.HEAD`, or a recipe's part `head`
             if that is quantized, else `linear`; None multiplies in the dtype of `x`. Where operands have one FP8 scale
             each, all chunks have the same, and logits are rounded to the dtype of `x`; else each chunk has its own.
@@ -150,6 +151,12 @@ def _check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array |
         raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
 
 
+def chunks_of(tokens: int, vocabulary: int, coded: bool) -> int:
+    """How many chunks the tokens of a device are taken in; `coded` heads have logits in 16 bits."""
+    number = -(-(2 if coded else 4) * tokens * vocabulary // CHUNK_BYTES)
+    return min(max(number, -(-tokens // CODED_CHUNK) if coded else 1), MOST_CHUNKS)
+
+
 class _Chunks(NamedTuple):
     """How an axis of tokens is cut in so many chunks."""
 
@@ -158,13 +165,13 @@ class _Chunks(NamedTuple):
     number: int
 
     @staticmethod
-    def of(x: Array, vocabulary: int, tokens_per_chunk: int | None) -> "_Chunks":
-        tokens = x.size // x.shape[-1]
+    def of(loss: _Loss, x: Array, vocabulary: int) -> "_Chunks":
+        tokens, tokens_per_chunk = x.size // x.shape[-1], loss.tokens_per_chunk
         axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
         if tokens_per_chunk is not None:
             number = -(-tokens // tokens_per_chunk)
         else:
-            number = min(-(-4 * tokens * vocabulary // CHUNK_BYTES), MOST_CHUNKS)
+            number = chunks_of(tokens, vocabulary, has_codes(loss.part))
         return _Chunks(axis, x.shape[axis], min(number, x.shape[axis]))
 
     def cut(self, x: Array) -> Array:
@@ -257,7 +264,7 @@ def _losses(
 ) -> Array:
     """The loss of each token, (...)."""
     head = head_of(w, loss.vocabulary_axis, loss.part, key, x.dtype)
-    chunks = _Chunks.of(x, shape_of(w, loss.vocabulary_axis)[loss.vocabulary_axis], loss.tokens_per_chunk)
+    chunks = _Chunks.of(loss, x, shape_of(w, loss.vocabulary_axis)[loss.vocabulary_axis])
 
     def chunk(operands: tuple[Array, Array]) -> Array:
         return _values(loss, cut, logits_of(head, operands[0], bias)[0], operands[1])[0]
@@ -286,7 +293,7 @@ def _gradients(
 ) -> _Gradients:
     """Three products a chunk."""
     head, shape = head_of(w, loss.vocabulary_axis, loss.part, key, x.dtype), shape_of(w, loss.vocabulary_axis)
-    chunks = _Chunks.of(x, shape[loss.vocabulary_axis], loss.tokens_per_chunk)
+    chunks = _Chunks.of(loss, x, shape[loss.vocabulary_axis])
     tokens = _tokens(x)
 
     def chunk(sums: Any, operands: Any) -> Any:

@@ -62,7 +62,7 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     small = models._llama(64, 1, 4, 2, 128)
     user = models.UserModel("small", small, small, "text", 2, 16, 64)
     losses = {}
-    for recipe in ("bf16", "coat", "held:coat"):
+    for recipe in ("bf16", "coat", "held:coat", "coat, 8-bit head"):
         arm = models.UserArm(user, recipe)
         arm.prepare()
         losses[recipe] = [float(arm()) for _ in range(3)]
@@ -70,7 +70,8 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
         assert arm.state is None
     assert losses["bf16"][2] < losses["bf16"][0]
     assert losses["bf16"] == pytest.approx(losses["coat"], rel=0.02)
-    assert losses["bf16"] != losses["coat"]
+    assert losses["bf16"] != losses["coat"] != losses["coat, 8-bit head"]
+    assert losses["bf16"] == pytest.approx(losses["coat, 8-bit head"], rel=0.02)
     assert losses["coat"] == pytest.approx(losses["held:coat"], rel=2e-3)
 
 

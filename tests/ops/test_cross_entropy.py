@@ -165,16 +165,21 @@ def by_whole(x, w, labels):
 
 
 def test_chunks_have_a_gibibyte_of_logits_by_default():
-    def loops(tokens, vocabulary):
+    def loops(tokens, vocabulary, recipe=None):
         shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((tokens, 4), "float32"), ((4, vocabulary), "float32"))]
         labels = jax.ShapeDtypeStruct((tokens,), "int32")
-        program = str(jax.make_jaxpr(jax.grad(fp8jax.linear_cross_entropy, (0, 1)))(*shapes, labels))
+        call = functools.partial(fp8jax.linear_cross_entropy, recipe=recipe)
+        program = str(jax.make_jaxpr(jax.grad(call, (0, 1)))(*shapes, labels))
         return int(re.search(r"length=(\d+)", program)[1])
 
     assert loops(16384, 128256) == 8
     assert loops(16384, 32000) == 2
     assert loops(4096, 32000) == 1
     assert loops(1 << 20, 128256) == 16
+    # Of logits in 16 bits; more chunks than that only where none has 8,192 tokens.
+    assert loops(16384, 128256, "te_current") == 4
+    assert loops(16384, 4000, "te_current") == 2
+    assert loops(1 << 20, 128256, "te_current") == 16
 
 
 MESHES = {
