@@ -101,6 +101,7 @@ STUDIES = {
             "int8_block",
             "fp8_lm_two_phase",
             "released_by_shares",
+            "coat_fp8_head",
             BOUNDS,
             SUMS,
         ),
