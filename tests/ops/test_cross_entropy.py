@@ -1,5 +1,6 @@
 """The cross-entropy of a linear head against whole logits, in float64 and by optax; its memory; how meshes cut it."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,6 +13,7 @@ import pytest
 from jax import P
 
 import fp8jax
+from fp8jax.ops import head
 from tests.distance import relative
 from tests.programs import count, dots
 
@@ -230,11 +232,13 @@ def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
     assert not [s for s in shapes if s.endswith((",64", ",32")) and s.count(",") == 2]
 
 
-def test_recipes_multiply_in_8_bits():
+@pytest.mark.parametrize("recipe", ["te_current", "fast"])
+def test_recipes_multiply_in_8_bits(recipe):
+    """With one scale an operand, and as linear layers of any other recipe do."""
     x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.float32)
 
     def mean(x, w, **options):
-        return loss(x, w, recipe="te_current", tokens_per_chunk=8, **options)
+        return loss(x, w, recipe=recipe, tokens_per_chunk=8, **options)
 
     assert {kinds for kinds in dots(jax.grad(mean, (0, 1)), x, w)} <= {
         ("float8_e4m3fn", "float8_e4m3fn"),
@@ -249,6 +253,18 @@ def test_recipes_multiply_in_8_bits():
     table = jax.value_and_grad(lambda x, w: mean(x, w, vocabulary_axis=0), (0, 1))(x, w.T)
     assert relative(table, (value, (gradients[0], gradients[1].T))) < 1e-6
     assert count(jax.grad(mean), "dot_general", x, w) == 3
+
+
+def test_heads_of_codes_have_one_fp8_scale_an_operand():
+    parts = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
+    coded = {name for name, part in parts.items() if not part.states and head.has_codes(part)}
+    assert coded == {"coat", "coat_activations", "coat_fast", "te_current", "fp8_lm", "fp8_lm_two_phase"}
+    assert head.has_codes(fp8jax.recipes.HEAD)
+    assert not head.has_codes(dataclasses.replace(fp8jax.recipes.HEAD, dy="e5m2+stochastic", dy_wgrad="same"))
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        x = jax.device_put(jnp.ones((4, CHANNELS)), P("data"))
+        with pytest.raises(ValueError, match="whose operands have one FP8 scale each"):
+            fp8jax.linear_cross_entropy(x, floats(W)[0], jnp.zeros(4, jnp.int32), recipe="fast")
 
 
 def in_codes(x, dtype, scale=None):
@@ -275,8 +291,7 @@ def test_a_head_has_one_scale_an_operand_whatever_the_chunks(variant, axis):
     d_rows, d_columns = (in_codes(d, dtype, steepest / WHERE.sum()) for dtype in (e4m3, e5m2))
     wanted = d_rows @ w.T, np.einsum("btd,btv->dv", x, d_columns), d.sum((0, 1))
 
-    head = fp8jax.recipes.Linear("e4m3", "e4m3", "e4m3", dy_wgrad="e5m2")
-    how = {"where": jnp.asarray(WHERE), "recipe": head, "vocabulary_axis": axis, **options}
+    how = {"where": jnp.asarray(WHERE), "recipe": fp8jax.recipes.HEAD, "vocabulary_axis": axis, **options}
     for tokens in (None, 5):
         call = functools.partial(loss, tokens_per_chunk=tokens, **how)
         table = W if axis else W.T
