@@ -122,11 +122,12 @@ class Config:
 
     def _validate_shared(self, devices: int) -> None:
         """Raises UserError for what is not computed by devices that share sequences."""
-        asked = f"--mesh {self.run.mesh}: with tensor={devices}"
         if self.optim.release:
-            raise UserError(f"{asked} layers are in parts, and --release {self.optim.release} updates whole ones")
-        if self.lora.lora_rank:
-            raise UserError(f"{asked} layers are in parts, and adapters are of whole ones: leave out --lora-rank")
+            raise UserError(
+                f"--mesh {self.run.mesh}: with tensor={devices} each device has its part of a layer's gradients, whose "
+                f"sums are made after the backward pass, and --release {self.optim.release} updates layers within it; "
+                f"give fsdp={devices} in place of tensor={devices}, or leave out --release"
+            )
 
     def _validate_processes(self) -> None:
         where, number, count = self.run.coordinator, self.run.process_id, self.run.process_count

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -17,6 +18,8 @@ ROWS = ("data", "fsdp")
 # How "tensor" cuts the layers of a Llama: products before what is computed head by head or channel by channel along
 # their outputs, those after it along their inputs.
 OUTPUTS, INPUTS = ("q", "k", "v", "gate", "up"), ("out", "down")
+# Of an adapter the factor that is cut as the weight is; the other has no such axis.
+ADAPTERS = {"outputs": "lora_b", "inputs": "lora_a"}
 # Arrays with fewer elements are kept whole: gathering them takes longer than their memory is worth.
 SMALLEST = 1 << 16
 
@@ -173,7 +176,7 @@ def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], boo
         large = matrix and math.prod(codes.shape) >= SMALLEST
         rows: tuple[str, ...] = ("fsdp",) if large else ()
         columns: tuple[str, ...] = ()
-        kind = _kind(path)
+        kind = _kind(path, codes.dtype)
         if kind == "outputs":
             columns = ("tensor",)
         elif kind == "inputs" and matrix:
@@ -203,15 +206,21 @@ def _divide(mesh: Meshes, length: int, names: tuple[str, ...]) -> tuple[str, ...
     return found
 
 
-def _kind(path: Any) -> str:
+def _kind(path: Any, dtype: Any) -> str:
     """What "tensor" cuts of a parameter, or of what belongs to it: "outputs", "inputs", of one "outside" of layers what
     "fsdp" cuts, or "" for nothing."""
     names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
     if not stacked(path):
         return "outside"
-    if len(names) < 2 or names[-1] not in ("kernel", "bias"):
+    layer = names[-3 if names[-2:-1] == ["held"] else -2] if len(names) > 2 else ""
+    cut = "outputs" if layer in OUTPUTS else "inputs" if layer in INPUTS else ""
+    if names[-1] in ("kernel", "bias") or names[-1] == ADAPTERS.get(cut):
+        return cut
+    if not cut or names[-2] != "held":
         return ""
-    return "outputs" if names[-2] in OUTPUTS else "inputs" if names[-2] in INPUTS else ""
+    # Of a weight that is not trained: codes, the first part, and their scales are of the transposed matrix.
+    turned = names[-1] != "0" or jnp.dtype(dtype).itemsize == 1
+    return ("inputs" if cut == "outputs" else "outputs") if turned else cut
 
 
 def over(spec: PartitionSpec, name: str) -> int | None:

@@ -6,6 +6,7 @@ gradients, wherever sharded batches make that necessary.
 
 import dataclasses
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec
 import fp8jax
 from experiments import mesh as meshes
 from experiments import tensor
+from experiments.adapters import BaseVariable, apart, joined
 from experiments.models.llama import Block, LlamaConfig
 from fp8jax.dist import (
     Factors,
@@ -75,12 +77,21 @@ class Whole:
                 unsure.add(name)
             return quantized
 
-        graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, ...)
-        weights, rest = states
-        whole = nnx.merge(graph, self._whole(weights, "layers.", asked, unsure), rest)
+        graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, BaseVariable, ...)
+        weights, base, rest = states
+        whole = nnx.merge(graph, self._whole(weights, "layers.", asked, unsure), self._base(base), rest)
         y = call(whole)
         nnx.update(layer, nnx.state(whole, fp8jax.nnx.ScalingVariable))
         return y
+
+    def _base(self, base: nnx.State) -> nnx.State:
+        """What is not trained as whole ones, as it is held."""
+
+        def one(path: Any, x: Array) -> Array:
+            return lax.all_gather(x, "fsdp", axis=x.ndim - 2, tiled=True) if _name(path, "layers.") in self.cut else x
+
+        gathered: nnx.State = jax.tree_util.tree_map_with_path(one, base)
+        return gathered
 
     def _whole(self, weights: nnx.State, start: str, asked: dict[str, bool], unsure: set[str]) -> nnx.State:
         """Parameters as whole ones, by whether a product has asked for their codes, and has them.
@@ -90,7 +101,7 @@ class Whole:
         """
 
         def one(path: Any, x: Array) -> Array:
-            name = start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            name = _name(path, start)
             if name not in self.cut or name.startswith("layers.") != bool(start):
                 return x
             # What a product quantizes itself it quantizes from the values that are held.
@@ -100,6 +111,11 @@ class Whole:
 
         gathered: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
         return gathered
+
+
+def _name(path: Any, start: str) -> str:
+    """Of a parameter, as `Whole.cut` has it."""
+    return start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 def mapped(recipe: fp8jax.Recipe, rows: jax.sharding.NamedSharding | None) -> bool:
@@ -171,6 +187,7 @@ def gradients(
     model_state: Any,
     tokens_BxT: jax.Array,
     factors: Factors | tuple[()],
+    base: Any = MappingProxyType({}),
 ) -> tuple[jax.Array, Any, Any, Factors | tuple[()]]:
     """Means over all devices of loss and gradients, the model state of the next step, and the new factors.
 
@@ -185,25 +202,30 @@ def gradients(
         mesh: the devices.
         params, model_state, tokens_BxT: as of `own`, of all devices.
         factors: the state of auto-scaling.
+        base: what is not trained, in parts as parameters are; none of it is in the model state that is returned.
     """
-    comm, compute = reduction(recipe), recipe.weights.compute
-    places = jax.tree.map(lambda x: x.spec, meshes.state(mesh, params))
+    comm, compute, base = reduction(recipe), recipe.weights.compute, dict(base)
+    places, base_places = (jax.tree.map(lambda x: x.spec, meshes.state(mesh, tree)) for tree in (params, base))
     data, fsdp, shared = (mesh.shape[name] for name in meshes.AXES)
     depths = stacked(params)
     at_once = isinstance(factors, Factors)
-    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh), compute)
+    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh) | cut(base, mesh), compute)
 
     def whole(x: jax.Array, place: PartitionSpec) -> jax.Array:
         dim = meshes.over(place, "fsdp")
         return x if dim is None else lax.all_gather(x, "fsdp", axis=dim, tiled=True)
 
-    def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any) -> Any:
-        inputs = params
+    def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any, base: Any) -> Any:
+        inputs, held = params, base
         if shared > 1:
             inputs = tensor.added_once(tensor.gathered(inputs, places, compute))
+            held = tensor.added_once(tensor.gathered(held, base_places, compute))
         if layerwise is None:
             inputs = jax.tree.map(whole, inputs, places)
-        loss, grads, state = own(inputs, model_state, tokens, layerwise, meshes.AXES)
+        outer = lambda path, x, place: whole(x, place) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
+        held = jax.tree_util.tree_map_with_path(outer, held, base_places)
+        loss, grads, state = own(inputs, joined(model_state, held), tokens, layerwise, meshes.AXES)
+        state = apart(state, held)
         if layerwise is not None:
             done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
             each = zip(*map(jax.tree.leaves, (grads, depths, done)), strict=True)
@@ -228,10 +250,10 @@ def gradients(
     return jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(places, everywhere, rows, everywhere),
+        in_specs=(places, everywhere, rows, everywhere, base_places),
         out_specs=(everywhere, places, everywhere, everywhere),
         check_vma=False,
-    )(params, model_state, tokens_BxT, factors)
+    )(params, model_state, tokens_BxT, factors, base)
 
 
 def cut(params: Any, mesh: Any) -> frozenset[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import tokenizers
 
 import fp8jax
-from experiments import chat, data, mesh, packing, parallel, records
+from experiments import chat, data, mesh, packing, parallel, records, tensor
 from experiments.config import Config, UserError
 from experiments.models.llama import LlamaConfig
 from experiments.packing import Document
@@ -68,6 +68,8 @@ def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Me
             llama, tokens = shape(config), config.data.batch // config.optim.microbatches * config.data.seq_len
             for recipe in recipes:
                 parallel.check(llama, recipe, found, tokens)
+            if config.lora.lora_rank:
+                tensor.check_base(llama, config.lora.base, found.shape[tensor.AXIS])
     except ValueError as error:
         raise UserError(f"--mesh {error}") from None
     try:

@@ -109,7 +109,7 @@ class Task:
         form, own = Form(llama, recipe, remat, None if mapped else rows, None, unroll, lora), None
         if rows is not None and rows.mesh.shape["tensor"] > 1:
             if isinstance(tx, ReleasedOptimizer):
-                raise ValueError("layers that are updated inside the backward pass are whole: leave out --release")
+                raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
         how = microbatches, rows, unroll, lora, chunked or recipe.head.quantized, partition, own
         return cls(form.structure(), tx, llama, recipe, remat, seed, *how)
@@ -270,12 +270,14 @@ class Task:
         """
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
-        inputs, factors = (state.params, adapters.joined(state.model_state, base), tokens_BxT), state.factors
+        inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
         if self.rows is None or not parallel.mapped(self.recipe, self.rows):
-            loss, grads, model_state = self.gradients(*inputs)
+            loss, grads, model_state = self.gradients(
+                state.params, adapters.joined(state.model_state, base), tokens_BxT
+            )
         else:
             how = self.gradients, self.recipe, self.rows.mesh
-            loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors)
+            loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
         grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 

@@ -67,9 +67,9 @@ def of_device(form: Form, devices: int) -> Form:
     Raises:
         ValueError: as `check`.
     """
-    if form.lora is not None:
-        raise ValueError("adapters and the base under them are whole on each device: leave out --lora-rank")
     check(form.llama, devices)
+    if form.lora is not None:
+        check_base(form.llama, form.lora.base, devices)
     boundary = TokenBoundary(devices, travels(form.recipe))
     return dataclasses.replace(form, llama=of_heads(form.llama, devices), rows=None, boundary=boundary)
 
@@ -89,6 +89,22 @@ def check(llama: LlamaConfig, devices: int) -> None:
             raise ValueError(f"{devices} devices along tensor do not divide {size} {what}; tensor may be {fits}")
     if llama.qk_norm == "width":
         raise ValueError("a norm over the channels of all heads (qk_norm 'width') is not shared: take tensor=1")
+
+
+def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
+    """Raises ValueError where a device's part of a weight that is not trained would end within a group of its codes."""
+    if base == "bf16":
+        return
+    spec = fp8jax.QuantSpec.parse(base)
+    unit = spec.group_size or 1
+    inputs = {"channels of all heads": llama.heads * llama.head_dim, "MLP channels": llama.mlp_dim}
+    outputs = {"channels of key heads": llama.kv_heads * llama.head_dim} if spec.granularity == "block" else {}
+    for what, size in (inputs | outputs).items():
+        if size > unit and (size // devices) % unit:
+            raise ValueError(
+                f"{devices} devices along tensor have {size // devices} of {size} {what} each, which ends within a "
+                f"group of {unit} of --base {spec}; take --base {spec.format}, or another tensor"
+            )
 
 
 def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:

@@ -154,8 +154,11 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
             "--mesh tensor=2 --seq-len 12 --recipe int8_fallback jetfire",
             "48 tokens .* blocks of 32 with recipe jetfire",
         ),
-        ("--mesh tensor=2 --lora-rank 4", "with tensor=2 layers are in parts, and adapters are of whole ones"),
-        ("--mesh tensor=2 --release previous", "with tensor=2 layers are in parts, and --release previous"),
+        (
+            "--mesh tensor=2 --mlp-dim 192 --recipe te_current --lora-rank 4 --base e4m3:block128",
+            "--mesh 2 devices along tensor have 96 of 192 MLP channels each, which ends within a group of 128",
+        ),
+        ("--mesh tensor=2 --release previous", "with tensor=2 each device has its part of .* give fsdp=2 in place"),
         ("--mesh data=2,fsdp=2 --recipe fp8_lm", "give --mesh one axis"),
         (
             "--mesh data=1 --partition slices",

@@ -10,8 +10,10 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, mesh, parallel, plan, train
+from experiments import config, mesh, parallel, plan, tensor, train
+from experiments.adapters import joined
 from experiments.models.llama import LlamaConfig
+from experiments.sections import Lora
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Weights
@@ -74,13 +76,17 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
         model = nnx.merge(task.graphdef, params, model_state)
         fp8jax.nnx.measure_weights(model)
         model_state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+    base = {}
+    if task.lora is not None:
+        plain = Task.build(llama, tx, recipe, seed=0, remat=False)
+        base = jax.jit(task.base)(drawn(jax.eval_shape(plain.init).params))
     if rows is None:
-        run = jax.jit(lambda params, tokens: task.gradients(params, model_state, tokens)[:2])
+        run = jax.jit(lambda params, base, tokens: task.gradients(params, joined(model_state, base), tokens)[:2])
     else:
-        params = jax.device_put(params, mesh.state(rows.mesh, params))
+        params, base = (jax.device_put(tree, mesh.state(rows.mesh, tree)) for tree in (params, base))
         part = functools.partial(parallel.gradients, task.gradients, recipe, rows.mesh)
-        run = jax.jit(lambda params, tokens: part(params, model_state, tokens, ())[:2])
-    arguments = params, mesh.place(tokens, rows)
+        run = jax.jit(lambda params, base, tokens: part(params, model_state, tokens, (), base)[:2])
+    arguments = params, base, mesh.place(tokens, rows)
     return run.lower(*arguments).compile(), arguments
 
 
@@ -123,6 +129,38 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
 
 
 @pytest.mark.parametrize(
+    ("where", "llama", "base"),
+    [
+        ("fsdp", GPT, "e4m3:token"),
+        ("data", OLMO, "bf16"),
+        pytest.param("tensor", LLAMA, "int8:block16", marks=pytest.mark.slow),
+        pytest.param("fsdp", LLAMA, "e4m3:mx32", marks=pytest.mark.slow),
+        pytest.param("four", dataclasses.replace(LLAMA, kv_heads=4), "e4m3:group16", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_are_those_of_one_device_beside_parts_of_the_base(where, llama, base):
+    """Gradients of both factors, exact but for the order of sums; of the base each device holds its part."""
+    run, arguments = program("bf16", where, llama, lora=Lora(4, base=base))
+    (loss, grads), (want, wanted) = run(*arguments), found("bf16", None, llama, lora=Lora(4, base=base))
+    np.testing.assert_allclose(loss, want, rtol=order(64))
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
+        assert relative(g, w) < 4 * order(TOKENS.size), jax.tree_util.keystr(path)
+    held = [x for x in jax.tree.leaves(arguments[1]["layers"]) if x.ndim == 3 and x.shape[1] * x.shape[2] >= 64 * 32]
+    parts = MESHES[where][1] * MESHES[where][2]
+    assert len(held) == (6 if llama is GPT else 7)
+    assert all(x.addressable_shards[0].data.size * parts == x.size for x in held)
+
+
+def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
+    with pytest.raises(ValueError, match=r"4 devices along tensor have 32 of 128 MLP channels each.* group of 64"):
+        tensor.check_base(dataclasses.replace(LLAMA, heads=16, kv_heads=4, dim=256), "e4m3:group64", 4)
+    with pytest.raises(ValueError, match="channels of key heads"):
+        tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:block16", 4)
+    tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:group32", 2)
+    tensor.check_base(LLAMA, "e4m3:block128", 4)  # one block each: all parts have its scale
+
+
+@pytest.mark.parametrize(
     ("name", "where"),
     [
         ("coat", "tensor"),
@@ -131,7 +169,7 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [("moss", "fsdp"), ("te_delayed", "data"), ("int8_fallback", "tensor"), ("deepseek", "tensor"),
-                         ("moss_mx", "tensor"), ("jetfire", "tensor"), ("switchback", "fsdp"), ("fast", "data")]
+                         ("moss_mx", "tensor"), ("jetfire", "tensor"), ("switchback", "fsdp"), ("fast", "data"), ("auto", "data")]
         ),
     ],
 )  # fmt: skip
