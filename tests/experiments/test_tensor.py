@@ -169,7 +169,8 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [("moss", "fsdp"), ("te_delayed", "data"), ("int8_fallback", "tensor"), ("deepseek", "tensor"),
-                         ("moss_mx", "tensor"), ("jetfire", "tensor"), ("switchback", "fsdp"), ("fast", "data"), ("auto", "data")]
+                         ("moss_mx", "tensor"), ("jetfire", "tensor"), ("switchback", "fsdp"), ("fast", "data"),
+                         ("auto", "data")]
         ),
     ],
 )  # fmt: skip
