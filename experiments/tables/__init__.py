@@ -16,6 +16,7 @@
     python -m experiments.tables.release_clipping   clipping where layers are updated in the backward pass
     python -m experiments.tables.finetuning         losses of fine-tuning a checkpoint, of all weights and of adapters
     python -m experiments.tables.moss_scaling       MOSS: Figure 4, equations 8 and 10
+    python -m experiments.tables.moss_accuracy      MOSS: Tables 3, 4, 11, on small models and made-up problems
     python -m experiments.tables.training_parity    COAT: Table 13, many seeds of a small model and a larger one
     python -m experiments.tables.recipe_parity      COAT: Table 13, five seeds of each recipe at 65 M parameters
     python -m experiments.tables.int8_outliers      INT8 fallback: Figures 3(b), 3(c), 4(b), by how large outliers are
