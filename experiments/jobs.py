@@ -47,7 +47,8 @@ def table(name: str, seconds: float, *options: str, gpus: int = 0) -> Job:
 STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
     bench("step", 300, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
-    bench("models", 190, "--models", "llama1b", "--rounds", "3"),
+    bench("models", 190, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "coat", "coat_fast",
+          "coat_fast, 8-bit head"),
     *(bench("models", 150, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name in ("vitl", "gpt350m", "gpt124m")),
     bench("release", 190, "--rounds", "2"),
@@ -69,7 +70,7 @@ ONE_GPU = (
     bench("step", 260, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
           "te_current, none of our kernels", file="step_more"),
     bench("step", 200, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
-          file="step_vocab"),
+          "coat, 8-bit head", "coat_fast, 8-bit head", file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
     table("int8_speed", 150, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
