@@ -185,6 +185,24 @@ def test_buffers_of_old_files_and_a_tied_head_are_no_leftovers(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load(folder).params, expected)
 
 
+def test_files_of_the_bare_model_with_a_head_and_of_two_dtypes_are_read(tmp_path):
+    folder, made = checkpoint(tmp_path, "llama3")
+    expected = load(folder).params
+    weights = {n.removeprefix("model."): cases.draw(n, tuple(s)) for n, s in made["shapes"].items()}
+    assert "lm_head.weight" in weights
+    for dtype, wide in ((np.float32, 0), (np.float16, 0), (np.float16, 1)):
+        # One layer's matrix is in fp32, the other's in what all else is in: no value is rounded.
+        name = f"layers.{wide}.self_attn.q_proj.weight"
+        save_file({n: x.astype(np.float32 if n == name else dtype) for n, x in weights.items()},
+                  folder / "model.safetensors")  # fmt: skip
+        params = load(folder).params
+        q = params["layers"]["attention"]["q"]["kernel"]
+        assert (q.dtype, params["head"]["kernel"].dtype) == (np.float32, dtype)
+        np.testing.assert_array_equal(q[wide], expected["layers"]["attention"]["q"]["kernel"][wide])
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2.0**-11, atol=2.0**-14)
+
+
 def _truncated(folder):
     path = folder / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-5])

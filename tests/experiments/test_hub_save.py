@@ -365,5 +365,15 @@ def test_scales_that_are_none_are_refused(eight_folder, tmp_path, bad):
         load(folder)
 
 
+def test_codes_of_what_is_no_linear_layer_are_refused(eight_folder, tmp_path):
+    folder = shutil.copytree(eight_folder, tmp_path / "in")
+    weights = load_file_of_codes(folder)
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(quantized.CODES)
+    weights["model.norm.weight_scale"] = np.ones(1, np.float32)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.norm\.weight is stored in 8 bits, but only linear layers can be"):
+        load(folder)
+
+
 def load_file_of_codes(folder):
     return {name: x.read() for name, x in files.tensors(folder).items()}
