@@ -75,10 +75,10 @@ def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
 
 def schedule(optim: Optim) -> optax.Schedule:
     """Linear warm-up, then `optim.schedule`; all but "constant" end at `final_lr` of the peak, after the last step."""
-    first, last = 0.0 if optim.warmup else optim.lr, optim.lr * optim.final_lr
+    last = optim.lr * optim.final_lr
     if optim.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(first, optim.lr, optim.warmup, optim.steps, last)
-    warm = optax.linear_schedule(first, optim.lr, max(optim.warmup, 1))
+        return optax.warmup_cosine_decay_schedule(0.0, optim.lr, optim.warmup, optim.steps, last)
+    warm = optax.linear_schedule(0.0, optim.lr, max(optim.warmup, 1))
     hold = optax.constant_schedule(optim.lr)
     if optim.schedule == "constant":
         return optax.join_schedules([warm, hold], [optim.warmup])

@@ -214,8 +214,8 @@ def _read(
 
 
 def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place: Any) -> Any:
-    """As `_read`, of codes: (..., outputs, inputs) with their scales."""
-    *stacked, inputs, outputs = shape
+    """As `_read`, of codes of layers: (layers, outputs, inputs) with their scales."""
+    _, inputs, outputs = shape
     codes = np.empty((len(parts), outputs, inputs), quantized.CODES)
     scales = []
     for row, part in zip(codes, parts, strict=True):
@@ -228,7 +228,6 @@ def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place
     cut[-2:] = cut[:-3:-1]
 
     def put(array: np.ndarray) -> jax.Array:
-        array = array if stacked else array[0]
         if not isinstance(place, jax.sharding.NamedSharding):
             return jax.device_put(array, place)
         axes = zip(cut, array.shape, strict=True)

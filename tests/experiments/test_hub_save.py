@@ -365,6 +365,18 @@ def test_scales_that_are_none_are_refused(eight_folder, tmp_path, bad):
         load(folder)
 
 
+def test_blocks_of_any_shape_are_decoded(tmp_path):
+    blocks = quantized.EightBits("compressed-tensors", "block", (2, 3))
+    codes, scale = np.arange(1, 36).reshape(5, 7).astype(quantized.CODES), np.exp2(np.arange(9.0)).reshape(3, 3)
+    assert blocks.shape(*codes.shape) == scale.shape
+    want = [[float(codes[i, j]) * scale[i // 2, j // 3] for j in range(7)] for i in range(5)]
+    np.testing.assert_array_equal(quantized.decode(blocks, codes, scale), want)
+    assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": None}).strategy == "tensor"
+    assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 3]}).block == (2, 3)
+    fp8 = quantized.EightBits("fp8", "block")
+    assert [fp8.fits(*n) for n in ((256, 128), (130, 128), (128, 130))] == [True, False, False]
+
+
 def test_codes_of_what_is_no_linear_layer_are_refused(eight_folder, tmp_path):
     folder = shutil.copytree(eight_folder, tmp_path / "in")
     weights = load_file_of_codes(folder)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, folders, optimizer, report, sampling, train
+from experiments import folders, optimizer, report, sampling, train
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.task import Task
 
@@ -87,13 +87,6 @@ def test_divergence_ends_the_program_before_the_update(argv, out, capsys):
     rows = report.read_metrics(out / "diverged" / "bf16" / "metrics.jsonl")
     assert max(row["step"] for row in rows) == failed - 1
     assert all(np.isfinite(row["loss"]) for row in rows if "loss" in row)
-
-
-def test_schedule_warms_up_and_ends_at_its_share_of_the_peak():
-    optim = config.Optim(steps=100, warmup=10, lr=2.0, final_lr=0.1)
-    rate = optimizer.schedule(optim)
-    np.testing.assert_allclose([rate(0), rate(5), rate(10), rate(55), rate(100)], [0, 1, 2, 1.1, 0.2], atol=1e-6)
-    assert float(optimizer.schedule(config.Optim(steps=100, warmup=0, lr=2.0))(0)) == 2.0
 
 
 def test_weight_decay_spares_norms_and_nothing_else(task):

@@ -14,6 +14,7 @@ from jax import P
 
 import fp8jax
 from fp8jax.ops import head
+from fp8jax.recipes import Linear
 from tests.distance import relative
 from tests.programs import count, dots
 
@@ -194,6 +195,16 @@ MESHES = {
     "sequence": (P(None, "data"), P()),
     "sequence and vocabulary": (P(None, "data"), P(None, "model")),
 }
+
+
+def test_a_key_is_the_heads():
+    x, w = floats(X, W)
+    recipe = Linear("int8:block16", "int8:block16", "int8:block16+stochastic")
+    one, again, other = (
+        jax.grad(lambda w, i=i: loss(x, w, recipe=recipe, key=jax.random.key(i)))(w) for i in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert 0 < relative(one, other) < 0.1
 
 
 CUT = [(kind, placed, None) for kind in ("Auto", "Explicit") for placed in MESHES]
