@@ -228,10 +228,8 @@ def gradients(
         state = apart(state, held)
         if layerwise is not None:
             done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
-            each = zip(*map(jax.tree.leaves, (grads, depths, done)), strict=True)
-            rest = [(g, depth) for g, depth, is_done in each if not is_done]
-            own_grads, own_depths = [g for g, _ in rest], [depth for _, depth in rest]
-            means = iter(all_reduce_gradients(own_grads, "fsdp", comm, stacked=own_depths) if rest else ())
+            rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
+            means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
             grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
         elif fsdp > 1:
             how = {"specs": places, "stacked": depths}

@@ -37,7 +37,7 @@ PLAIN = dataclasses.replace(fp8jax.recipes.bf16(), weights=FP32)
 GROUPS = Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16", dy_wgrad="e4m3:group16")
 BLOCKS = dataclasses.replace(
     fp8jax.recipes.int8_fallback().linear, x="int8:block16", w="int8:block16", dy="int8:block16+stochastic",
-    saved="int8:block16+stochastic", fallback_rates=(0.3, 0.325),
+    saved="int8:block16+stochastic", fallback_rates=(0.28, 0.33),
 )  # fmt: skip
 # How far gradients may be from the mean: by sums of another order; by a rounding to e4m3, whose mean square is at most
 # that of half a step everywhere, and by that of NCCL's sum besides.
@@ -165,14 +165,7 @@ def test_what_scalings_observe_is_of_all_parts(name):
             shares, share = used / blocks, used.sum(0) / blocks.sum(0)
             each = shares.reshape(-1, MICROBATCHES, *share.shape).mean(1)
             kept = (share >= rates[0]) & (share <= rates[1])
-            # Of a row of the mesh, of a column, and of each device alone.
-            mesh_of = RECIPES[name][1]
-            rows, columns = (
-                np.divide(*(x.reshape(*mesh_of, MICROBATCHES, *share.shape).sum((i, 2)) for x in (used, blocks)))
-                for i in (0, 1)
-            )
-            apart = [(x.min(0) < rates[0]) & (x.max(0) > rates[1]) for x in (each, rows, columns)]
-            crossed |= bool(np.any(kept & np.all(apart, 0)))
+            crossed |= bool(np.any(kept & (each[0] < rates[0]) & (np.max(each, 0) > rates[1])))
             want = np.where(share > rates[1], factor, np.where(share < rates[0], 1 / factor, 1))
             np.testing.assert_allclose(x, old * want, rtol=1e-6, err_msg=label)
         elif kind == "automatic_w":

@@ -101,40 +101,6 @@ def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
     assert "saturated" not in jax.eval_shape(other.step, state._replace(factors=()), TOKENS)[1]
 
 
-@pytest.mark.parametrize(
-    ("where", "auto"), [({"data": 2, "fsdp": 2}, False), ({"data": 2, "fsdp": 1}, True), ({"data": 1, "fsdp": 4}, True)]
-)
-def test_each_layer_has_a_scale_and_a_part_is_as_small_as_its_parameter(where, auto, monkeypatch):
-    """How reductions of a step are called: which axes stack layers, and below how many elements they sum in fp32."""
-    monkeypatch.setattr(mesh, "SMALLEST", 4096)
-    seen = []
-
-    def noted(reduce):
-        def call(grads, axes, comm, **how):
-            depths = jax.tree.leaves(jax.tree.broadcast(how.pop("stacked"), grads))
-            seen.append((axes, how.get("min_size", parallel.MIN_SIZE), "factors" in how))
-            # Stacked arrays of layers have an axis that neither norms nor tables have outside of them.
-            assert depths == [int(g.shape[0] == 2) for g in jax.tree.leaves(grads)]
-            return reduce(grads, axes, comm, **how, stacked=jax.tree.unflatten(jax.tree.structure(grads), depths))
-
-        return call
-
-    for name in ("all_reduce_gradients", "reduce_scatter_gradients"):
-        monkeypatch.setattr(parallel, name, noted(getattr(parallel, name)))
-    form = ("one_phase", True) if auto else ("two_phase", False)
-    recipe = dataclasses.replace(FP32, comm=Comm("e4m3", form[0], auto_scale=form[1]))
-    devices = mesh.make(**where)
-    if auto:  # as sums of independent gradients grow
-        (mu,) = jax.tree.leaves(parallel.factors(recipe.comm, {"w": TOKENS}, devices).mu)
-        assert float(mu) == pytest.approx(devices.size**-0.5)
-    rows, llama = mesh.batches(devices), dataclasses.replace(LLAMA, layers=2)
-    task = Task.build(llama, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
-    jax.eval_shape(task.step, jax.eval_shape(task.init), TOKENS)
-    whole = parallel.MIN_SIZE
-    over_data = [("data", whole // where["fsdp"], auto)] if where["data"] > 1 else []
-    assert seen == [("fsdp", whole, auto)] * (where["fsdp"] > 1) + over_data
-
-
 def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypatch):
     """Keys come from a device's own rows: errors of rounding average out over replicas, and every run has the same."""
     recipe = dataclasses.replace(fp8jax.recipes.jetfire(), comm=Comm("e4m3"))
