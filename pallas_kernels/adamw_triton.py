@@ -304,8 +304,7 @@ def adamw(
         and (not step or weight.dtype != jnp.bfloat16 or rest.dtype not in (jnp.int8, jnp.int16))
     ):
         raise ValueError("a remainder, int8 or int16, is of a bf16 weight in form 'step'")
-    like = grad if weight is None else weight
-    dtype = like.dtype if dtype is None or step else dtype
+    dtype = (grad if weight is None else weight).dtype if dtype is None or step else dtype
     dtypes = [tuple(x.dtype for x in moment) for moment in (mu, nu)]
     reason = unsupported(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
     if reason is not None:
@@ -332,7 +331,7 @@ def adamw(
     tile = launch.warps * WARP // lanes
     parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1
     # The scalars stand in for what is absent, and are not touched in its place.
-    stand_in = scalars.vector(nu_seed)
+    stand_in = _vector(scalars, nu_seed)
     inputs = [grad, stand_in if weight is None else weight]
     inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
     # The scalars once more: with a pointer of its own to their last two, the program has registers enough.
@@ -387,6 +386,7 @@ def adamw(
 
 
 _RESULTS = 8
+_vector = jax.jit(lambda scalars, words: scalars.vector(words))  # traced once for all parameters alike
 
 
 def logarithms(dtype: Any) -> np.ndarray:

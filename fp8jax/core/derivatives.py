@@ -41,14 +41,15 @@ FORWARD = (
 )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def refuse(reason: str, values: Tree, others: Any = ()) -> Tree:
     """`values`; raises ValueError with the reason where they, or `others`, are differentiated."""
-    return values
+    leaves, structure = jax.tree.flatten(values)
+    found = _refused.bind(*leaves, *jax.tree.leaves(others), reason=reason, count=len(leaves))
+    result: Tree = jax.tree.unflatten(structure, found)
+    return result
 
 
-@refuse.defjvp
-def _refused(reason: str, primals: Any, tangents: Any) -> Any:
+def _refuse(*_: Any, reason: str, **__: Any) -> Any:
     raise ValueError(reason)
 
 
@@ -112,6 +113,18 @@ def _batched(primitive: Primitive, axis: Any, operands: Any, dims: Any, *, count
 def _first(*operands: Any, count: int, **_: Any) -> list[Any]:
     return list(operands[:count])
 
+
+# The first operands, which have no derivative at all.
+_refused = Primitive("fp8jax_refused")
+_refused.multiple_results = True
+_refused.def_abstract_eval(_first)
+_refused.def_impl(_first)
+mlir.register_lowering(_refused, lambda _, *operands, **how: _first(*operands, **how))
+batching.primitive_batchers[_refused] = lambda operands, dims, **how: (
+    _refused.bind(*operands, **how),
+    _first(*dims, **how),
+)
+ad.primitive_jvps[_refused] = _refuse
 
 # The first operands; and of tangents a linear map, of which no more is known than that it is not 0.
 _once, _lost = Primitive("fp8jax_once"), Primitive("fp8jax_lost")

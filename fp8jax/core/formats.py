@@ -231,6 +231,7 @@ def _between(y: Array, values: np.ndarray) -> tuple[Array, Array, Array]:
     return below, low, high
 
 
+@jax.jit  # traced once for all codes of a shape
 def fp8_values(codes: Array) -> Array:
     """The fp32 values of FP8 codes, made of bits.
 

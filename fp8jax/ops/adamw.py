@@ -300,8 +300,9 @@ def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf])
     """The step with the kernel for those leaves whose entry of `impls` says so, and the reference for the others."""
     rest = [leaf for leaf, impl in zip(leaves, impls, strict=True) if impl == "xla"]
     rows = iter(_reference(form, adam, rest))
+    scalars = functools.cache(functools.partial(adamw_fused.scalars_of, adam))
     return [
-        adamw_fused.run(form, leaf, adam) if impl == "triton" else next(rows)
+        adamw_fused.run(form, leaf, adam, scalars) if impl == "triton" else next(rows)
         for leaf, impl in zip(leaves, impls, strict=True)
     ]
 

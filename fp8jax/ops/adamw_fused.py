@@ -1,8 +1,9 @@
 """When the fused AdamW kernel can take a parameter, and how it is called."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,8 @@ from fp8jax.ops.adamw_leaf import Leaf as Leaf
 from fp8jax.ops.adamw_leaf import Moment as Moment
 from fp8jax.ops.adamw_leaf import difference
 from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
-from fp8jax.ops.cuts import Cut
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.cuts import WHOLE, Cut
+from fp8jax.ops.partition import on_one_device, partitioned
 
 # Members of a group that no longer matter, as `fp8jax.ops.members.settled` takes them: shares of a group's direction,
 # and of its largest second moment.
@@ -117,23 +118,34 @@ class Place(NamedTuple):
         return None if len(runs) > 2 else cls(first, runs[0][0], runs[1][1] if len(runs) > 1 else 0)
 
 
-def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
-    """The result and both moments of one parameter, by the fused kernel."""
+def scalars_of(adam: Adam, decays: bool, faded: bool) -> tuple[Array | None, ...]:
+    """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is faded or not."""
     from pallas_kernels import adamw_triton
 
-    storage = (
-        _storage(leaf.mu, signed=True, fading=fades(leaf.mu, adam.b1)),
-        _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None),
-    )
     scalars = adamw_triton.AdamWScalars(
         adam.rate,
-        adam.weight_decay if leaf.decays else 0.0,
+        adam.weight_decay if decays else 0.0,
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
         *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
         *(adam.eps, adam.eps_root),
         *(adam.factor, adam.applied, adam.max_direction),
-        noise.fading(adam.count)[0] if storage[0] is not None and storage[0].fading else None,
+        noise.fading(adam.count)[0] if faded else None,
     )
+    return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
+
+
+def run(
+    form: Form, leaf: Leaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
+) -> tuple[Array, Moment, Moment]:
+    """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `scalars_of`."""
+    from pallas_kernels import adamw_triton
+
+    faded = fades(leaf.mu, adam.b1)
+    storage = (
+        _storage(leaf.mu, signed=True, fading=faded),
+        _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None),
+    )
+    values = (scalars or functools.partial(scalars_of, adam))(leaf.decays, faded)
     asked, form = form, "step" if leaf.exact else form
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
     size = leaf.group_size
@@ -195,6 +207,8 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         moments = [
             (array, *[f"{array}/{size}"] * (len(parts) - 1)) for parts in (x.mu, x.nu)
         ]  # codes or values, then what there is for each group
+        if on_one_device():  # `_over_leading_axes` has mapped it
+            return local(WHOLE, names, shape, x)
         kinds = str(leaf.dtype), None if rest is None else str(rest.dtype)
         static = storage, size, kinds, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
         of_weight = array if rest is None else (array, array)
@@ -207,7 +221,6 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     weight: Any = leaf.weight
     weight, rest = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
     parts = weight if rest is None else (weight, rest)
-    values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
     operands = _Operands(leaf.grad, parts if reads else None, *moments, values, leaf.noise, leaf.words)
     results = _over_leading_axes(call)(*operands)

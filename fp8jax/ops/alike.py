@@ -59,11 +59,12 @@ def _looped(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequ
     def loop(scalars: Any, rows: Sequence[Any]) -> list[Any]:
         # A stack that XLA fused with what reads it would look for its operand at each element.
         stacked = lax.optimization_barrier(jax.tree.map(lambda *leaves: _bits(jnp.stack(leaves)), *rows))
-        like = jax.eval_shape(functools.partial(body, static, scalars), rows[0])
+        one = functools.partial(_one, body, static, scalars)
+        like = jax.eval_shape(one, rows[0])
 
         def step(bits: Any) -> Any:
             row = jax.tree.map(_from_bits, bits, rows[0])
-            return jax.tree.map(_bits, body(static, scalars, row))
+            return jax.tree.map(_bits, one(row))
 
         # Of places that XLA does not know each result is copied by the same code, of known ones by code of its own,
         # whose compilation took two thirds of the time.

@@ -74,6 +74,7 @@ def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
 
 
+@jax.jit  # traced once for all arrays of these shapes
 def mapped_alike(x: Array, y: Array) -> Array:
     """`x`, which `jax.vmap` maps where it maps `y`.
 

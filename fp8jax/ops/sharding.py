@@ -92,8 +92,6 @@ def split(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:
     if tuple(shape) == x.shape:
         return x  # and no equation: gradients of it are known by what they are
     sharding = named(spec, x)
-    if sharding is None:
-        return x.reshape(shape)
     return lax.reshape(x, shape, out_sharding=sharding)
 
 

@@ -30,8 +30,9 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, whose trace is that of an earlier call of an equal function with arrays of the same types.
 
     Functions are equal that have the same code and the same content: what they close over, what is bound to them, and
-    their defaults. The equations stand in the program that is traced, as without this. A function that closes over
-    arrays, or over what has no hash, is traced anew; outside of any trace it is called as it is.
+    their defaults. The program that is traced calls the trace, which is lowered once, too; XLA takes calls apart before
+    all else. A function that closes over arrays, or over what has no hash, is traced anew; outside of any trace it is
+    called as it is.
 
     Args:
         function: of arrays alone; what it is traced in, such as a mesh and `fp8jax.ops.choice.target`, JAX tells apart.
@@ -47,7 +48,7 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
     return _once(_Known(function, content), *args)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 def _once(known: _Known, *args: Any) -> Any:
     return known.function(*args)
 
@@ -57,8 +58,13 @@ def forget() -> None:
     _once.clear_cache()  # type: ignore[attr-defined]
 
 
+_PLAIN = {bool, int, float, str, type(None), type}
+
+
 def _content(x: Any) -> Hashable:
     """What tells a function, or what it closes over, from others; TypeError where nothing does."""
+    if type(x) in _PLAIN:
+        return type(x), x
     if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):
         raise TypeError("an array has no content that is known")
     if isinstance(x, functools.partial):

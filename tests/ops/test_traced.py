@@ -1,5 +1,6 @@
 """Functions that are traced once for all calls that are alike."""
 
+import collections
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.plain import PlainLlama
+from fp8jax.core import formats
 from fp8jax.ops import choice, quantize, traced
 from tests.kernels import h200
 
@@ -92,19 +94,44 @@ def test_under_transformations():
     np.testing.assert_array_equal(jax.jvp(call, (jnp.ones(3),), (jnp.ones(3),))[1], 6)
 
 
+def kernels_in(program, seen):
+    """How many calls of kernels are lowered of a program: of functions that it calls JAX lowers each once."""
+    count = 0
+    for eqn in program.eqns:
+        count += eqn.primitive.name == "triton_kernel_call"
+        values = [v for value in eqn.params.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
+        called = getattr(eqn.params.get("inline"), "name", eqn.params.get("inline")) in (False, "AUTO")
+        for inner in [getattr(value, "jaxpr", value) for value in values]:
+            if hasattr(inner, "eqns") and not (called and id(inner) in seen):
+                seen[id(inner)] = inner
+                count += kernels_in(inner, seen)
+    return count
+
+
 @pytest.mark.skipif(bool(h200.missing()), reason="kernels cannot be traced here")
 def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
-    """As many for four blocks as for two, once JAX knows what else it caches."""
-    traces = []
-    plain = quantize._one
-    monkeypatch.setattr(quantize, "_one", lambda *args: SEEN.append("kernel") or plain(*args))
+    """As many for four blocks as for two, once JAX knows what else it caches: of kernels, of what the optimizer tells
+    them, and of codes that are decoded; and as many calls of kernels to be lowered."""
+    from pallas_kernels import adamw_triton
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    for owner, name in ((quantize, "_one"), (adamw_triton.AdamWScalars, "vector"), (formats, "where")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *x, plain=plain, name=name: SEEN.append(name) or plain(*x))
+    tx, found = fp8jax.optimizer("coat", 1e-3, clip=1.0), []
     for layers in (2, 2, 4):
-        traced.forget()
+        for cached in (traced._once, adamw_triton._vector, formats.fp8_values):
+            cached.clear_cache()
         SEEN.clear()
         model = nnx.eval_shape(lambda layers=layers: PlainLlama(64, 64, layers, 4, 2, 128, nnx.Rngs(0)))
-        graph, state = nnx.split(fp8jax.nnx.quantize(model, "te_current"))
+        graph, state = nnx.split(fp8jax.nnx.quantize(model, "coat"))
         loss = lambda state, x, graph=graph: nnx.merge(graph, state)(x).astype(jnp.float32).mean()  # noqa: E731
         with choice.target(capability=90):
-            jax.make_jaxpr(jax.grad(loss, allow_int=True))(state, jax.ShapeDtypeStruct((1, 32), jnp.int32))
-        traces.append(len(SEEN))
-    assert traces[1] == traces[2] > 3
+            gradient = jax.jit(jax.grad(loss)).trace(state, jax.ShapeDtypeStruct((1, 32), jnp.int32)).jaxpr
+            params = nnx.to_pure_dict(state)
+            jax.eval_shape(lambda p: tx.step(p, tx.init(p), p), params)
+        found.append((collections.Counter(SEEN), kernels_in(gradient.jaxpr, {})))
+    assert found[1] == found[2]
+    assert found[2][0].keys() == {"_one", "vector", "where"}
+    assert found[2][1] > 3
