@@ -335,6 +335,7 @@ def _with(path, value):
         (_with("quant_method", "fp8"), r"lacks .*q_proj\.weight_scale_inv, the scales of"),
         (_with("config_groups.group_0.weights.num_bits", 4), r"weights\.num_bits is 4; supported are \[8\]"),
         (_with("config_groups.group_0.weights.type", "int"), r"weights\.type is 'int'"),
+        (_with("config_groups.group_0.weights.dynamic", True), r"weights\.dynamic is True"),
         (_with("config_groups.group_0.weights.strategy", "group"), r"weights\.strategy is 'group'"),
         (_with("config_groups.group_0.weights.strategy", "block"), r"has blocks of None, not \[rows, columns\]"),
         (
@@ -373,6 +374,11 @@ def test_blocks_of_any_shape_are_decoded(tmp_path):
     np.testing.assert_array_equal(quantized.decode(blocks, codes, scale), want)
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": None}).strategy == "tensor"
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 3]}).block == (2, 3)
+    for storage in (dataclasses.replace(blocks, activations=True), quantized.EightBits("compressed-tensors", "channel"),
+                    quantized.EightBits("fp8", "block", (2, 3))):  # fmt: skip
+        assert quantized.read(tmp_path, storage.fields([])) == storage
+    group = dataclasses.replace(blocks, activations=True).fields([])["config_groups"]["group_0"]
+    assert group["input_activations"]["group_size"] == 3
     fp8 = quantized.EightBits("fp8", "block")
     assert [fp8.fits(*n) for n in ((256, 128), (130, 128), (128, 130))] == [True, False, False]
 
