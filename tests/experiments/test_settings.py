@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, data, form, report, train
+from experiments import config, data, form, optimizer, report, train
 from experiments import loop as loops
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tokenizer import Bytes
@@ -296,3 +296,21 @@ def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
     got, want = second(large), second(clipped)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-4), got, want)
     assert optax.tree.norm(small) < 0.5
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_bounds_of_weights_follow_the_settings_of_the_optimizer(plain, monkeypatch):
+    given = {}
+    for name in ("adam_limit", "tracked", "track_weights"):
+        real = getattr(fp8jax, name)
+        monkeypatch.setattr(fp8jax, name, lambda *a, name=name, real=real: given.update({name: a}) or real(*a))
+    linear = dataclasses.replace(fp8jax.recipes.moss().linear, interval=7)
+    recipe = dataclasses.replace(fp8jax.recipes.fp8_lm() if plain else fp8jax.recipes.moss(), linear=linear)
+    # b1 is above b2 and its square below: the limit is known.
+    optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92, weight_decay=0.3)), recipe)
+    assert given["adam_limit"][1:] == (0.95, 0.92, 0.3)
+    assert (given["track_weights"][0] if plain else given["tracked"][2]) == 7
+    assert ("tracked" in given) != plain
+    given.clear()
+    optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.97, b2=0.92)), recipe)
+    assert given == {"track_weights": (7, None)}
