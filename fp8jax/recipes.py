@@ -49,15 +49,12 @@ def coat() -> Recipe:
 def coat_fast() -> Recipe:
     """COAT with fewer passes over memory than scales of the tensors' own largest magnitudes need.
 
-    Scales of what norms and activations make come from bounds, which nothing finite exceeds (`Context.scales`), those
-    of other large inputs and gradients from a sample of their rows and a margin, which nothing finite exceeds either
-    (`fp8jax.core.scaling.Sampled`), and all products sum as fast as FP8 tensor cores of Hopper do. A model of 13 M
-    parameters trains within 0.5 % of bf16's loss, over eight seeds; one run of 64 M parameters ended 0.9 % above `coat`
-    with the same seed (RESULTS.md).
+    Scales of what norms and activations make come from bounds, which nothing finite exceeds (`Context.scales`), and all
+    products sum as fast as FP8 tensor cores of Hopper do. A model of 13 M parameters trains within 0.5 % of bf16's
+    loss, over eight seeds; five of 65 M ended above `coat` with the same seeds (docs/recipes/coat_fast.md). With
+    `dataclasses.replace(linear, scaling="sampled", w_scaling="two_stage")` large matrices have scales from a sample.
     """
-    linear = dataclasses.replace(
-        _COAT_LINEAR, scaling="sampled", w_scaling="two_stage", fast_accumulation=("forward", "dgrad", "wgrad")
-    )
+    linear = dataclasses.replace(_COAT_LINEAR, fast_accumulation=("forward", "dgrad", "wgrad"))
     return Recipe(
         "coat_fast", optimizer=Optimizer(), linear=linear, context=dataclasses.replace(_COAT_CONTEXT, scales="bound")
     )

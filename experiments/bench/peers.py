@@ -198,9 +198,10 @@ def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) 
 
 
 def _bytes(torch: Any, x: Any) -> int:
-    """Of a state: a tensor, or one that is made of others, without tables of codes that all share."""
+    """Of a state: a tensor, or what is made of others, without tables of codes that all share."""
     if not isinstance(x, torch.Tensor):
-        return 0
+        # FlashOptim's are objects that hold tensors; numbers and None hold nothing.
+        return sum(_bytes(torch, part) for part in vars(x).values()) if hasattr(x, "__dict__") else 0
     if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
         return sum(_bytes(torch, getattr(x, name)) for name in x.__tensor_flatten__()[0] if name != "qmap")
     return int(x.numel() * x.element_size())

@@ -164,6 +164,10 @@ QUOTES = (
           (*(value(bench, f"coat{PARTS}", metric, form) for bench in ("release_two", "release_two_8b")
              for metric, form in (("tokens", ",.0f"), ("batch", ".0f"))),
            *(value("release_13b", f"coat{how}{lookup.PARTS}", "memory", ".1f") for how in (", released", "")))),
+    Quote("With 128,256 entries a step of 1.1 B parameters on one {card} is so {} (`coat`) and {} (`coat_fast`) times "
+          "as fast as bf16, and {} and {} without.",
+          tuple(ratio("step_vocab", f"{name}{how}", "step", AGAIN) for how in (", 8-bit head", "")
+                for name in ("coat", "coat_fast"))),
     Quote("At sixteen sequences of 2,048 tokens on one {card} that step, released, then needs {} GB, and {} GB "
           "without, and has {} of the speed",
           (value("release_offload", f"coat, released, offloaded{lookup.PARTS}", "memory", ".1f"),
@@ -197,10 +201,13 @@ def pattern(quote: Quote) -> re.Pattern[str]:
     return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
 
 
-def latest(of_cards: Mapping[str, Result]) -> tuple[str, Result]:
-    """The card and file that were measured last, of whole ones before those cut short; of a day's the last by name."""
-    card = max(sorted(of_cards, reverse=True), key=lambda card: (of_cards[card].get("complete", True),
-                                                                 of_cards[card]["date"]))  # fmt: skip
+def latest(of_cards: Mapping[str, Result], looks: Sequence[Look]) -> tuple[str, Result]:
+    """The card and file that were measured last and have all of some figures, or the last of all where none has.
+
+    Whole files come before those cut short; of a day's the last by name.
+    """
+    order = sorted(of_cards, key=lambda card: (of_cards[card].get("complete", True), of_cards[card]["date"], card))
+    card = next((c for c in order[::-1] if all(look(of_cards[c]) is not None for look in looks)), order[-1])
     return card, of_cards[card]
 
 
@@ -224,7 +231,8 @@ def _put(page: str, quote: Quote, match: re.Match[str], results: Mapping[str, Ma
     """The page with the figures of one quote, where `match` found it."""
     told, cards = [], list[str]()
     for figure in quote.figures:
-        where, result = latest(results[figure.bench]) if figure.bench in results else ("", {"rows": []})
+        looks = [other.look for other in quote.figures if other.bench == figure.bench]
+        where, result = latest(results[figure.bench], looks) if figure.bench in results else ("", {"rows": []})
         number = figure.look(result)
         if number is None:
             raise ValueError(f"no figure in results/*/{figure.bench}.json for the sentence: {quote.text}")

@@ -1,5 +1,7 @@
 """The comparison of 8-bit AdamWs: its truth against optax, its errors against planted updates, and what is left out."""
 
+import types
+
 import numpy as np
 import optax
 import pytest
@@ -34,6 +36,27 @@ def test_errors_are_the_worst_of_the_checked_steps_over_leaves_that_all_compress
     assert peers.errors(updates, truth) == (pytest.approx(0.5), 1)
     updates["w"][99, 0, 0] = np.nan
     assert peers.errors(updates, truth) == (np.inf, 2)
+
+
+class PlantedTensor:
+    def __init__(self, count, size):
+        self.numel, self.element_size = (lambda: count), (lambda: size)
+
+
+class PlantedParts(PlantedTensor):
+    """Of parts, one of which is a table that all share."""
+
+    codes, scale, qmap = PlantedTensor(10, 1), PlantedTensor(2, 4), PlantedTensor(256, 4)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale", "qmap"], None
+
+
+def test_bytes_of_a_state_are_those_of_its_tensors():
+    torch = types.SimpleNamespace(Tensor=PlantedTensor)
+    held = types.SimpleNamespace(codes=PlantedTensor(7, 1), scale=PlantedTensor(3, 2), data=None, signed=True)
+    for state, size in ((PlantedTensor(6, 4), 24), (PlantedParts(0, 0), 18), (held, 13), (3, 0), (None, 0)):
+        assert peers._bytes(torch, state) == size
 
 
 def test_streams_are_what_they_say():
