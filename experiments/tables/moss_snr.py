@@ -43,16 +43,18 @@ PAPER = {
 }
 WHEN = ("early", "late")
 MICRO = "e4m3:mx32+token"
+E5M2, SHIFTED = "all per tensor, gradients e5m2 (te_current)", "both two-level, x shifted (moss)"
+AGAIN = ("both two-level, both quantized again per tensor", "both two-level, both quantized again along tokens")
 # What the three products may take beside a microscaled input, and what enters the weight's gradient then.
 OPERANDS = {
-    "all per tensor, gradients e5m2 (te_current)": Linear("e4m3", "e4m3", "e5m2"),
+    E5M2: Linear("e4m3", "e4m3", "e5m2"),
     "all per tensor, gradients e4m3": Linear("e4m3", "e4m3", "e4m3"),
     "x two-level, gradients e5m2, x quantized again": Linear(MICRO, "e4m3", "e5m2", x_wgrad="e4m3"),
     "x two-level of a tensor, gradients e5m2, x shifted": Linear("e4m3:mx32", "e4m3", "e5m2"),
-    "both two-level, both quantized again per tensor": Linear(MICRO, "e4m3", MICRO, x_wgrad="e4m3", dy_wgrad="e4m3"),
-    "both two-level, both quantized again along tokens": Linear(MICRO, "e4m3", MICRO, x_wgrad=MICRO, dy_wgrad=MICRO),
+    AGAIN[0]: Linear(MICRO, "e4m3", MICRO, x_wgrad="e4m3", dy_wgrad="e4m3"),
+    AGAIN[1]: Linear(MICRO, "e4m3", MICRO, x_wgrad=MICRO, dy_wgrad=MICRO),
     "both two-level of tensors, x shifted": Linear("e4m3:mx32", "e4m3", "e4m3:mx32"),
-    "both two-level, x shifted (moss)": fp8jax.recipes.moss().linear,
+    SHIFTED: fp8jax.recipes.moss().linear,
 }
 
 
@@ -236,7 +238,9 @@ def notes(ratios: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
     """What was measured, and why it differs from the paper's."""
     late: Callable[[str, str], float] = lambda name, scheme: ratios["late"][name][scheme]  # noqa: E731
     spread = [late(name, TWO_ROW) - late(name, TENSOR) for name in PAPER]
-    best, e5m2 = (operands["late"][name] for name in list(OPERANDS)[:1] + list(OPERANDS)[-1:])
+    of = operands["late"]
+    dx, dw = (float(of[SHIFTED][i] - of[E5M2][i]) for i in (1, 2))
+    again = [float(of[SHIFTED][2] - of[name][2]) for name in AGAIN]
     two, one = ([late(name, scheme) for name in PAPER] for scheme in (TWO_ROW, TENSOR))
     reached = f"{min(two):.1f} to {max(two):.1f} and {min(one):.1f} to {max(one):.1f}"
     ordered = sum(late(name, TWO_ROW) > late(name, GROUP) > late(name, TENSOR) for name in ratios["late"])
@@ -256,9 +260,9 @@ def notes(ratios: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
         f"holds on {ordered} of {len(ratios['late'])} of these data late in the run: what a scale of the tensor takes "
         "to subnormal codes carries no energy, so two-level scales under the tensor's are within "
         f"{apart:.2f} dB of it.",
-        f"Of the operands, microscaled e4m3 gradients less e5m2: {e5m2[1] - best[1]:+.1f} dB in dx and "
-        f"{e5m2[2] - best[2]:+.1f} dB in dw late in the run, of three mantissa bits and two. For the weight's gradient "
-        "codes that are only shifted beat a second quantization, per tensor or along tokens: they are rounded once.",
+        f"Of the operands, microscaled e4m3 gradients less e5m2: {dx:+.1f} dB in dx and {dw:+.1f} dB in dw late in the "
+        "run, of three mantissa bits and two. For the weight's gradient codes that are only shifted, and so rounded "
+        f"once, less those quantized again: {again[0]:+.1f} dB per tensor, {again[1]:+.1f} dB along tokens.",
         "Bytes kept are of a layer of width 768, counted as in coat_memory. `moss` keeps what Flax's norms and "
         "activations keep; `fast` keeps codes of COAT's contexts, and no input of a linear layer that can be made "
         "again. The paper's ratios are of peak memory of a 7B model and say nothing of what is kept.",

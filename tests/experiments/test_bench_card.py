@@ -27,7 +27,7 @@ def test_devices_share_sequences_and_no_channels(name):
 
 @pytest.mark.parametrize("file", ["h100/release", "h100/release_most", "h100/release_8b", "h200/release_offload"])
 def test_plans_are_what_compiled_programs_needed_on_gpus(file):
-    """Within 2.5 %, of one sequence and of as many as fit: results that were measured before there was this plan."""
+    """Within 2.5 %, of one sequence and of as many as fit; the files' own column "plan" is not read."""
     content = json.loads((Path(__file__).parents[2] / "results" / f"{file}.json").read_text())
     model, length = ("8b", 8192) if file.endswith("8b") else ("7b", 2048)
     found = {(row["impl"], row["metric"]): row["value"] for row in content["rows"]}
