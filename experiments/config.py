@@ -110,6 +110,10 @@ class Config:
                 raise UserError(f"{flag(given[0])} is the checkpoint's own: leave it out with --init")
         if self.optim.release and self.run.partition:
             raise UserError(f"--partition {self.run.partition} is of a step of its own: leave out --release, or it")
+        if self.optim.head and self.run.logits == "whole":
+            raise UserError(
+                f"--head {self.optim.head} takes logits a chunk of tokens at a time: leave out --logits whole, or it"
+            )
         self.lora.validate()
         self._validate_processes()
         if self.run.mesh:

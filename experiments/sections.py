@@ -129,8 +129,9 @@ class Optim:
     """Master weights in place of the recipes' own: fp32, bf16+stochastic, or in parts, bf16+int8 (24 bits) or
     bf16+int16 (32), of which the model computes with the first."""
     head: Literal["", "fp8"] = ""
-    """Products of the output head in FP8, of all recipes: the head of 16,384 tokens of 1b and of 128,256 entries takes
-    0.6 of its time on an H100, and codes move each logit a little. Empty: as the recipes have it, in 16 bits."""
+    """Products of the output head in FP8, of all recipes: with `coat` and 128,256 entries a step of 1b takes 0.9 of its
+    time on an H100 (results/pages/step_vocab.md), and codes move each logit a little. Losses of training and validation
+    have it, `evaluate` and `generate` a head in 16 bits. Empty: as the recipes have it, in 16 bits."""
     release: Literal["", "previous", "twice"] = ""
     """Update each layer inside the backward pass, so that gradients of one are held and not of all; steps are taken
     whatever the loss. Clipped by each layer's share of the previous step's norm; or twice: by the norm of a backward
