@@ -15,8 +15,9 @@ from jax import Array, lax
 
 from fp8jax.core import derivatives, scaling
 from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.ops.choice import vary_with
 from fp8jax.ops.cuts import WHOLE, Cut
-from fp8jax.ops.head import CODES_CUTS, Codes, codes_of, has_codes, head_of, logits_of, shape_of, steepest
+from fp8jax.ops.head import CODES_CUTS, Codes, beyond, codes_of, has_codes, head_of, logits_of, shape_of, steepest
 from fp8jax.ops.linear import stateless
 from fp8jax.ops.partition import partitioned
 from fp8jax.ops.sharding import explicit_mesh, place, spec_of
@@ -121,6 +122,7 @@ def linear_cross_entropy(
         x = jnp.where(counts[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
+    x, w, bias = vary_with((x, w, bias), x, w, bias, labels, counts)
     token = derivatives.token(derivatives.named(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias)
     if reduction == "none":
         return _each(loss, x, w, bias, key, labels, counts, token)
@@ -247,9 +249,8 @@ def _cut(loss: _Loss, function: Any, outs: Any, x: Array, w: Array, bias: Array 
     tokens = _tokens(x)
     ins = (f"{tokens} -", weight, "v", *[tokens if a is not None else "" for a in rest])
     operands = (x, operand, bias, *rest)
-    return partitioned(
-        f"linear_cross_entropy_{function.func.__name__}", loss, function, operands, ins, outs, kernel=False
-    )
+    name = f"linear_cross_entropy_{function.func.__name__}"
+    return vary_with(partitioned(name, loss, function, operands, ins, outs, kernel=False), operands)
 
 
 _WEIGHT = ("v -", "- v")
@@ -301,7 +302,12 @@ def _gradients(
         logits, pull = logits_of(head, x, bias)
         values, parts = _values(loss, cut, logits, labels)
         d = _logit_cotangents(loss, cut, parts, weights)
-        dx, dw = pull(d)
+        if isinstance(w, Codes) and loss.z_loss and loss.softcap is None:
+            vocabulary = logits.shape[-1] * cut.devices("v")
+            over = beyond(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, parts.lse))
+            dx, dw = (over * part.astype(jnp.float32) for part in pull(d / over))
+        else:
+            dx, dw = pull(d)
         total, sum_w, sum_bias = sums
         if sum_bias is not None:
             sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))
@@ -312,6 +318,7 @@ def _gradients(
         jnp.zeros(shape, jnp.float32),
         None if bias is None else jnp.zeros(bias.shape, jnp.float32),
     )
+    zeros = vary_with(zeros, x, labels, weights)
     (total, dw, db), dx = lax.scan(chunk, zeros, tuple(map(chunks.cut, (x, labels, weights))))
     # Devices sum in the dtype of products, once; tokens that others have the rest of the vocabulary of, likewise.
     total, dx = cut.total(total, tokens), cut.total(chunks.joined(dx), "v")

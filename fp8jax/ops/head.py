@@ -169,13 +169,19 @@ class CodedHead(NamedTuple):
         return z.astype(jnp.float32).reshape(*x.shape[:-1], -1), pull
 
 
-def steepest(vocabulary: int, softcap: float | None, z_loss: float) -> float:
+def steepest(vocabulary: int | Array, softcap: float | None, z_loss: float) -> float:
     """What the cotangents of a token's logits, of a weight of 1, do not exceed.
 
     With z-loss, softmax is multiplied by 1 + 2 z_loss lse. A cap bounds lse; without one it is taken to be at most 128
-    above that of equal logits of 0, and what exceeds that saturates.
+    above that of equal logits of 0, and `beyond` says by how much it is more.
     """
     return 1 + 2 * z_loss * ((128 if softcap is None else softcap) + math.log(vocabulary))
+
+
+def beyond(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
+    """How many times as large as `steepest` cotangents may be, of tokens of these lse, not capped; fp32, at least 1."""
+    factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
+    return jnp.maximum(jnp.max(factors, initial=1.0) / steepest(vocabulary, None, z_loss), 1.0)
 
 
 def head_of(w: Array | Codes, axis: int, part: Linear | None, key: Array | None, dtype: Any) -> Head:
