@@ -11,6 +11,7 @@ import pytest
 from experiments.models.llama import LlamaConfig
 from experiments.optimizer import decay_mask
 from experiments.tables import fp8_lm_masters, fp8_lm_precision
+from experiments.task import TrainState
 
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
@@ -65,6 +66,31 @@ def test_each_of_the_four_goes_through_its_own_storage(monkeypatch):
     with jax.disable_jit():
         fp8_lm_precision.make_run(task, 1, 1e-3)(jnp.arange(4), gradients, jnp.asarray(TOKENS[None]))
     assert seen == [(0, False), (1, False), (0, False), (2, False), (3, True)]
+
+
+def test_master_weights_of_a_seed_begin_alike_and_read_the_same_text(monkeypatch):
+    """And differ in the storage alone; each seed has its own start and its own text."""
+    f, given = fp8_lm_precision, []
+
+    def run(storages, params, tokens):
+        given.append((tuple(map(int, storages)), float(params["w"]), tokens.tobytes()))
+        return np.zeros(len(tokens))
+
+    start = TrainState(*(0,) * 7)
+    make = lambda _, seed: types.SimpleNamespace(init=lambda: start._replace(params={"w": jnp.float32(seed)}))  # noqa: E731
+    monkeypatch.setattr(f, "make_task", make)
+    monkeypatch.setattr(f, "make_run", lambda *_: run)
+    monkeypatch.setattr(fp8_lm_masters.data, "read_corpus", lambda *_: None)
+    text = types.SimpleNamespace(train=np.arange(40 * f.SEQ, dtype=np.int32))
+    monkeypatch.setattr(fp8_lm_masters.data, "encode", lambda *_: text)
+    losses = fp8_lm_masters.train(steps=2, seeds=(3, 5))
+    assert {name: len(runs) for name, runs in losses.items()} == dict.fromkeys(fp8_lm_masters.MASTERS, 2)
+    names = list(f.STORAGES)
+    wanted = [tuple(names.index(s) for s in (how, "fp32", "fp32", "fp32"))
+              for how in ("fp32", "fp16, scaled", "bf16", "e4m3, scaled")]  # fmt: skip
+    assert [storages for storages, *_ in given] == 2 * wanted
+    assert [start for _, start, _ in given] == 4 * [3.0] + 4 * [5.0]
+    assert [tokens == given[0][2] for *_, tokens in given] == 4 * [True] + 4 * [False]
 
 
 @pytest.mark.parametrize(
