@@ -221,7 +221,7 @@ def _index(y: Array, fmt: Format, noise: Array | None) -> Array:
         index = jnp.searchsorted(jnp.asarray(boundaries, jnp.float32), y, side="left")
     else:
         below, low, high = _between(y, values)
-        index = below + (noise * (high - low) < y - low)
+        index = below + (noise * (high - low) < y - low).astype(below.dtype)
     return jnp.where(jnp.isnan(y), 0, index).astype(fmt.dtype)
 
 

@@ -74,8 +74,9 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
     modules = nnx_modules.modules(quantized)
     if not sample and not keywords:
         layers, parts = _chosen_nnx(modules, rules)
-        hint = "activations and attention between layers are known in a call: give explain sample inputs"
-        return Report(layers, None, parts, (hint,) if rules.contexts else ())
+        unknown = [("activations and attention between layers", rules.contexts), ("output heads", bool(rules.head))]
+        hints = tuple(f"{what} are known in a call: give explain sample inputs" for what, asked in unknown if asked)
+        return Report(layers, None, parts, hints)
     return _explain_quantized(quantized, sample, keywords)
 
 

@@ -122,11 +122,12 @@ def scalars_of(adam: Adam, decays: bool, faded: bool) -> tuple[Array | None, ...
     """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is faded or not."""
     from pallas_kernels import adamw_triton
 
+    count = jnp.asarray(adam.count, jnp.float32)
     scalars = adamw_triton.AdamWScalars(
         adam.rate,
         adam.weight_decay if decays else 0.0,
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
-        *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
+        *(1 - adam.b1**count, 1 - adam.b2**count),
         *(adam.eps, adam.eps_root),
         *(adam.factor, adam.applied, adam.max_direction),
         noise.fading(adam.count)[0] if faded else None,

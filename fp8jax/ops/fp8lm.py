@@ -209,10 +209,11 @@ def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
 def _scalars(adam: Adam, decays: bool) -> Any:
     from pallas_kernels import fp8lm_triton
 
+    count = jnp.asarray(adam.count, jnp.float32)
     return fp8lm_triton.FP8LMScalars(
         *(adam.rate, adam.weight_decay if decays else 0.0),
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
-        *(1 / (1 - adam.b1**adam.count), 1 / (1 - adam.b2**adam.count)),
+        *(1 / (1 - adam.b1**count), 1 / (1 - adam.b2**count)),
         *(adam.eps, adam.eps_root, noise.fading(adam.count)[0], adam.factor, adam.applied),
     )
 
@@ -225,7 +226,8 @@ def _row(static: Any, scalars: Any, leaf: MasterLeaf) -> StepResult:
 def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     """The step in plain JAX; each operation is the kernel's."""
     b1_rest, b2_rest = (jnp.asarray(1 - b, jnp.float32) for b in (adam.b1, adam.b2))
-    corrections = [1 / (1 - b**adam.count) for b in (adam.b1, adam.b2)]
+    count = jnp.asarray(adam.count, jnp.float32)
+    corrections = [1 / (1 - b**count) for b in (adam.b1, adam.b2)]
     rate, decay = jnp.asarray(adam.rate, jnp.float32), adam.weight_decay if leaf.decays else 0.0
     g = load(leaf.grad)
     g = g if adam.factor is None else g * adam.factor

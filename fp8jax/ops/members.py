@@ -62,7 +62,7 @@ def settled(
 
     def settle(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
         own = dataclasses.replace(adam, **dict(zip(scalars, values, strict=True)))
-        count = jnp.asarray(own.count)
+        count = jnp.asarray(own.count, jnp.float32)
 
         def peak(x: Array) -> Array:
             return blocks.reduce(formats.where(jnp.isfinite(x), jnp.abs(x), 0), shape, jnp.max, 0.0)

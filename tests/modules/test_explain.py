@@ -25,6 +25,9 @@ def test_a_report_on_an_nnx_model():
     model = MiniGPT(rngs=nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model))
     report = fp8jax.explain(model, TE)
+    assert "output heads" not in str(report)
+    own = fp8jax.explain(model, dataclasses.replace(TE, head=fp8jax.recipes.HEAD))
+    assert "output heads are known in a call: give explain sample inputs" in str(own).replace("\n", " ")
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
     assert report.program is None
     assert len(report.quantized) == 6 * LAYERS
