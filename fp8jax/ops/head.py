@@ -195,7 +195,9 @@ def head_of(w: Array | Codes, axis: int, part: Linear | None, key: Array | None,
 def logits_of(head: Head, x: Array, bias: Array | None) -> tuple[Array, Pull]:
     """Logits with a bias, in fp32, and what gives the gradients of `x` and of the weight, of theirs."""
     z, pull = head.logits(x)
-    return z if bias is None else z + bias.astype(jnp.float32), pull
+    if bias is not None:
+        z = z + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(z.ndim - 1)))
+    return z, pull
 
 
 def shape_of(w: Array | Codes, axis: int) -> tuple[int, ...]:

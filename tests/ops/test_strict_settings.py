@@ -98,6 +98,16 @@ def of_nnx(name, x):
     return grads, nnx.state(after)
 
 
+def head(recipe, x, w):
+    labels, counts = jnp.arange(16), jnp.arange(16) > 3
+
+    def loss(x, w, bias):
+        how = {"bias": bias, "where": counts, "z_loss": 1e-2, "label_smoothing": 0.1, "recipe": recipe}
+        return fp8jax.linear_cross_entropy(x, w, labels, **how)
+
+    return jax.value_and_grad(loss, (0, 1, 2))(x.astype(jnp.bfloat16), w, jnp.asarray(OUT))
+
+
 def of_linen(name, x):
     layers = [nn.RMSNorm(), nn.Dense(32, use_bias=False), nn.silu, nn.Dense(64, use_bias=False)]
     model = fp8jax.linen.quantize(nn.Sequential(layers), fp8jax.Rule(".*", name))
@@ -131,6 +141,10 @@ TABLE = {
     **{f"linear {name}": (functools.partial(linear, name), X, W) for name in LINEAR},
     **{f"scaled {name}": (functools.partial(scaled, name), X, W) for name in ("te_delayed", "int8_fallback")},
     **{f"context {name}": (functools.partial(context, name), X, ROW) for name in CONTEXTS},
+    **{
+        f"head {recipe and 'in codes'}": (functools.partial(head, recipe), X, W)
+        for recipe in (None, fp8jax.recipes.HEAD)
+    },
     **{f"block {name}": (functools.partial(block, name), X, W) for name in ("coat_fast", "fast")},
     **{f"nnx {name}": (functools.partial(of_nnx, name), X) for name in ("coat_fast", "te_delayed", "int8_fallback")},
     **{f"linen {name}": (functools.partial(of_linen, name), X) for name in ("te_current", "coat")},
