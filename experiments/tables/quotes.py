@@ -165,7 +165,7 @@ QUOTES = (
              for metric, form in (("tokens", ",.0f"), ("batch", ".0f"))),
            *(value("release_13b", f"coat{how}{lookup.PARTS}", "memory", ".1f") for how in (", released", "")))),
     Quote("With 128,256 entries a step of 1.1 B parameters on one {card} is so {} (`coat`) and {} (`coat_fast`) times "
-          "as fast as bf16, and {} and {} without.",
+          "as fast as bf16 that takes logits in chunks and recomputes, and {} and {} without.",
           tuple(ratio("step_vocab", f"{name}{how}", "step", AGAIN) for how in (", 8-bit head", "")
                 for name in ("coat", "coat_fast"))),
     Quote("At sixteen sequences of 2,048 tokens on one {card} that step, released, then needs {} GB, and {} GB "
