@@ -349,8 +349,18 @@ def _sum(
 
 
 def _sum_forward(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> tuple[Array, Any]:
-    gradients = _all_gradients(loss, x, w, bias, *rest[:-1])
+    gradients = _once(loss, rest[-1:], x, w, bias, *rest[:-1])
     return gradients.total, (gradients, _dtypes(x, w, bias))
+
+
+def _once(loss: _Loss, read: tuple[Array | None, ...], *operands: Any) -> _Gradients:
+    """`_all_gradients` of some operands; by codes they have no derivative by what is read."""
+    if loss.part is None:
+        return _all_gradients(loss, *operands)
+    x, w = operands[:2]
+    name = f"linear_cross_entropy of {x.shape} and {w.shape}"
+    gradients: _Gradients = derivatives.once(name, _all_gradients(loss, *lax.stop_gradient(operands)), read)
+    return gradients
 
 
 def _sum_backward(loss: _Loss, residuals: Any, cotangent: Array) -> Any:
@@ -383,13 +393,14 @@ def _each(
 
 
 def _each_forward(loss: _Loss, *operands: Array | None) -> Any:
-    return _each(loss, *operands), operands[:-1]
+    return _each(loss, *operands), operands
 
 
 def _each_backward(loss: _Loss, residuals: Any, cotangents: Array) -> Any:
-    x, w, bias, key, labels, counts = residuals
+    x, w, bias, key, labels, counts, token = residuals
     weights = jnp.where(counts, cotangents, 0.0)
-    return _cotangents(_all_gradients(loss, x, w, bias, key, labels, weights), _dtypes(x, w, bias), 1.0)
+    gradients = _once(loss, (cotangents, token), x, w, bias, key, labels, weights)
+    return _cotangents(gradients, _dtypes(x, w, bias), 1.0)
 
 
 _each.defvjp(_each_forward, _each_backward)
