@@ -333,12 +333,14 @@ def _all_losses(loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array 
     return _cut(loss, functools.partial(_losses, loss), _tokens(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
 
 
-def _all_gradients(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> _Gradients:
+def _all_gradients(loss: _Loss, read: tuple[Array | None, ...], *operands: Any) -> _Gradients:
+    """Gradients by operands; those by codes have no derivative by what is read."""
+    x, w, bias, *rest = operands if loss.part is None else lax.stop_gradient(operands)
     outs = ("", f"{_tokens(x)} -", _WEIGHT[loss.vocabulary_axis], "v")
     total, *gradients = _cut(loss, functools.partial(_gradients, loss), outs, x, w, bias, *rest)
-    like: tuple[Any, ...] = (x, w, bias)
-    placed: Any = (g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, like, strict=True))
-    return _Gradients(total, *placed)
+    placed = [g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)]
+    result, name = _Gradients(total, *placed), f"linear_cross_entropy of {x.shape} and {w.shape}"
+    return result if loss.part is None else derivatives.once(name, result, read)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -349,18 +351,8 @@ def _sum(
 
 
 def _sum_forward(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> tuple[Array, Any]:
-    gradients = _once(loss, rest[-1:], x, w, bias, *rest[:-1])
+    gradients = _all_gradients(loss, rest[-1:], x, w, bias, *rest[:-1])
     return gradients.total, (gradients, _dtypes(x, w, bias))
-
-
-def _once(loss: _Loss, read: tuple[Array | None, ...], *operands: Any) -> _Gradients:
-    """`_all_gradients` of some operands; by codes they have no derivative by what is read."""
-    if loss.part is None:
-        return _all_gradients(loss, *operands)
-    x, w = operands[:2]
-    name = f"linear_cross_entropy of {x.shape} and {w.shape}"
-    gradients: _Gradients = derivatives.once(name, _all_gradients(loss, *lax.stop_gradient(operands)), read)
-    return gradients
 
 
 def _sum_backward(loss: _Loss, residuals: Any, cotangent: Array) -> Any:
@@ -399,7 +391,7 @@ def _each_forward(loss: _Loss, *operands: Array | None) -> Any:
 def _each_backward(loss: _Loss, residuals: Any, cotangents: Array) -> Any:
     x, w, bias, key, labels, counts, token = residuals
     weights = jnp.where(counts, cotangents, 0.0)
-    gradients = _once(loss, (cotangents, token), x, w, bias, key, labels, weights)
+    gradients = _all_gradients(loss, (cotangents, token), x, w, bias, key, labels, weights)
     return _cotangents(gradients, _dtypes(x, w, bias), 1.0)
 
 
