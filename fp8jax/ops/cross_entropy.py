@@ -338,7 +338,9 @@ def _all_gradients(loss: _Loss, read: tuple[Array | None, ...], *operands: Any) 
     x, w, bias, *rest = operands if loss.part is None else lax.stop_gradient(operands)
     outs = ("", f"{_tokens(x)} -", _WEIGHT[loss.vocabulary_axis], "v")
     total, *gradients = _cut(loss, functools.partial(_gradients, loss), outs, x, w, bias, *rest)
-    placed = [g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)]
+    placed: list[Any] = [
+        g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)
+    ]
     result, name = _Gradients(total, *placed), f"linear_cross_entropy of {x.shape} and {w.shape}"
     return result if loss.part is None else derivatives.once(name, result, read)
 
