@@ -176,9 +176,7 @@ def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[
 def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) -> tuple[dict[str, np.ndarray], float]:
     """The same of a class of torch's kind."""
     torch = importlib.import_module("torch")
-    # jax-triton sets it to "", with which peers' own Triton kernels refuse to compile.
-    if not os.environ.get("TRITON_CACHE_DIR", "unset"):
-        del os.environ["TRITON_CACHE_DIR"]
+    _folder_for_triton()  # Ours ran since the class was looked up.
     params = {k: torch.nn.Parameter(torch.zeros(g.shape[1:], device=device)) for k, g in gradients.items()}
     optimizer = make(list(params.values()), lr=RATE, betas=(B1, b2), eps=EPS, weight_decay=0.0)
     arrays = {k: torch.from_numpy(np.ascontiguousarray(g)).to(device) for k, g in gradients.items()}
@@ -220,11 +218,16 @@ def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
     return worst, broken
 
 
+def _folder_for_triton() -> None:
+    """Takes back that jax-triton empties it, with which torch and peers' own kernels cannot do."""
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)
+
+
 def peer(name: str) -> Callable[..., Any]:
     """A peer's class with its options; raises what its package raises."""
     _, module, kind, settings = PEERS[name]
-    if not os.environ.get("TRITON_CACHE_DIR"):
-        os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch cannot do with that.
+    _folder_for_triton()
     return functools.partial(getattr(importlib.import_module(module), kind), **settings)
 
 
