@@ -39,11 +39,18 @@ SEEDS, FAMILY_ERROR = 5, 0.05
 LOSSES = (TRAINING, VALIDATION)
 TABLE = "Seeds of each beside bf16's"
 CONTROL = f"{training_parity.CONTROL}_one_bit"
-# Two arms that each have one of the two changes that make `coat_fast` of `coat`.
-BOUNDS, SUMS = "coat, bounded scales", "coat, fast accumulation"
+# `coat` with bounds for scales, with fast accumulation in all products, and with both, the weight's gradient excepted.
+BOUNDS, SUMS, EXACT = "coat, bounded scales", "coat, fast accumulation", "coat_fast, exact sums of dW"
+_COAT, _BOUNDED = fp8jax.recipes.coat(), dataclasses.replace(fp8jax.recipes.coat().context, scales="bound")
 ABLATIONS = {
-    BOUNDS: dataclasses.replace(fp8jax.recipes.coat(), context=fp8jax.recipes.coat_fast().context),
-    SUMS: dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.coat_fast().linear),
+    name: dataclasses.replace(
+        _COAT, context=context, linear=dataclasses.replace(_COAT.linear, fast_accumulation=fast_accumulation)
+    )
+    for name, context, fast_accumulation in (
+        (BOUNDS, _BOUNDED, _COAT.linear.fast_accumulation),
+        (SUMS, _COAT.context, ("forward", "dgrad", "wgrad")),
+        (EXACT, _BOUNDED, ("forward", "dgrad")),
+    )
 }
 ARMS = training_parity.ARMS | {name: ParityArm(recipe) for name, recipe in ABLATIONS.items()}
 
@@ -104,6 +111,7 @@ STUDIES = {
             "coat_fp8_head",
             BOUNDS,
             SUMS,
+            EXACT,
         ),
         (("coat_fast beside coat", "coat_fast", "coat"),),
         f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",

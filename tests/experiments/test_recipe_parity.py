@@ -135,6 +135,15 @@ def test_ablations_are_the_two_changes_of_coat_fast():
     assert (bounds.context, bounds.linear) == (both.context, coat.linear)
     assert (sums.context, sums.linear) == (coat.context, both.linear)
     assert bounds != coat != sums
+    exact = recipe_parity.ABLATIONS[recipe_parity.EXACT]
+    assert exact.context == both.context
+    assert dataclasses.replace(exact.linear, fast_accumulation=()) == dataclasses.replace(
+        both.linear, fast_accumulation=()
+    )
+    assert (exact.linear.fast_accumulation, both.linear.fast_accumulation) == (
+        ("forward", "dgrad"),
+        ("forward", "dgrad", "wgrad"),
+    )
     assert dataclasses.replace(both, name="coat") == dataclasses.replace(bounds, linear=sums.linear)
 
 
