@@ -159,7 +159,7 @@ CLAIMS: list[Claim] = [
           beside("te_current", ratio("te_current", "time", "bf16"))),
     Claim("The same layer by `moss`, `fast`, `int8_fallback`", "layer",
           several(*(ratio(name, "time", "bf16") for name in ("moss", "fast", "int8_fallback")))),
-    Claim("The same with fast accumulation, bounded scales (`coat_fast`) and weights quantized before, once for all "
+    Claim("The same with bounded scales (`coat_fast`) and weights quantized before, once for all "
           "microbatches of a step", "layer", ratio(BOUNDED, "time", "bf16")),
     Claim("That with the time of quantizing weights counted: 1, 4 and 16 microbatches", "layer",
           several(*(ratio(BOUNDED, f"time, {n}", "bf16")
@@ -232,7 +232,7 @@ CLAIMS: list[Claim] = [
     Claim("Loss of `coat` from the mean of bf16's seeds, 95 % interval", "training_parity", difference("coat"),
           "+0.4 % of log perplexity (COAT, Table 13)"),
     *(Claim(f"Loss of `{name}`, likewise", "training_parity", difference(name))
-      for name in ("coat_fast", "moss", "fast", "int8_fallback", "fp8_lm_two_phase")),
+      for name in ("moss", "fast", "int8_fallback", "fp8_lm_two_phase")),
     Claim("Validation loss after fine-tuning on answers, above bf16's with the same seeds, three seeds: `coat`; "
           "`moss`; `int8_fallback`", "finetuning",
           several(*(value(arm, "validation: % above bf16", "%", 2) for arm in ("coat", "moss", "int8_fallback")))),

@@ -11,7 +11,7 @@ MEANS = "geometric mean"
 PARTS = ", bf16+int8 masters"
 MOST = ("tokens", "tokens/s", 0), ("batch", "sequences", 0)
 MOST_EACH = ("tokens", "tokens/s a GPU", 0), ("batch", "sequences a GPU", 0)
-BOUNDED = "COAT, lean, fast accumulation, bounded scales, weights held"
+BOUNDED = "COAT, lean, bounded scales, weights held"
 
 
 def find(

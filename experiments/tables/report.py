@@ -28,6 +28,13 @@ never rounds a second moment to 0.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
+# Recipes that have changed, and the first commits of files that measured what they were before.
+FORMER = {
+    "coat_fast": (
+        *("8a36cbb", "8b4e8f9", "2b7dce0", "d73ef92", "558a54b", "03031b2"),  # H100
+        *("a5c7820", "1fa4ef1", "183e7e5"),  # H200
+    )
+}
 START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
 _REQUIRED = {"bench", "versions", "command", "date", "rows"}
 _FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
@@ -203,6 +210,18 @@ def _check(result: Mapping[str, Any]) -> None:
         raise ValueError(f"{', '.join(sorted(missing))} missing")
 
 
+def renamed(result: dict[str, Any]) -> dict[str, Any]:
+    """A result whose rows have the names that say what ran: those of a recipe that has changed since are "former"."""
+    for row in result["rows"]:
+        for name, commits in FORMER.items():
+            if row.get("commit", "").startswith(commits):
+                row |= {field: row[field].replace(name, f"former {name}") for field in ("impl", "case")}
+                row |= (
+                    {"pivot": [part.replace(name, f"former {name}") for part in row["pivot"]]} if "pivot" in row else {}
+                )
+    return result
+
+
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The results files of a folder, FOLDER/CARD/NAME.json, by name and card.
 
@@ -220,7 +239,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
             _check(content)
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
-        results.setdefault(path.stem, {})[path.parent.name] = content
+        results.setdefault(path.stem, {})[path.parent.name] = renamed(content)
     if not results:
         raise ValueError(f"--results {folder}: no results there (CARD/NAME.json)")
     return results

@@ -94,7 +94,6 @@ SETTINGS = {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
-        ("linear.fast_accumulation", ("forward", "dgrad", "wgrad")): OURS,
         ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
         ("context.mode", "lean"): OURS, ("context.scales", "bound"): OURS,
     },

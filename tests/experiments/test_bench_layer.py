@@ -40,7 +40,7 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
 def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(layer, "attend", lambda q, k, v, is_causal: dot_product_attention(q, k, v, is_causal=is_causal))
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    held = f"{coat_memory.LEAN}, {layer.FAST}, {layer.BOUNDED}, {layer.HELD}"
+    held = f"{coat_memory.LEAN}, {layer.BOUNDED}, {layer.HELD}"
     arms = layer.arms(16, SMALL, (held, f"{held}, {layer.FUNCTIONS}"))
     found = {name: jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for name, arm in arms.items()}
     assert set(found) - {layer.BF16, layer.BF16_AGAIN, layer.BF16_FUNCTIONS} == {held, f"{held}, {layer.FUNCTIONS}"}

@@ -61,9 +61,8 @@ def test_each_product_sums_as_its_own_flag_says(flags):
             assert (precision == jax.lax.Precision.DEFAULT) == (OPERANDS[operands] in flags), layer.__name__
 
 
-def test_presets_sum_gradients_in_full_but_for_the_one_that_says_so():
+def test_presets_sum_weights_gradients_in_full():
     flags = {name: fp8jax.recipes.get(name).linear.fast_accumulation for name in fp8jax.recipes.NAMES}
-    assert flags.pop("coat_fast") == PRODUCTS
     assert flags.pop("fast") == flags.pop("moss") == ("forward", "dgrad")
     assert set(flags.values()) == {("forward",)}
 
