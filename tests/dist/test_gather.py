@@ -62,7 +62,7 @@ def test_a_layer_gathers_its_codes_again_in_the_backward_pass(name, mesh):
         gathers[how] = programs.asked_for(grads(f), w, x).count(("all_gather", "ui8", w.size // 8))
     assert gathers == {"kept": 1, "again": 2}
     dw, dx = jax.jit(grads(again))(w, x)
-    assert dw.shape == w.shape
+    assert (dw.shape, dw.dtype) == (w.shape, w.dtype)
 
     def whole_loss(w, x):
         return jnp.mean(fp8jax.linear(x, w.astype(jnp.bfloat16), recipe=recipe).astype(jnp.float32) ** 2)
@@ -74,29 +74,50 @@ def test_a_layer_gathers_its_codes_again_in_the_backward_pass(name, mesh):
 
 
 def test_what_is_not_cut_over_all_axes_or_has_one_axis_comes_back_as_it_is(mesh):
-    weights = {"whole": W, "bias": W[:, 0], "cut": W}
+    weights = {"whole": W, "bias": W[:, 0], "cut": W.astype(jnp.bfloat16)}
     specs = {"whole": P(), "bias": P("fsdp"), "cut": P("fsdp")}
     run = mapped(mesh, functools.partial(gather_weights, axes="fsdp", specs=specs), (specs,), specs | {"cut": P()})
     found = jax.jit(run)(weights)
     for name in ("whole", "bias"):
         np.testing.assert_array_equal(found[name], weights[name])
-    assert (found["cut"] != W).any()
+    assert found["cut"].dtype == jnp.bfloat16
+    assert (found["cut"] != weights["cut"]).any()
+    both = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    for cut, rows in ((P("data"), 64), (P(("data", "fsdp")), 256)):
+        gather = functools.partial(gather_weights, axes=("data", "fsdp"), specs=cut)
+        shape = jax.eval_shape(mapped(both, lambda w, gather=gather: gather(w)[None], cut, P(("data", "fsdp"))), W)
+        assert shape.shape == (8, rows, 64)
+
+
+def test_a_recipes_weights_are_quantized_along_inputs_layer_by_layer(mesh):
+    part = fp8jax.recipes.Linear("e4m3", "e4m3:group32", "e4m3", w_dgrad="e4m3:group32")
+    layers = jnp.stack([W, 1e-6 * W])
+    for how, one in ((part, fp8jax.QuantSpec("e4m3", "group", 32, axis=-2)), ("te_current", fp8jax.QuantSpec("e4m3"))):
+        gather = functools.partial(gather_weights, axes="fsdp", how=how, specs=P(None, None, "fsdp"))
+        found = jax.jit(mapped(mesh, gather, P(None, None, "fsdp"), P()))(layers)
+        np.testing.assert_array_equal(found, jnp.stack([fp8jax.quantize(w, one).dequantize() for w in layers]))
 
 
 def test_gradients_of_gathered_weights_travel_as_asked(mesh):
+    w = W[:32]  # small ones, too
+
     def sent(gradients):
         def one(w, x):
             loss = lambda w: jnp.sum(x @ gather_weights(w, "fsdp", specs=P("fsdp"), gradients=gradients))  # noqa: E731
             return jax.grad(loss)(w)
 
-        kinds = programs.asked_for(mapped(mesh, one, (P("fsdp"), P("fsdp")), P("fsdp")), W, jnp.ones((16, 256)))
+        kinds = programs.asked_for(mapped(mesh, one, (P("fsdp"), P("fsdp")), P("fsdp")), w, jnp.ones((16, 32)))
         return [x for x in kinds if x[0] in ("all_to_all", "reduce_scatter")]
 
-    assert sent("bf16") == [("reduce_scatter", "bf16", 2 * W.size)]
-    assert sent("e4m3") == [("all_to_all", "ui8", W.size)]
-    with pytest.raises(ValueError, match="ends within a block of e4m3:block128"):
+    assert sent("bf16") == [("reduce_scatter", "bf16", 2 * w.size)]
+    assert sent("e4m3") == [("all_to_all", "ui8", w.size)]
+    with pytest.raises(ValueError, match="shards of the weight .* ends within a block of e4m3:block128"):
         jax.eval_shape(mapped(mesh, functools.partial(
             gather_weights, axes="fsdp", how="e4m3:block128", specs=P("fsdp")), P("fsdp"), P()), W)  # fmt: skip
+    how = fp8jax.QuantSpec("e4m3", "mx", 64, axis=-2)
+    with pytest.raises(ValueError, match=r"shards of \['w'\] are 32 long along dimension 0, .* block of e4m3:mx64"):
+        jax.eval_shape(mapped(mesh, functools.partial(
+            gather_weights, axes="fsdp", how=how, specs=P("fsdp")), P("fsdp"), P()), {"w": W})  # fmt: skip
     with pytest.raises(ValueError, match="does not quantize weights"):
         jax.eval_shape(mapped(mesh, functools.partial(
             gather_weights, axes="fsdp", how="bf16", specs=P("fsdp")), P("fsdp"), P()), W)  # fmt: skip

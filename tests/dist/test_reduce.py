@@ -11,9 +11,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from fp8jax.dist import all_reduce_gradients, init_factors, reduce_scatter_gradients
+from fp8jax.dist import Factors, all_reduce_gradients, init_factors, reduce_scatter_gradients
 from fp8jax.dist.chunks import buckets
 from fp8jax.dist.factor import next_factor
+from fp8jax.dist.reduce import resolve
 from fp8jax.dist.shared import sum_of_codes
 from fp8jax.ops import choice
 from fp8jax.recipes import Comm
@@ -151,6 +152,31 @@ def test_one_phase_and_plain_sums(comm, mesh, gradients):
         assert (np.abs(np.asarray(means[name], np.float64) - mean) <= tolerance).all(), name
 
 
+def test_means_have_the_gradients_dtypes_and_are_rounded_to_them_once():
+    """Of six devices, whose number divides no sum: 256 and five ones, which bf16 does not add up."""
+    six = jax.make_mesh((6,), AXES[:1], axis_types=(AxisType.Auto,), devices=jax.devices()[:6])
+    g = np.ones((6, 12, 2), np.float32)
+    g[0] = 256
+    grads, spec = {"wide": g, "half": g.astype(ml_dtypes.bfloat16)}, P("data")
+    comms = ("fp32", "bf16", "e4m3", Comm("e4m3", "one_phase"))
+
+    def both(grads):
+        own = jax.tree.map(lambda g: g[0], grads)
+        how = [{"axes": "data", "comm": comm, "min_size": 0} for comm in comms]
+        whole = [all_reduce_gradients(own, **each) for each in how]
+        return whole, [reduce_scatter_gradients(own, specs=spec, **each) for each in how]
+
+    run = jax.shard_map(both, mesh=six, in_specs=spec, out_specs=(P(), spec), check_vma=False)
+    for means in jax.jit(run)(grads):
+        assert all(m[name].dtype == grads[name].dtype for m in means for name in grads)
+        np.testing.assert_array_equal(means[0]["half"], np.full((12, 2), 43.5))  # 261 / 6
+        np.testing.assert_array_equal(means[0]["wide"], np.full((12, 2), 43.5))
+        total = np.asarray(means[1]["wide"]) * 6  # a sum in bf16, in some order; its sixth is no number of bf16
+        np.testing.assert_allclose(total, np.round(total), rtol=1e-6)
+        for mean in means[2:]:
+            np.testing.assert_allclose(mean["wide"], 43.5, rtol=2.0**-3)
+
+
 def test_arrays_travel_together_up_to_a_limit():
     assert buckets([3, 3, 4, 9, 1, 1, 30, 1], limit=10) == [[0, 1, 2], [3, 4], [5], [6], [7]]
     assert buckets([]) == []
@@ -179,8 +205,8 @@ def test_a_scattered_gradient_is_each_devices_part_of_the_mean(comm, mesh):
 
 def test_what_travels_is_eight_bits(mesh, gradients):
     """Dtype and bytes of every collective: codes alone are as large as gradients, scales are a few bytes."""
-    g = {"w": np.zeros((DEVICES, 64, 128), np.float32), "v": np.zeros((DEVICES, 100, 128), np.float32)}
-    n = 64 * 128 + 100 * 128
+    g = {"w": np.zeros((DEVICES, 32, 128), np.float32), "v": np.zeros((DEVICES, 100, 128), np.float32)}
+    n = 32 * 128 + 100 * 128
 
     def found(comm, function=all_reduce_gradients, out=WHOLE, **rest):
         return on_each(mesh, functools.partial(function, axes=AXES, comm=comm, **rest), out)
@@ -188,18 +214,18 @@ def test_what_travels_is_eight_bits(mesh, gradients):
     scales = ("all_reduce", "f32", 8)
     tensor = [scales, ("all_to_all", "ui8", n), scales, ("all_gather", "ui8", n // 8)]
     assert programs.asked_for(found("e4m3"), g) == tensor
-    groups = 8 * (8 + 13)  # of 64 and 100 groups eight devices have 8 and 13 each
+    groups = 8 * (4 + 13)  # of 32 and 100 groups eight devices have 4 and 13 each
     assert programs.asked_for(found("int8:group128"), g) == [
-        ("all_reduce", "f32", 4 * (64 + 100)), ("all_to_all", "ui8", groups * 128),
+        ("all_reduce", "f32", 4 * (32 + 100)), ("all_to_all", "ui8", groups * 128),
         ("all_gather", "ui8", groups * (128 + 4) // 8)]  # fmt: skip
     with choice.target(capability=90):
         one = programs.asked_for(found(Comm("e5m2", "one_phase")), g)
-    assert one == [("all_reduce", "f32", 8), ("all_reduce", "f8E5M2", 100 * 128), ("all_reduce", "f8E5M2", 64 * 128)]
+    assert one == [("all_reduce", "f32", 8), ("all_reduce", "f8E5M2", 100 * 128), ("all_reduce", "f8E5M2", 32 * 128)]
     assert [x[:2] for x in programs.asked_for(found("bf16"), g)] == [("all_reduce", "bf16")] * 2
     scattered = found("e4m3", reduce_scatter_gradients, {"w": P(AXES), "v": P(None, AXES)},
                       specs={"w": P(AXES), "v": P(None, AXES)})  # fmt: skip
     assert programs.asked_for(scattered, g) == [
-        ("all_reduce", "f32", 8), ("all_to_all", "ui8", 100 * 128), ("all_to_all", "ui8", 64 * 128)]  # fmt: skip
+        ("all_reduce", "f32", 8), ("all_to_all", "ui8", 100 * 128), ("all_to_all", "ui8", 32 * 128)]  # fmt: skip
     assert {x[:2] for x in programs.compiled(found("e4m3"), g)} == {
         ("f32", "all-reduce"), ("u8", "all-to-all"), ("u8", "all-gather")}  # fmt: skip
 
@@ -250,7 +276,7 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
 def test_the_saturated_part_of_a_scattered_sum_is_that_of_the_whole_on_every_device(mesh):
     """All that saturates, twelve elements, lies in the first device's part."""
     g = np.zeros((DEVICES, 16, 6), np.float32)
-    g[:, :2] = 1
+    g[:, 0], g[:, 1] = 1, -1
     comm, spec = Comm("e4m3", "one_phase", auto_scale=True), P(AXES)
     factors = init_factors(g[0], DEVICES)._replace(mu=jnp.float32(1))
 
@@ -276,6 +302,11 @@ def test_what_is_not_finite_on_one_device_is_nan_on_all(bad, mesh):
         nan = group if comm == "int8:group16" else np.ones_like(group)
         for device in range(DEVICES):
             np.testing.assert_array_equal(np.isnan(mean[device]), nan)
+    if bad is not np.inf:
+        return
+    comm, factors = Comm("e4m3:group16", "one_phase", auto_scale=True), Factors(jnp.float32(0.5), jnp.float32(0))
+    reduce = functools.partial(all_reduce_gradients, axes=AXES, comm=comm, factors=factors, min_size=0)
+    assert jax.jit(on_each(mesh, reduce))(g)[1].mu == 0.5  # one group of eight says nothing of the factor
 
 
 def test_accumulated_gradients_unused_parameters_and_a_checked_shard_map(mesh):
@@ -326,17 +357,24 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
     for comm, fix in ((Comm(), "leaves the reduction to XLA"), ("e4m3:block128", "as 'e4m3' or"), ("de8", "'int8'")):
         with pytest.raises(ValueError, match=fix):
             jax.eval_shape(on_each(mesh, lambda g, c=comm: all_reduce_gradients(g, AXES, c)), eight)
-    with pytest.raises(TypeError, match="int32"):
-        jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES)), {"w": jnp.ones((8, 4), jnp.int32)})
+    for grads, path in ((eight, r"\['w'\]"), (eight["w"], "the gradient")):
+        grads = jax.tree.map(lambda g: g.astype(jnp.int32), grads)
+        with pytest.raises(TypeError, match=f"all_reduce_gradients: {path} has dtype int32"):
+            jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES)), grads)
+    assert resolve(fp8jax.recipes.fp8_lm()) == Comm("e4m3", "one_phase", auto_scale=True)
+    with pytest.raises(TypeError, match="a recipe, or a string as 'e4m3', not 8"):
+        resolve(8)
     factors = init_factors(jnp.ones((64, 64)), DEVICES)
     with pytest.raises(ValueError, match="'two_phase' has none"):
         jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES, factors=factors)), jnp.ones((8, 64, 64)))
-    refused = {P(None, None, AXES): "do not divide dimension 2"}
-    refused |= dict.fromkeys((P("data"), P(AXES[::-1])), "over these alone first")
-    for spec, fix in refused.items():
+    last, shape = P(None, None, AXES), (4, 64, 13)
+    refused = [(spec, "e4m3", shape, "over these alone first") for spec in (P("data"), P(AXES[::-1]))]
+    refused.append((last, "e4m3", shape, r"8 devices do not divide dimension 2 of \['w'\], \(4, 64, 13\); shard"))
+    refused.append((last, "e4m3:group16", (4, 16, 64), r"dimension 2 of .* in groups of 16; shard another"))
+    for spec, comm, shape, fix in refused:
         with pytest.raises(ValueError, match=fix):
-            jax.eval_shape(on_each(mesh, functools.partial(reduce_scatter_gradients, axes=AXES, specs=spec)),
-                           {"w": jnp.ones((8, 4, 64, 13))})  # fmt: skip
+            jax.eval_shape(on_each(mesh, functools.partial(reduce_scatter_gradients, axes=AXES, comm=comm, specs=spec,
+                                                           min_size=0)), {"w": jnp.ones((8, *shape))})  # fmt: skip
     with pytest.raises(ValueError, match="wrap around"):
         Comm("int8", "one_phase")
     with pytest.raises(ValueError, match="two phases never do"):
@@ -355,8 +393,9 @@ def test_axes_that_are_left_to_xla_are_told(mesh, recwarn):
     reduced((auto, auto), set(AXES))
     reduced((auto, explicit), {"data"})
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="Auto mesh axes 'fsdp'.*make these axes Explicit"):
+    with pytest.warns(UserWarning, match="Auto mesh axes 'fsdp'.*make these axes Explicit") as told:
         reduced((auto, auto), {"data"})
+    assert told[0].filename == __file__
 
 
 def test_one_phase_is_refused_where_nccl_cannot_sum(mesh, monkeypatch):
@@ -384,7 +423,7 @@ def test_gradients_left_as_codes_are_clipped_by_what_they_stand_for():
 def test_sums_that_leave_the_range_are_the_largest_code_in_either_reduction(name, mesh):
     """Half of the elements do, with a factor of 1: fp32 sums of codes, clipped and encoded by ml_dtypes."""
     g = np.abs(np.random.default_rng(7).standard_normal((DEVICES, 16, 32))).astype(np.float32)
-    factors = fp8jax.dist.Factors(jnp.float32(1), jnp.float32(0))
+    factors = Factors(jnp.float32(1), jnp.float32(0))
     settings = {"axes": AXES, "comm": Comm(name, "one_phase", auto_scale=True), "factors": factors, "min_size": 0}
     fmt = fp8jax.formats.get(name)
     unit = np.abs(g).max() * np.float32(1 / fmt.max)
@@ -402,7 +441,7 @@ def test_sums_that_leave_the_range_are_the_largest_code_in_either_reduction(name
 def test_gradients_close_to_the_largest_number_survive_one_phase(mesh):
     """As of 256 devices: a scale whose reciprocal is no normal number would make zeros of all codes."""
     g = np.full((DEVICES, 8, 16), 3e38, np.float32)
-    factors = fp8jax.dist.Factors(jnp.float32(2.0**-8), jnp.float32(0))
+    factors = Factors(jnp.float32(2.0**-8), jnp.float32(0))
     comm = Comm("e4m3", "one_phase", auto_scale=True)
     reduce = functools.partial(all_reduce_gradients, axes=AXES, comm=comm, factors=factors, min_size=0)
     np.testing.assert_allclose(jax.jit(on_each(mesh, reduce))(g)[0], 3e38, rtol=2.0**-4)

@@ -1,8 +1,10 @@
 """The training step whose gradients travel in 8 bits: what it computes, what it sends, and the state of its factors."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.ops import linear
 from fp8jax.recipes import Comm
+from tests.dist import programs
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, 64)
@@ -123,6 +126,65 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
     keys = [{tuple(map(int, words)) for device, words in seen if device == replica} for replica in range(2)]
     assert len(keys[0]) == len(keys[1]) == len(seen) / 4 >= 4
     assert not keys[0] & keys[1]
+
+
+FACTORS, TWO_PHASES = Comm("e4m3", "one_phase", auto_scale=True), Comm("e4m3")
+
+
+@pytest.mark.parametrize(
+    ("where", "comm"),
+    [((2, 1, 2), FACTORS), ((1, 2, 2), FACTORS), ((2, 1, 2), TWO_PHASES)],
+    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else x.form,
+)
+def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm, monkeypatch):
+    """Of made-up gradients of each device: means over replicas, of sums over "tensor" where these are parts."""
+    monkeypatch.setattr(mesh, "SMALLEST", 1024)
+    devices, rng, mu = mesh.make(*where[:2], tensor=where[2]), np.random.default_rng(0), np.float32(0.7)
+    params = {"layers": {"up": {"kernel": (2, 64, 64)}, "out": {"bias": (2, 64)}, "norm": {"scale": (2, 64)}},
+              "embed": {"embedding": (64, 96)}}  # fmt: skip
+    params = jax.tree.map(lambda shape: np.zeros(shape, np.float32), params, is_leaf=lambda x: isinstance(x, tuple))
+    size = np.float32([1, 0.25])  # of two replicas: their sums stay in the range, with this factor
+    draw = lambda x: np.einsum("r,r...->r...", size, rng.uniform(0.5, 1, (2, 2, *x.shape)).astype(np.float32))  # noqa: E731
+    drawn = jax.tree.map(draw, params)
+    up, bias = drawn["layers"]["up"]["kernel"], drawn["layers"]["out"]["bias"]
+    up[:, :, ..., :32] = 1  # but those of one device's half of a kernel, which are alike
+    up[:, :, 1] *= 1e-7  # a layer with a scale of its own
+    up[:, 1], bias[:, 1] = up[:, 0], bias[:, 0]
+    losses = rng.uniform(size=(2, 2)).astype(np.float32)
+
+    def own(inputs, state, tokens, whole, axes):
+        assert whole is None
+        replica, part = jax.lax.axis_index(("data", "fsdp")), jax.lax.axis_index("tensor")
+        grads = jax.tree.map(lambda g: jnp.asarray(g)[replica, part], drawn)
+        assert inputs["layers"]["up"]["kernel"].shape == (2, 64, 32)
+        kernel = grads["layers"]["up"]["kernel"]
+        grads["layers"]["up"]["kernel"] = jax.lax.dynamic_slice_in_dim(kernel, part * 32, 32, 2)
+        return jnp.asarray(losses)[replica, part], grads, state
+
+    recipe, state = dataclasses.replace(FP32, comm=comm), ()
+    if comm.auto_scale:
+        state = parallel.factors(comm, params, devices)
+        np.testing.assert_allclose(jax.tree.leaves(state.mu), 2**-0.5)
+        state = state._replace(mu=jax.tree.map(lambda _: mu, state.mu))
+    run = jax.jit(functools.partial(parallel.gradients, own, recipe, devices))
+    rows = np.zeros((2, 3), np.int32)
+    if comm is TWO_PHASES:  # also a part of a matrix that is large as a whole
+        sent = programs.asked_for(run, params, {}, rows, state)
+        assert [x[2] for x in sent if x[:2] == ("all_to_all", "ui8")] == [2 * 64 * 32 + 64 * 48]
+    loss, grads, _, state = run(params, {}, rows, state)
+    np.testing.assert_allclose(loss, losses.sum(1).mean(), rtol=1e-6)
+    want = jax.tree.map(lambda g: g.astype(np.float64).sum(1).mean(0), drawn)
+    for name in ("up", "out"):
+        want["layers"][name] = jax.tree.map(lambda g: g / 2, want["layers"][name])
+    found, half = grads["layers"].pop("up")["kernel"], want["layers"].pop("up")["kernel"]
+    np.testing.assert_allclose(found[..., 32:], half[..., 32:], rtol=2.0**-3, atol=0)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2.0**-3), grads, want)
+    if comm.auto_scale:
+        assert state.saturated["layers"]["up"]["kernel"] == 0.5
+        assert state.mu["layers"]["up"]["kernel"] == 0.5
+        assert state.mu["layers"]["norm"]["scale"] == pytest.approx(0.7 * 2**1e-3)
+    else:
+        np.testing.assert_allclose(found[..., :32], half[..., :32], rtol=2.0**-3)
 
 
 @pytest.mark.parametrize(("compute", "held"), [("bf16", False), ("fp32", True)])
