@@ -156,8 +156,7 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
         ),
         (
             "--mesh data=2,tensor=2 --batch 8 --microbatches 2 --seq-len 12 --recipe jetfire",
-            r"--mesh 2 devices along tensor do not divide the 24 tokens of a replica, in blocks of 32 with recipe jetfire; "
-            r"give sequences whose tokens are multiples of 64$",
+            "do not divide the 24 tokens of a replica, in blocks of 32 .* multiples of 64$",
         ),
         (
             "--mesh tensor=2 --mlp-dim 192 --recipe te_current --lora-rank 4 --base e4m3:block128",

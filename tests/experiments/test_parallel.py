@@ -144,7 +144,7 @@ def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm
               "embed": {"embedding": (64, 96)}}  # fmt: skip
     params = jax.tree.map(lambda shape: np.zeros(shape, np.float32), params, is_leaf=lambda x: isinstance(x, tuple))
     size = np.float32([1, 0.25])  # of two replicas: their sums stay in the range, with this factor
-    draw = lambda x: np.einsum("r,r...->r...", size, rng.uniform(0.5, 1, (2, 2, *x.shape)).astype(np.float32))  # noqa: E731
+    draw = lambda x: rng.uniform(0.5, 1, (2, 2, *x.shape)).astype(np.float32) * size.reshape(2, *[1] * (x.ndim + 1))  # noqa: E731
     drawn = jax.tree.map(draw, params)
     up, bias = drawn["layers"]["up"]["kernel"], drawn["layers"]["out"]["bias"]
     up[:, :, ..., :32] = 1  # but those of one device's half of a kernel, which are alike
