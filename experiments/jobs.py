@@ -153,6 +153,7 @@ DERIVED = (
     table("coat_efficiency", 5),
     table("int8_limit", 5),
     table("training_parity", 20, "--judge"),
+    table("recipe_parity", 5, "--judge"),
 )
 TRAINED = {
     "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",

@@ -28,6 +28,7 @@ from experiments.tables.lookup import (
     SUSTAINED,
     USERS,
     Result,
+    above,
     against_22,
     beside,
     difference,
@@ -150,6 +151,10 @@ CLAIMS: list[Claim] = [
           several(*(ratio(name, "step", AGAIN) for name in ("coat", "coat, 8-bit gradients, one phase", "fp8_lm")))),
     Claim("`7b`, FSDP over four GPUs, as many sequences as fit in 80 GB a GPU (bf16 6, `coat` 13): tokens a second",
           "step_7b_fit_four", ratio("coat", "tokens/s", AGAIN)),
+    Claim("`7b`, FSDP over four GPUs, 4 sequences of 2,048 tokens a GPU: `coat`, `fp8_lm`", "step_7b_four",
+          several(*(ratio(name, "step", AGAIN) for name in ("coat", "fp8_lm"))), "1.43 (COAT)"),
+    Claim("`13b`, FSDP over four GPUs, as many sequences as fit in 76 GB a GPU: tokens a second", "step_13b_four",
+          ratio("coat", "tokens/s", AGAIN)),
     Claim("`7b`, FSDP over two GPUs, 4 sequences of 2,048 tokens a GPU: `coat`, `fp8_lm_two_phase`", "step_7b",
           several(*(ratio(name, "step", AGAIN, FSDP_7B) for name in ("coat", "fp8_lm_two_phase"))), "1.43 (COAT)"),
     Claim("The same with as many sequences as fit in 80 GB a GPU (bf16 4, `coat` 10): tokens a second", "step_7b_fit",
@@ -233,6 +238,17 @@ CLAIMS: list[Claim] = [
           "+0.4 % of log perplexity (COAT, Table 13)"),
     *(Claim(f"Loss of `{name}`, likewise", "training_parity", difference(name))
       for name in ("moss", "fast", "int8_fallback", "fp8_lm_two_phase")),
+    *(Claim(f"Validation loss of `{name}` above bf16's with the same seeds, 65 M parameters, 400 steps, {seeds} seeds",
+            "recipe_parity", above(name), "")
+      for name, seeds in (("coat", 5), ("coat_fast", 10), ("fast", 5), ("int8_fallback", 5), ("fp8_lm", 5),
+                          ("coat, fast accumulation", 5))),
+    Claim("Answers after further training, `moss` less bf16, three kinds of sums in a model of 128 channels",
+          "moss_accuracy", several(*(value("moss less bf16, larger", kind, "%")
+                                   for kind in ("sums", "the largest of three", "remainders"))),
+          "+0.5, -0.5, +0.7 (MOSS, Table 3)"),
+    Claim("Loss with master weights in bf16, and in e4m3, above fp32 masters, five seeds of a small model",
+          "fp8_lm_masters", several(*(value(f"master {name}", "above fp32", "nats", 3) for name in ("bf16", "e4m3"))),
+          "slightly worse than fp16; degrades (FP8-LM, Table 6, Figure 8)"),
     Claim("Validation loss after fine-tuning on answers, above bf16's with the same seeds, three seeds: `coat`; "
           "`moss`; `int8_fallback`", "finetuning",
           several(*(value(arm, "validation: % above bf16", "%", 2) for arm in ("coat", "moss", "int8_fallback")))),

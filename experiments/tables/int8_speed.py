@@ -24,7 +24,7 @@ from experiments.tables.common import Row
 from fp8jax.ops import choice
 from fp8jax.ops.matmul import matmul
 
-HIDDEN, BATCH, LENGTH = (1024, 2048, 4096, 8192), 2, 1024
+HIDDEN, BATCH, LENGTH = (1024, 2048, 4096, 8192), 16, 1024
 BF16, RECIPES = "bf16", ("jetfire", "int8_block", "int8_fallback", "fast")
 SETTLING = 30  # steps, of a factor of 1.3 each
 SIDES, SIZES = (32, 64, 128), (2048, 4096, 8192)

@@ -101,6 +101,16 @@ def difference(*names: str) -> Callable[[Result], str | None]:
     return look
 
 
+def above(arm: str) -> Callable[[Result], str | None]:
+    """Looks up by how much the validation loss of seeds lies above bf16's, with its interval."""
+
+    def look(result: Result) -> str | None:
+        found = [find(result, arm, metric, "value") for metric in ("validation loss: % above", "± (validation loss)")]
+        return f"{found[0][0]:+.2f} ± {found[1][0]:.2f} %" if all(found) else None
+
+    return look
+
+
 def exchanged(result: Result, impl: str) -> str:
     """What a GPU's collectives of a step result in, all kinds."""
     rows = [row for row in result["rows"] if row["impl"] == impl and row["metric"].startswith("exchanged")]

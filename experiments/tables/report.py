@@ -28,13 +28,8 @@ never rounds a second moment to 0.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
-# Recipes that have changed, and the first commits of files that measured what they were before.
-FORMER = {
-    "coat_fast": (
-        *("8a36cbb", "8b4e8f9", "2b7dce0", "d73ef92", "558a54b", "03031b2"),  # H100
-        *("a5c7820", "1fa4ef1", "183e7e5"),  # H200
-    )
-}
+# Recipes that have changed, and the commits of files that measured what they were before.
+FORMER = {"coat_fast": ("a5c7820", "1fa4ef1", "183e7e5")}
 START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
 _REQUIRED = {"bench", "versions", "command", "date", "rows"}
 _FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
@@ -214,11 +209,8 @@ def renamed(result: dict[str, Any]) -> dict[str, Any]:
     """A result whose rows have the names that say what ran: those of a recipe that has changed since are "former"."""
     for row in result["rows"]:
         for name, commits in FORMER.items():
-            if row.get("commit", "").startswith(commits):
-                row |= {field: row[field].replace(name, f"former {name}") for field in ("impl", "case")}
-                row |= (
-                    {"pivot": [part.replace(name, f"former {name}") for part in row["pivot"]]} if "pivot" in row else {}
-                )
+            if row["commit"].startswith(commits):
+                row |= {field: row[field].replace(name, f"former {name}") for field in ("case", "impl")}
     return result
 
 

@@ -30,6 +30,13 @@ def test_the_newest_card_is_shown_with_its_command_and_commit():
     assert "several commits" in lines({"models": {"h100": new}})[0]
 
 
+def test_a_newer_card_that_measured_less_is_not_shown():
+    old = result("2026-11-01", "aaa", bf16=9, coat=8, coat_fast=7)
+    for names in (("bf16", "coat"), ("coat", "coat_fast")):
+        new = result("2026-11-02", "bbb", **dict.fromkeys(names, 5))
+        assert "H9, aaa" in lines({"models": {"h100": new, "h9": old}})[0]
+
+
 @pytest.mark.parametrize(
     ("measured", "cells"),
     [

@@ -306,6 +306,16 @@ def test_claims_are_looked_up_in_the_rows_they_name():
     assert claims.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
 
 
+def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
+    row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
+    rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
+    found = report.renamed({"rows": rows})["rows"]
+    former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
+    assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
+    kept = report.read(ROOT / "results")["step"]["h200"]["rows"]
+    assert {r["impl"] for r in kept if "coat_fast" in r["impl"]} == {"former coat_fast"}
+
+
 def test_every_claim_about_a_file_that_is_there_names_rows_of_it():
     """Those that wait for a run name files or arms that are new."""
     results = report.read(ROOT / "results")
