@@ -1,4 +1,4 @@
-"""The table on README's first screen: steps and memory before and after, from the newest file of each benchmark that has most of them."""
+"""The table on README's first screen: steps and memory, each of the newest file that has most of its figures."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -312,8 +312,8 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     found = report.renamed({"rows": rows})["rows"]
     former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
     assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
-    kept = report.read(ROOT / "results")["step"]["h200"]["rows"]
-    assert {r["impl"] for r in kept if "coat_fast" in r["impl"]} == {"former coat_fast"}
+    h200 = report.read(ROOT / "results")["step"]["h200"]["rows"]
+    assert {r["impl"] for r in h200 if "coat_fast" in r["impl"]} == {"former coat_fast"}
 
 
 def test_every_claim_about_a_file_that_is_there_names_rows_of_it():
