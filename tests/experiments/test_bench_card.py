@@ -9,11 +9,12 @@ import pytest
 from experiments.bench import card, release
 from experiments.models import sizes
 from experiments.models.shape import LlamaConfig
+from tests.rows import slow
 
 MODEL = LlamaConfig(vocab=256, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=256)
 
 
-@pytest.mark.parametrize("name", ["bf16", "coat_optimizer, released, bf16+int8 masters"])
+@pytest.mark.parametrize("name", [slow("bf16"), "coat_optimizer, released, bf16+int8 masters"])
 def test_devices_share_sequences_and_no_channels(name):
     """cuDNN's attention refuses queries that lie otherwise than keys, as XLA places them where it alone decides."""
     arm = card.CardArm(name, MODEL, 1, 128, gpus=2)
@@ -25,7 +26,9 @@ def test_devices_share_sequences_and_no_channels(name):
     assert 5 < float(arm()) < 6
 
 
-@pytest.mark.parametrize("file", ["h100/release", "h100/release_most", "h100/release_8b", "h200/release_offload"])
+@pytest.mark.parametrize(
+    "file", [slow("h100/release"), slow("h100/release_most"), "h100/release_8b", "h200/release_offload"]
+)
 def test_plans_are_what_compiled_programs_needed_on_gpus(file):
     """Within 2.5 %, of one sequence and of as many as fit; the files' own column "plan" is not read."""
     content = json.loads((Path(__file__).parents[2] / "results" / f"{file}.json").read_text())

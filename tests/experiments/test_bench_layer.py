@@ -51,6 +51,7 @@ def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     assert arms[held].saved == arms[f"{held}, {layer.FUNCTIONS}"].saved
 
 
+@pytest.mark.slow  # Those of a whole step are in the default run.
 def test_a_layer_with_fallback_has_thresholds_that_its_inputs_settled(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     monkeypatch.setattr(layer, "BATCH", 2)

@@ -17,6 +17,7 @@ from experiments.bench import arms, step, step_torch, timing
 from experiments.models.llama import Llama, LlamaConfig
 from fp8jax import recipes
 from fp8jax.ops import choice
+from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)
 TOKENS = 32
@@ -134,7 +135,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("where", [slow("data"), "fsdp", "tensor"])
 def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
     losses, states = [], []

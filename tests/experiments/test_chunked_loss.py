@@ -18,6 +18,7 @@ from fp8jax.ops import cross_entropy
 from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
 from tests.programs import dots
+from tests.rows import slow
 
 SHAPE = LlamaConfig(vocab=61, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=64)
 TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (8, 17)).astype(np.int32)
@@ -66,8 +67,11 @@ def agree(found, losses, steps):
     assert all(np.linalg.norm(x) > 0 for x in jax.tree.leaves(step))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("tokens", [TOKENS, ROWS], ids=["text", "packed"])
+@pytest.mark.parametrize(
+    ("tied", "tokens"),
+    [(False, TOKENS), (True, ROWS), slow(True, TOKENS), slow(False, ROWS)],
+    ids=["text", "packed, tied", "text, tied", "packed"],
+)
 def test_losses_and_gradients_are_those_of_whole_logits(tied, tokens):
     agree(both(shape=dataclasses.replace(SHAPE, tied=tied), tokens=tokens), 1e-6, 1e-5)
 
@@ -107,7 +111,7 @@ def test_a_head_in_8_bits(devices, monkeypatch):
 
 @pytest.mark.parametrize(
     ("where", "comm"),
-    [({"data": 8, "fsdp": 1}, Comm()), ({"data": 2, "fsdp": 2}, Comm()), ({"data": 1, "fsdp": 4}, Comm("fp32"))],
+    [slow({"data": 8, "fsdp": 1}, Comm()), ({"data": 2, "fsdp": 2}, Comm()), ({"data": 1, "fsdp": 4}, Comm("fp32"))],
     ids=["data", "both", "in shard_map"],
 )
 def test_on_several_devices(where, comm, monkeypatch):

@@ -16,14 +16,14 @@ NUMBERS, ALONE = 1024, (("all-reduce", "f32"), ("all-reduce", "u32"))
 NORMS = 4 * 5 * 256
 
 # RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION, the end left out where it is empty.
-FAST = ["te_current:1:2:1:e4m3:", "coat:2:1:2:e4m3:"]
+FAST = ["coat:1:2:2:e4m3:"]
 SLOW = [
     "bf16:2:1:1::", "te_current:1:2:1::", "deepseek:2:2:1:e4m3:", "bf16:1:2:1::", "bf16:2:2:1::", "coat:2:1:1::",
     "coat:1:2:1::", "deepseek:1:2:1::", "int8_block:1:2:1::", "te_current:2:2:1::", "bf16:1:2:1:e4m3:",
-    "bf16:2:1:1:bf16:", "coat:1:2:1:e4m3:", "moss:1:2:1:e4m3:", "coat:2:1:1:e4m3:one_phase",
+    "bf16:2:1:1:bf16:", "coat:1:2:1:e4m3:", "te_current:1:2:1:e4m3:", "moss:1:2:1:e4m3:", "coat:2:1:1:e4m3:one_phase",
     "fp8_lm:1:2:1:e4m3:one_phase", "fp8_lm_two_phase:2:2:1:e4m3:", "int8_fallback:1:2:1:e4m3:", "bf16:1:1:2::",
     "te_current:1:1:2::", "deepseek:1:1:2::", "fast:1:1:2::", "moss_mx:1:1:2::", "int8_block:1:1:2::",
-    "switchback:1:1:2::", "te_delayed:1:1:2::", "fp8_lm:2:1:2:e4m3:one_phase", "coat:1:2:2:e4m3:", "bf16:1:2:2::",
+    "switchback:1:1:2::", "te_delayed:1:1:2::", "fp8_lm:2:1:2:e4m3:one_phase", "coat:2:1:2:e4m3:", "bf16:1:2:2::",
     "bf16:2:1:1:::slices", "bf16:2:1:1:::tensors", "coat:2:1:1:e4m3::tensors", "fp8_lm_two_phase:2:2:1:e4m3::slices",
     "coat:2:1:2:e4m3::slices",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import fp8jax
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from tests.programs import outputs
+from tests.rows import slow
 
 SHAPE = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (4, 13)).astype(np.int32)
@@ -23,7 +24,7 @@ def make(recipe, microbatches):
     return Task.build(SHAPE, tx, recipe, remat=False, seed=0, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", ["te_current", "deepseek", "te_delayed"])
+@pytest.mark.parametrize("name", [slow("te_current"), "deepseek", "te_delayed"])
 def test_parts_share_the_codes_of_the_weights(name):
     recipe = fp8jax.recipes.get(name)
     state = jax.eval_shape(make(recipe, 1).init)
@@ -52,7 +53,7 @@ def test_a_context_without_quantized_linears_is_used():
     assert outputs(task.gradients, jnp.float8_e4m3fn, state.params, state.model_state, TOKENS)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [slow(1), 2])
 def test_the_norm_of_gradients_in_16_bits_is_summed_in_32(microbatches):
     weights = fp8jax.recipes.Weights("bf16+stochastic", "bf16")
     task = make(dataclasses.replace(EXACT, weights=weights), microbatches)

@@ -76,7 +76,7 @@ KNOWN = {
     "by hand": (GELU, Short(by_hand)),
     "by tanh": (TANH, Short(by_tanh)),
 }
-SLOW = ("swapped", "two inputs", "short", "sigmoid")
+SLOW = ("swapped", "two inputs", "short", "sigmoid", "gelu", "halves")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in KNOWN])

@@ -16,6 +16,7 @@ from fp8jax.modules import compiled
 from fp8jax.ops import choice, quantize
 from fp8jax.ops.choice import Choice
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
+from tests.rows import slow
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
 TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
@@ -54,7 +55,7 @@ def test_a_report_on_an_nnx_model():
 
 @pytest.mark.parametrize(
     ("recipe", "products"),
-    [(TE, 3 * 6 * LAYERS), (DEEPSEEK, 3 * 6 * LAYERS), (fp8jax.recipes.switchback(), 2 * 6 * LAYERS)],
+    [(TE, 3 * 6 * LAYERS), slow(DEEPSEEK, 3 * 6 * LAYERS), (fp8jax.recipes.switchback(), 2 * 6 * LAYERS)],
     ids=lambda r: getattr(r, "name", None),
 )
 def test_the_program_of_a_linen_model(recipe, products):

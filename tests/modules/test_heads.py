@@ -13,6 +13,7 @@ from flax import nnx
 import fp8jax
 from tests.modules.architectures import LENGTH, VOCAB, WIDTH, Experts, Lm1b, MiniGPT, NnxCnn, NnxExperts, ResNet
 from tests.programs import dots
+from tests.rows import few
 
 TE = fp8jax.recipes.te_current()
 KEY = jax.random.key(0)
@@ -144,7 +145,9 @@ LINEN = {
 }
 
 
-@pytest.mark.parametrize("name", LINEN)
+@pytest.mark.parametrize(
+    "name", few(LINEN, "lm1b's logitdense", "a router of another name", "a classifier without a name")
+)
 def test_heads_and_routers_of_linen_stay_in_16_bits(name):
     model, x, products, path, why = LINEN[name]
     variables = jax.eval_shape(model.init, KEY, x)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from tests.rows import few
 
 COAT = fp8jax.recipes.coat_activations()
 WIDTH, INNER = 32, 48
@@ -137,18 +138,23 @@ def normed(model: Any, rules: Any = COAT) -> list[str]:
     return [p.path for p in fp8jax.explain(model, rules, X).parts if p.computes == "norm"]
 
 
-@pytest.mark.parametrize("function", NORMS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("inside", "path"), [(True, ""), (False, "before")], ids=["inside", "class"])
-def test_a_norm_written_by_hand_is_known(function, inside, path):
+@pytest.mark.parametrize(
+    ("function", "inside"),
+    few(
+        [(function, inside) for function in NORMS for inside in (True, False)],
+        *((function, i % 2 == 0) for i, function in enumerate(NORMS)),
+    ),
+    ids=lambda x: getattr(x, "__name__", "inside" if x else "class"),
+)
+def test_a_norm_written_by_hand_is_known(function, inside):
+    path = "" if inside else "before"
     # A scale that is computed from a parameter is none: the norm has the name of what reads it.
     path = "gate and up" if function is rms_in_fp32 else path
     for model in perceptrons(function, inside):
         assert normed(model) == [path], type(model)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(OTHERS)]
-)
+@pytest.mark.parametrize("name", few(OTHERS, "unit length", "two stages", "the hook"))
 def test_what_is_no_norm_of_the_last_axis_is_none(name):
     for inside in (True, False):
         for model in perceptrons(OTHERS[name], inside):

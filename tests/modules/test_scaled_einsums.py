@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 import fp8jax
 from tests.distance import relative
 from tests.modules.architectures import Einsum as LinenEinsum
+from tests.rows import slow
 
 DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
 BLOCKS = {"x": "int8:block16", "w": "int8:block16", "dy": "int8:block16+stochastic", "saved": "int8:block16+stochastic"}
@@ -155,8 +156,10 @@ def train(model, optimizer, x):
     return loss
 
 
-@RECIPES
-@pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [(nnx.Einsum, FALLBACK), (NnxEinsum, DELAYED), slow(nnx.Einsum, DELAYED), slow(NnxEinsum, FALLBACK)],
+)
 def test_attention_of_einsums_trains_in_nnx(make, recipe):
     plain = Attention(make, nnx.Rngs(0))
     model = fp8jax.nnx.quantize(plain, recipe)
@@ -238,8 +241,9 @@ class State(TrainState):
     statistics: dict
 
 
-@RECIPES
-@pytest.mark.parametrize("own", [False, True], ids=["nn.Einsum", "own class"])
+@pytest.mark.parametrize(
+    ("own", "recipe"), [(True, FALLBACK), (False, DELAYED), slow(True, DELAYED), slow(False, FALLBACK)]
+)
 def test_attention_of_einsums_trains_in_linen(own, recipe):
     plain, rules = LinenAttention(own), [recipe]
     model = fp8jax.linen.quantize(plain, rules)

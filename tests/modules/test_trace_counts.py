@@ -11,6 +11,7 @@ from flax import nnx
 import fp8jax
 from fp8jax.ops import product, scaled
 from tests.distance import relative
+from tests.rows import slow
 
 WIDTH, INNER, LAYERS, VOCAB = 32, 48, 4, 50
 COAT = fp8jax.recipes.coat_activations()
@@ -107,8 +108,11 @@ def twice(written: dict[str, int]) -> dict[str, int]:
     return {name: 2 * count for name, count in written.items()}
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize("rules", [COAT, RULES], ids=["recipe", "rules"])
+@pytest.mark.parametrize(
+    ("scan", "rules"),
+    [(True, COAT), (False, RULES), slow(False, COAT), slow(True, RULES)],
+    ids=["scan, recipe", "unrolled, rules", "unrolled, recipe", "scan, rules"],
+)
 def test_bodies_of_linen_run_once(scan, rules):
     model = LinenModel(scan)
     params = jax.eval_shape(model.init, jax.random.key(0), X)
@@ -118,7 +122,7 @@ def test_bodies_of_linen_run_once(scan, rules):
     assert traced == written
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("scan", [slow(False), True], ids=["unrolled", "scan"])
 def test_bodies_of_nnx_run_once(scan):
     model = NnxModel(nnx.Rngs(0), scan)
     both = []

@@ -18,6 +18,7 @@ from fp8jax.core import formats
 from tests import given_scales
 from tests.distance import relative
 from tests.optim import test_members
+from tests.rows import slow
 
 OURS = functools.partial(fp8jax.compress_state, min_size=0)
 KINDS = {
@@ -429,15 +430,15 @@ def test_live_members_of_any_scale_keep_their_second_moments():
 
 
 @pytest.mark.parametrize("make", [
-    optax.adam,
-    optax.adabelief,
-    optax.yogi,
-    optax.lamb,
-    lambda rate: optax.adafactor(rate, factored=False, multiply_by_parameter_scale=False, clipping_threshold=None),
-    lambda rate: optax.rmsprop(rate, decay=0.99),
+    slow(optax.adam),
+    slow(optax.adabelief),
+    slow(optax.yogi),
+    slow(optax.lamb),
+    slow(lambda r: optax.adafactor(r, factored=False, multiply_by_parameter_scale=False, clipping_threshold=None)),
+    slow(lambda rate: optax.rmsprop(rate, decay=0.99)),
     lambda rate: optax.apply_if_finite(optax.rmsprop(rate, decay=0.999), 5),
     lambda rate: optax.sgd(rate, momentum=0.99),
-    optax.contrib.ademamix,
+    slow(optax.contrib.ademamix),
 ])  # fmt: skip
 def test_slow_averages_follow_rare_gradients(make):
     """At optax's own decays, 0.999; to nearest 0.62 to 0.83 of the exact update after 1,000 steps, of SGD 1.4."""

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
+from tests.rows import few
 
 ADAMW = functools.partial(fp8jax.compressed_adamw, 0.05, b2=0.95, min_size=0)
 LM = functools.partial(fp8jax.fp8lm_adamw, 0.05, b2=0.95, min_size=0)
@@ -66,10 +67,16 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(("make", "rounded"), [(ADAMW, 1e-6), (LM, 2e-3)], ids=["compressed_adamw", "fp8lm_adamw"])
-def test_works_in_the_wrappers_of_optax(wrapper, make, rounded):
+@pytest.mark.parametrize(
+    ("make", "wrapper"),
+    few(
+        [(make, wrapper) for make in ("compressed_adamw", "fp8lm_adamw") for wrapper in WRAPPERS],
+        *(("compressed_adamw", wrapper) for wrapper in WRAPPERS), ("fp8lm_adamw", "partition"),
+    ),
+)  # fmt: skip
+def test_works_in_the_wrappers_of_optax(make, wrapper):
     wrap = WRAPPERS[wrapper]
+    make, rounded = {"compressed_adamw": (ADAMW, 1e-6), "fp8lm_adamw": (LM, 2e-3)}[make]
     p, state = train(wrap(make()))
     assert_close_to_exact(p, wrap(optax.adamw(0.05, b2=0.95)), rounded=rounded)  # masters in fp16
     assert any(x.dtype == jnp.float8_e4m3fn for x in jax.tree.leaves(state))

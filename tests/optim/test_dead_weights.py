@@ -15,6 +15,7 @@ import fp8jax
 from fp8jax.core import formats, noise
 from tests import given_scales
 from tests.programs import jit_long
+from tests.rows import few
 
 RATE, LAST, STEPS = 1e-3, 40, 280
 ADAMW = functools.partial(fp8jax.compressed_adamw, RATE, weight_decay=0.0, min_size=0, expand=False)
@@ -62,7 +63,11 @@ def run(tx):
     return np.asarray(jax.jit(lambda w: jax.lax.scan(body, (w, tx.init({"w": w})), jnp.arange(STEPS))[1])(w))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    few(CASES, "fp8lm", "fp8lm in groups", "e4m3, e4m3", "de8, ude8", "expanded", "state: int8, fp32, b1 0.95",
+        "state: de8, ude8"),
+)  # fmt: skip
 def test_weights_without_a_gradient_stand_still(case):
     updates = run(CASES[case]())
     dead, alive = updates[LAST + 200 :, :, :32], updates[LAST + 200 :, :, 32:]

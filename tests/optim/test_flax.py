@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax import QTensor
 from fp8jax.core import flax_state
+from tests.rows import few, slow
 
 SMALL = {"group_size": 32, "min_size": 1}
 EXACT = {
@@ -70,9 +71,7 @@ def moments(state):
     return [x for x in leaves if isinstance(x, QTensor)]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("lion", "sgd", "muon") else []) for kind in OURS]
-)
+@pytest.mark.parametrize("kind", few(OURS, "compressed_adamw", "adafactor"))
 def test_nnx_optimizer_trains_saves_restores_and_goes_on_bit_for_bit(kind, tmp_path):
     jitted = nnx.jit(step)
     exact = start(EXACT[kind]())
@@ -151,7 +150,7 @@ class Linen(nn.Module):
         return nn.Dense(32)(jnp.tanh(nn.Dense(64, kernel_init=init)(x)))
 
 
-@pytest.mark.parametrize("kind", ["compressed_adamw", "lion"])
+@pytest.mark.parametrize("kind", ["compressed_adamw", slow("lion")])
 def test_a_partitioned_train_state_of_linen_is_sharded_trained_and_serialized(kind):
     model, tx, mesh = Linen(), OURS[kind](), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.core import masters
+from tests.rows import few
 
 PARTS = ("bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16")
 ALL = (*PARTS, "bf16+stochastic")
@@ -127,8 +128,12 @@ def test_32_bits_are_fp32_masters(name):
     assert {int(x) for _, x in optax.tree.get_all_with_path(state, "count")} == {STEPS}
 
 
-@pytest.mark.parametrize("master", PARTS)
-@pytest.mark.parametrize("name", MADE)
+# Each optimizer and each kind of masters, in most parts of its table with others.
+PAIRS = (("compressed_adamw", "bf16+int8"), ("compressed_adamw", "fp16+int16"), ("lion", "fp16+int8"),
+         ("fp8lm_adamw", "bf16+int16"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "master"), few([(name, master) for name in MADE for master in PARTS], *PAIRS))
 def test_masters_are_fp32s_to_their_last_bits(name, master):
     """Off by half a last place a step at most, and by what weight decay makes of that."""
     params, state = after(updated, name, master)
@@ -140,8 +145,13 @@ def test_masters_are_fp32s_to_their_last_bits(name, master):
         assert (np.abs(np.asarray(a, np.float64) - b) <= (STEPS + 1) * last).all()
 
 
-@pytest.mark.parametrize("master", ALL)
-@pytest.mark.parametrize("name", WITH_STEP)
+@pytest.mark.parametrize(
+    ("name", "master"),
+    few(
+        [(name, master) for name in WITH_STEP for master in ALL],
+        *(pair for pair in PAIRS if pair[0] in WITH_STEP), *((name, "bf16+stochastic") for name in WITH_STEP),
+    ),
+)  # fmt: skip
 def test_step_and_update_give_the_same_bits(name, master):
     ours, start = after(stepped, name, master), begin(made(name, master), master)
     equal(ours, after(updated, name, master))
@@ -168,8 +178,13 @@ def test_small_changes_are_kept(make, off):
     np.testing.assert_allclose(steps.mean(), 2e-4, rtol=off + 6 / np.sqrt(np.count_nonzero(steps)))
 
 
-@pytest.mark.parametrize("master", ["bf16+int8", "bf16+stochastic"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("name", "master"),
+    few(
+        [(name, master) for name in MADE for master in ("bf16+int8", "bf16+stochastic")],
+        ("compressed_adamw", "bf16+int8"), ("fp8lm_adamw", "bf16+stochastic"),
+    ),
+)  # fmt: skip
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_mesh_changes_no_bit(name, master):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))

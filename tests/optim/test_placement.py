@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import QTensor
+from tests.rows import few
 
 OURS = functools.partial(fp8jax.compress_state, min_size=1)
 KINDS = {
@@ -77,8 +78,10 @@ def test_a_batch_over_eight_devices_takes_uncommitted_state(kind):
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    few([(kind, n) for kind in KINDS for n in (1, 8)], ("adamw", 8), ("lion", 8), ("schedule_free", 1)),
+)
 def test_an_explicit_mesh_needs_no_set_mesh(kind, devices):
     tx = KINDS[kind]
     mesh = jax.make_mesh((devices,), ("x",))

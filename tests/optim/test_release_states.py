@@ -9,6 +9,7 @@ import pytest
 
 import fp8jax
 from tests.optim.test_release import LAYERS, clipped_by_shares, equal, given_gradients, layer_of, near, parameters
+from tests.rows import few, slow
 
 HELD = {
     "de8 and ude8": (jnp.float32, lambda: fp8jax.compressed_adamw(3e-3, mu="de8", nu="ude8", min_size=1024)),
@@ -41,7 +42,10 @@ def linear(params, x, gradients):
     return x + sum(jnp.sum(p.astype(jnp.float32) * gradients[name]) for name, p in params.items())
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize(
+    "name",
+    few(HELD, "de8 and ude8", "bf16+int8", "bf16+stochastic", "fp16, scaled, stochastic", "fp16, scaled in groups"),
+)
 def test_a_scan_gives_the_state_of_a_plain_step(name):
     dtype, make = HELD[name]
     tx, steps = make(), 3
@@ -76,7 +80,7 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
     equal(released.restore(held.params, own, "layers", stacked=True).stored, held.stored)
 
 
-@pytest.mark.parametrize("name", ["de8 and ude8", "bf16+int8", "bf16+stochastic"])
+@pytest.mark.parametrize("name", [slow("de8 and ude8"), "bf16+int8", slow("bf16+stochastic")])
 def test_blocks_one_by_one_give_it_too(name):
     dtype, make = HELD[name]
     tx = make()
@@ -94,7 +98,7 @@ def test_blocks_one_by_one_give_it_too(name):
     near([one.mu for one in held], state.mu["layers"])
 
 
-@pytest.mark.parametrize("name", ["de8 and ude8", "bf16+int16", "fp16, scaled"])
+@pytest.mark.parametrize("name", [slow("de8 and ude8"), "bf16+int16", slow("fp16, scaled")])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_states_lie_on_a_mesh_as_parameters_do(name):
     """fsdp on eight devices: shards of the inputs of matrices, of moments and remainders."""

@@ -21,6 +21,7 @@ from orbax.checkpoint import v1
 import fp8jax
 from fp8jax import QTensor, QuantSpec
 from fp8jax.core import formats
+from tests.rows import slow
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "state_v1.msgpack"
 
@@ -66,7 +67,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("how", [standard, pytree, newer], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", [standard, slow(pytree), newer], ids=lambda f: f.__name__)
 def test_orbax_alone_refuses_what_is_stored_in_another_way(how, tmp_path):
     for name, (saved, expected, key) in WAYS.items():
         state, template = trained(saved)
