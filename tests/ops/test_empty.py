@@ -7,6 +7,7 @@ import pytest
 
 import fp8jax
 from fp8jax.ops.matmul import matmul
+from tests.rows import few
 
 KEY = jax.random.key(0)
 # Tokens, inputs and outputs.
@@ -32,7 +33,10 @@ def outputs(recipe, x, w, many, weights, scale):
     yield fp8jax.activation(fp8jax.glu(x, x, recipe=recipe), recipe=recipe, activation="gelu")
 
 
-@pytest.mark.parametrize("name", fp8jax.recipes.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    few(fp8jax.recipes.NAMES, "bf16", "moss_mx", "coat_fast", "te_current", "deepseek", "switchback", "int8_fallback"),
+)
 def test_empty_operands_have_empty_or_zero_results_and_zero_gradients(name):
     recipe = fp8jax.recipes.get(name)
 

@@ -17,6 +17,7 @@ from fp8jax.ops import quantize as ops
 from fp8jax.ops.linear import content_key
 from fp8jax.ops.matmul import _decoded
 from tests.distance import relative
+from tests.rows import few
 
 NAMES = fp8jax.recipes.NAMES
 STATELESS = [name for name in NAMES if not fp8jax.recipes.get(name).linear.states]
@@ -70,13 +71,13 @@ def whole(explicit):
 # The two that are left out compute as bf16 and as coat do; optimizers play no part here.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=pytest.mark.slow if name in ("jetfire", "switchback", "te_delayed", "coat_fast") else []
-        )
-        for name in NAMES
-        if name not in ("coat_optimizer", "coat_activations")
-    ],
+    few(
+        [name for name in NAMES if name not in ("coat_optimizer", "coat_activations")],
+        "coat",
+        "moss",
+        "deepseek",
+        "int8_fallback",
+    ),
 )
 def test_a_mesh_changes_no_code_and_no_sharding(name):
     recipe = fp8jax.recipes.get(name)

@@ -9,6 +9,7 @@ import pytest
 import fp8jax
 from tests.distance import relative
 from tests.programs import residuals
+from tests.rows import slow
 
 TOKENS, INPUTS, OUTPUTS = 10, 8, 6
 X = jax.random.normal(jax.random.key(0), (TOKENS, INPUTS))
@@ -40,7 +41,9 @@ def test_each_group_by_its_own_matrix():
     np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", ["coat", "deepseek", "moss", "jetfire", "int8_block", "switchback", "fast"])
+@pytest.mark.parametrize(
+    "name", ["coat", slow("deepseek"), "moss", "jetfire", slow("int8_block"), "switchback", slow("fast")]
+)
 def test_recipes_lie_near_the_product(name):
     x, w, sizes = jax.random.normal(jax.random.key(0), (64, 128)), 0.1 * jnp.ones((2, 128, 32)), jnp.array([40, 24])
     w = w + 0.1 * jax.random.normal(jax.random.key(1), w.shape)
