@@ -10,10 +10,11 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from experiments import chat, config, evaluate, start, train
+from experiments import chat, config, evaluate, peft_files, start, train
 from experiments.config import UserError
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.records import TextRecord
+from tests.rows import slow
 
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
@@ -141,7 +142,7 @@ FLAGS = (  # noqa: SIM905 (a command line reads best as one)
 ).split()
 
 
-@pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]], ids=["whole", "adapters"])
+@pytest.mark.parametrize("lora", [[], slow(["--lora-rank", "4"])], ids=["whole", "adapters"])
 def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, capsys, lora):
     name = "tuned_lora" if lora else "tuned"
     argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", name,
@@ -172,8 +173,6 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     again = json.loads((folder / "result.json").read_text())["result"]
     assert again["valid_loss"] == whole["valid_loss"]
     if lora:
-        from experiments import peft_files
-
         assert len(peft_files.load(folder / "adapter")) == 7
     text = talks.with_name("text.txt")
     text.write_text("What is it? It is of course brief. " * 20)
@@ -223,6 +222,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     assert train.main(argv) == 2
     assert "the checkpoint holds codes, e4m3:token; give --base e4m3:token" in capsys.readouterr().err
     assert train.main([*argv, "--base", "e4m3:token"]) == 0
+    assert len(peft_files.load(out / "eight" / "te_current" / "adapter")) == 7
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from experiments.models.llama import Llama, LlamaConfig
 from experiments.packing import Document
 from experiments.task import Task
 from tests.distance import relative
+from tests.rows import slow
 
 SHAPE = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
@@ -74,10 +75,10 @@ def test_the_order_of_documents_and_their_copies_do_not_matter():
     assert packing.pack(changed, 0.2, 20, whole=True).fingerprint != one.fingerprint
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [slow(None), 4])
 def test_no_token_sees_another_document(window):
     packed = packing.pack(documents(), 0.2, 20, whole=True)
-    rows = packed.train[:4]
+    rows = packed.train[:2]
     config = dataclasses.replace(SHAPE, window=window)
     model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     together = np.asarray(model(rows[:, 0], rows[:, 2]))
@@ -89,7 +90,7 @@ def test_no_token_sees_another_document(window):
             alone = np.asarray(model(row[0][None, here]))[0]
             assert relative(logits[here], alone) < 2e-5
             different += relative(without[here], alone) > 1e-3
-    assert different > 3
+    assert different > 1
 
 
 def task(**settings):
@@ -97,7 +98,7 @@ def task(**settings):
 
 
 def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
-    rows = packing.pack(documents(), 0.2, 20, whole=True).train[:4]
+    rows = packing.pack(documents(), 0.2, 20, whole=True).train[:2]
     each = task()
     params = each.init().params
     total, count = 0.0, 0

@@ -17,6 +17,7 @@ from experiments.optimizer import with_master
 from experiments.released import ReleasedOptimizer
 from experiments.tables import release_clipping
 from experiments.task import Task
+from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=128)
 OPTIM = config.Optim(steps=8, warmup=0, schedule="constant", lr=3e-3, clip=100.0)
@@ -43,7 +44,7 @@ def run(task, steps=3):
 
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    [("bf16", {}), ("coat_optimizer", {"remat": True}), ("bf16", {"master": "bf16+int16", "chunked": True})],
+    [slow("bf16", {}), ("coat_optimizer", {"remat": True}), ("bf16", {"master": "bf16+int16", "chunked": True})],
     ids=["bf16", "8-bit moments", "masters by parts"],
 )
 def test_released_layers_train_as_the_plain_step(recipe, how):

@@ -220,9 +220,12 @@ def fallback_linear() -> Program:
 # Those whose epilogue has all that the others' have.
 LARGEST = [
     everything,
-    everything_in_a_shared_tile,
     promoted_everything,
     block_everything,
-    wgrad_everything,
     exact,
+]
+INT8_LARGEST = [
+    functools.partial(int8, True, 512),
+    functools.partial(int8_rows, out=F32),
+    int8_everything,
 ]

@@ -20,6 +20,7 @@ from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 from tests.kernels.int8_cases import error, operands
 from tests.programs import triton_calls
+from tests.rows import slow
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -106,10 +107,11 @@ def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-def test_compiles_for_an_h200_without_spills() -> None:
-    report = h200.report("tests.kernels.h200_programs:INT8")
+@pytest.mark.parametrize("which", ["INT8_LARGEST", slow("INT8")])
+def test_compiles_for_an_h200_without_spills(which: str) -> None:
+    report = h200.report(f"tests.kernels.h200_programs:{which}")
     kernels = report["kernels"]
-    assert len([name for name in kernels if "int8" in name]) == len(programs.INT8)
+    assert len([name for name in kernels if "int8" in name]) == len(getattr(programs, which))
     for name, resources in kernels.items():
         assert resources["stores"] == resources["loads"] == resources["waits"] == 0, f"{name}: {resources}"
     assert report["copies"] == 0

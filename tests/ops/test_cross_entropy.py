@@ -17,6 +17,7 @@ from fp8jax.ops import head
 from fp8jax.recipes import Linear
 from tests.distance import relative
 from tests.programs import count, dots
+from tests.rows import few
 
 TOKENS, CHANNELS, VOCABULARY = (3, 7), 16, 40
 RNG = np.random.default_rng(0)
@@ -211,7 +212,15 @@ CUT = [(kind, placed, None) for kind in ("Auto", "Explicit") for placed in MESHE
 CUT_IN_8_BITS = [("Auto", "fsdp"), ("Auto", "vocabulary"), ("Explicit", "sequence and vocabulary")]
 
 
-@pytest.mark.parametrize(("kind", "placed", "recipe"), [*CUT, *((*how, "te_current") for how in CUT_IN_8_BITS)])
+@pytest.mark.parametrize(
+    ("kind", "placed", "recipe"),
+    few(
+        [*CUT, *((*how, "te_current") for how in CUT_IN_8_BITS)],
+        ("Auto", "data", None), ("Auto", "sequence and vocabulary", None), ("Explicit", "fsdp", None),
+        ("Explicit", "vocabulary", None), ("Explicit", "sequence", None),
+        *((*how, "te_current") for how in CUT_IN_8_BITS),
+    ),
+)  # fmt: skip
 def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
     rng, (of_x, of_w) = np.random.default_rng(1), MESHES[placed]
     operands = (
