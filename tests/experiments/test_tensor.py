@@ -19,6 +19,7 @@ from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Weights
 from fp8jax.rewrite import weighing
 from tests.distance import order, relative
+from tests.rows import slow
 
 pytestmark = pytest.mark.usefixtures("small_on_meshes")
 
@@ -164,7 +165,7 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
     ("name", "where"),
     [
         ("coat", "tensor"),
-        ("int8_block", "data"),
+        slow("int8_block", "data"),
         ("auto", "fsdp"),  # whose products gain nothing here, and so read values
         *(
             pytest.param(*case, marks=pytest.mark.slow)
