@@ -135,7 +135,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", [slow("data"), "fsdp", "tensor"])
+@pytest.mark.parametrize("where", [slow("data"), slow("fsdp"), "tensor"])
 def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
     losses, states = [], []

@@ -1,6 +1,7 @@
 """FSDP with gradients that travel as a recipe says: parameters are whole one layer at a time, and travel as codes."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -21,6 +22,7 @@ RECIPES = ("te_current", "deepseek", "moss", "coat", "bf16", "te_delayed", "int8
 VALUES = ("bf16", "te_delayed")
 
 
+@functools.cache
 def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA):
     """A step on two devices that share the parameters, the shapes of its state, and what makes its operands."""
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(comm))
@@ -66,7 +68,7 @@ def test_a_step_layer_by_layer_is_that_of_parameters_gathered_at_once(name, micr
     operands = begin()
     after, metrics = step(*operands)
     monkeypatch.setattr(parallel, "Whole", lambda *_: None)
-    step, *_ = compiled(name, microbatches=microbatches, remat=remat)
+    step, *_ = compiled.__wrapped__(name, microbatches=microbatches, remat=remat)
     want, expected = step(*operands)
     assert metrics["healthy"]
     # Programs round differently between products: a code at a tie falls either way.
@@ -79,7 +81,7 @@ def test_a_step_layer_by_layer_is_that_of_parameters_gathered_at_once(name, micr
 
 @pytest.mark.parametrize("name", [RECIPES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES[1:])])
 def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
-    step, state, _ = compiled(name, "e4m3")
+    step, state, _ = compiled(name)
     layers = sum(x.size for x in jax.tree.leaves(state.params["layers"]) if x.ndim == 3)
     head = state.params["head"]["kernel"].size
     found = gathers(step)

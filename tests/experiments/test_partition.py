@@ -10,6 +10,7 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from tests.distance import order, relative
+from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=4, heads=2, kv_heads=2, mlp_dim=128)
 TOKENS = np.random.default_rng(0).integers(0, LLAMA.vocab, (8, 33)).astype(np.int32)
@@ -36,11 +37,20 @@ def stepped(name, partition):
     return state, metrics, collectives(step.as_text())
 
 
-@pytest.mark.parametrize("name", ["coat_optimizer", pytest.param("fp8_lm_two_phase", marks=pytest.mark.slow)])
-def test_a_step_is_the_same_and_each_device_holds_its_part(name):
+@pytest.mark.parametrize(
+    ("name", "partitions"),
+    [
+        ("coat_optimizer", ["tensors"]),
+        slow("coat_optimizer", ["slices"]),
+        slow("fp8_lm_two_phase", ["tensors", "slices"]),
+    ],
+    ids=str,
+)
+def test_a_step_is_the_same_and_each_device_holds_its_part(name, partitions):
+    """Slices are in test_mesh, too."""
     plain, metrics, _ = stepped(name, "")
     size = sum(x.nbytes for x in jax.tree.leaves(plain.opt_state))
-    for partition in ("tensors", "slices"):
+    for partition in partitions:
         state, found, sent = stepped(name, partition)
         np.testing.assert_allclose(found["grad_norm"], metrics["grad_norm"], rtol=2 * order(LLAMA.mlp_dim))
         assert relative(state.params, plain.params) < 2 * order(LLAMA.mlp_dim)
