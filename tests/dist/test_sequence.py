@@ -19,6 +19,7 @@ from fp8jax.ops.saved import from_bytes
 from tests.dist import blocks, programs
 from tests.distance import order, relative
 from tests.programs import outputs
+from tests.rows import few, slow
 
 CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
 SPECS = ["e4m3", "int8", "e5m2:token", "e4m3:group32", "int8:block8", "e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"]
@@ -52,8 +53,10 @@ def operand_of(x, spec, strategy="current"):
     return from_bytes(q).dequantize(x.dtype).reshape(x.shape)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize(
+    ("devices", "spec"),
+    few([(n, spec) for n in (2, 8) for spec in SPECS], *((8 if i % 3 else 2, spec) for i, spec in enumerate(SPECS))),
+)
 def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices):
     """The same bits on every mesh, also where a scale spans tokens or the powers of two of microscales are folded."""
     run = mapped(functools.partial(gather_sequence, axes="tensor", how=spec), devices=devices)
@@ -83,7 +86,7 @@ def test_products_round_what_was_gathered_to_the_same_codes_again(name):
         np.testing.assert_allclose(once.scale, again.scale, rtol=2.0**-8)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", few(QUANTIZED, "moss", "moss_mx", "coat", "deepseek", "switchback", "int8_block"))
 def test_a_layer_reads_the_gathered_codes_themselves(name):
     recipe, x = fp8jax.recipes.get(name), jnp.concatenate([X.astype(jnp.bfloat16)] * 4, 1)
     w = (jax.random.normal(jax.random.key(2), (64, 256)) / 8).astype(jnp.bfloat16)
@@ -145,14 +148,14 @@ def trees(recipe, sums, devices, check=True):
     return [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in made]
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [slow(2), slow(4), 8])
 def test_a_layer_in_bf16s_form_is_that_of_one_device(devices):
     """Exact but for the order of sums: here in fp32 throughout, result and all gradients, norms' scales included."""
     found, one, _ = trees(fp8jax.recipes.bf16(), None, devices)
     assert max(relative(a, b) for a, b in zip(found, one, strict=True)) < order(blocks.INNER)
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("devices", [slow(2), slow(4), 8])
 def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
     """With scales that devices do not cut, and plain sums, 8 bits give one device's result and gradient of the input.
 
@@ -209,7 +212,7 @@ def moved(recipe, sums, devices=8):
     return collectives(jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text())
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [2, slow(8)])
 def test_a_compiled_program_moves_codes_and_little_else(devices):
     """Forward and backward a gather and a scatter: a byte an element, and fp32 scales."""
     size, tokens = 2 * 64 * 128, 2 * 64

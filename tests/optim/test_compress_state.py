@@ -18,7 +18,7 @@ from fp8jax.core import formats
 from tests import given_scales
 from tests.distance import relative
 from tests.optim import test_members
-from tests.rows import slow
+from tests.rows import few, slow
 
 OURS = functools.partial(fp8jax.compress_state, min_size=0)
 KINDS = {
@@ -297,7 +297,10 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "wrapper",
+    few(WRAPPERS, "chain inside", "masked around", "masked inside", "partition", "inject around", "inject inside"),
+)
 def test_works_in_and_around_the_wrappers_of_optax(wrapper):
     tx, exact = WRAPPERS[wrapper](OURS), WRAPPERS[wrapper](lambda tx: tx)
     p = params()
