@@ -1,12 +1,13 @@
 """The files of results/CARD/, each with the command that makes it, in the order of their importance.
 
 `experiments.results` runs them: those of one GPU, side by side where a host has several, those of two, four and eight,
-and the papers' tables that need none. `TRAINED` takes hours and is told of alone.
+and the papers' tables that need none; with a text `TRAINED`, which takes hours.
 """
 
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Job:
     def argv(self) -> list[str]:
         """The command for this Python."""
         return [sys.executable, "-m", *self.command]
+
+    def reading(self, text: Sequence[str]) -> "Job":
+        """The same job, that trains on some files."""
+        return dataclasses.replace(self, command=(*self.command[:-1], "--data", *text, self.command[-1]))
 
 
 def bench(name: str, seconds: float, *options: str, file: str | None = None, gpus: int = 1) -> Job:
@@ -155,14 +160,36 @@ DERIVED = (
     table("training_parity", 20, "--judge"),
     table("recipe_parity", 5, "--judge"),
 )
-TRAINED = {
-    "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
-    "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",
-    "recipe_parity": "python -m experiments.tables.recipe_parity --data TEXT, twenty minutes of a GPU, fp8_lm on two; "
-    "several processes may share the arms, by --arms; --judge makes the page",
-    "recipe_parity_intervals": "the same with --study intervals, five minutes of a GPU",
-    "training_parity, 65m_short": "python -m experiments.tables.training_parity --size 65m_short --data TEXT --seeds 3 "
-    "--arms bf16 master_bf16_int8 master_bf16_stochastic released_by_shares, five minutes of two GPUs",
-    "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",
-    "fp8_lm_precision_125m": "python -m experiments.tables.fp8_lm_precision --model 125m --data TEXT, half an hour",
-}
+
+
+def study(module: str, seconds: float, *options: str, name: str) -> Job:
+    """A job that trains, on one GPU."""
+    return Job(name, (f"experiments.tables.{module}", *options, "--results"), seconds)
+
+
+def seeds(module: str, seconds: float, arms: Sequence[str], *options: str, gpus: int = 1) -> tuple[Job, ...]:
+    """The seeds of each arm of a study that its folder of runs lacks; several arms fill one folder side by side."""
+    name = "_".join((module, *options[1::2]))
+    return tuple(
+        Job(f"{name}_{arm.replace(', ', '_').replace(' ', '_')}",
+            (f"experiments.tables.{module}", *options, "--arms", arm, "--results"), seconds, gpus)
+        for arm in arms
+    )  # fmt: skip
+
+
+# Studies that train on a text of 150 MB or more; seconds of an H100 that another job shares. Their pages are `DERIVED`.
+TRAINED = (
+    *seeds("recipe_parity", 500, ("bf16", "coat_fast")),  # ten seeds
+    *seeds("recipe_parity", 300, ("fp8_lm",), gpus=2),
+    *seeds("recipe_parity", 300, ("coat", "fast", "int8_fallback", "control_one_bit", "coat, fast accumulation",
+                                  "coat_fast, fast dgrad", "coat_fp8_head", "released_by_shares")),
+    *seeds("recipe_parity", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000"),
+           "--study", "intervals"),
+    *seeds("training_parity", 400, ("bf16", "coat", "moss", "fast", "int8_fallback", "fp8_lm_two_phase", "control",
+                                    "control_one_bit")),
+    *seeds("training_parity", 200, ("bf16", "master_bf16_int8", "master_bf16_stochastic"), "--size", "65m_short",
+           "--seeds", "3"),
+    *seeds("training_parity", 4000, ("bf16", "moss", "fast"), "--size", "65m", "--seeds", "5"),
+    study("finetuning", 900, "--size", "60m", name="finetuning_60m"),
+    study("fp8_lm_precision", 3000, "--model", "125m", name="fp8_lm_precision_125m"),
+)  # fmt: skip

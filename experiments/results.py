@@ -6,7 +6,7 @@ there and, from git, what changed since; `--dry` runs the benchmarks' code on a 
 
 Each job takes the GPUs that it is for; those of a host that has more run side by side, each with a share of the host's
 cores. The files of one GPU take an hour of an H100, and with four of one host a quarter of it. With `--cpu` the papers'
-tables are made that need none.
+tables are made that need none; with `--data TEXT` the studies train, two on each GPU, since nothing is timed.
 """
 
 import argparse
@@ -27,9 +27,11 @@ from pathlib import Path
 
 from experiments.bench import record
 from experiments.jobs import CPU, DERIVED, EIGHT_GPUS, FOUR_GPUS, ONE_GPU, TRAINED, TWO_GPUS, Job
+from experiments.tables.report import RUNS
 
 # By the GPUs that they take.
 JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
+SHARED = 2  # studies that train on one GPU
 KINDS = {8: "eight GPUs", 4: "four GPUs", 2: "two GPUs", 1: "one GPU", 0: "CPU"}
 
 
@@ -135,11 +137,12 @@ def pack(bundle: Path, folders: Sequence[Path]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the files that are not of this commit; 0 if none is left, 1 else, 2 where there is nothing to run on."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [job.name for jobs in JOBS.values() for job in jobs]
+    names = [job.name for jobs in (*JOBS.values(), TRAINED) for job in jobs]
     parser.add_argument("--only", nargs="+", choices=sorted(set(names)), metavar="NAME", help="some files")
     parser.add_argument("--cpu", action="store_true", help="the tables that need no GPU")
     parser.add_argument("--streams", type=int, default=1, metavar="N", help="with --cpu, tables at a time")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all; then what is left is told")
+    parser.add_argument("--data", nargs="+", metavar="TEXT", help="train the studies on these files, two on a GPU")
     parser.add_argument("--list", action="store_true", help="what there is and what changed since; runs nothing")
     parser.add_argument("--dry", action="store_true", help="run the code on small shapes, on a CPU; keeps nothing")
     parser.add_argument("--again", action="store_true", help="also what is of this commit")
@@ -148,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.streams < 1:
         parser.error(f"--streams {options.streams}: give 1 or more tables at a time")
+    if options.data and (options.dry or options.cpu):
+        parser.error("--data trains on GPUs: leave out --dry and --cpu")
     try:
         commit = record.commit()
     except ValueError as error:
@@ -165,19 +170,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ["JAX_PLATFORMS"] = "cpu"
         else:
             device, slots = gpus()
+            slots = slots * SHARED if options.data else slots
         if not slots:
             print("no GPU here: --cpu makes the tables that need none, --dry tries the code", file=sys.stderr)
             return 2
         # What differs in options alone is run once. Wide jobs come first: they would wait for a host to be empty.
-        jobs = distinct() if options.dry else CPU if options.cpu else [
-            job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]
-        ]  # fmt: skip
+        wide = [job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]]
+        trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= len(set(slots))]
+        jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
         fitting, jobs = jobs, [job for job in jobs if not options.only or job.name in options.only]
         if options.only and (left_out := set(options.only) - {job.name for job in fitting}):
-            needs = {job.name: job.gpus for some in JOBS.values() for job in some}
-            told_of = "; ".join(f"{name} takes {needs[name]} GPUs" if needs[name] else f"{name} takes --cpu"
-                                for name in sorted(left_out))  # fmt: skip
-            parser.error(f"--only names what does not run here: {told_of}; there are {len(slots)} slots of {device}")
+            needs = {job.name: f"{job.gpus} GPUs" if job.gpus else "--cpu" for some in JOBS.values() for job in some}
+            needs |= {job.name: f"--data and {job.gpus} GPUs" for job in TRAINED}
+            told_of = "; ".join(f"{name} takes {needs[name]}" for name in sorted(left_out))
+            parser.error(f"--only names what does not run here: {told_of}; there are {len(set(slots))} of {device}")
         with ending_together():
             return measure(jobs, commit, device, slots, options)
 
@@ -202,9 +208,14 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     def one(job: Job, taken: Sequence[int]) -> None:
         room, begin = options.budget - (time.monotonic() - start), time.monotonic()
         where = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
+        where |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
         share_cores(taken, len(slots))
         problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(2 * job.seconds, 120)), where)
-        if problem is None and not options.dry and (found := state(folder(job) / f"{job.name}.json", commit)) != "done":
+        if (
+            problem is None
+            and not (options.dry or options.data)
+            and (found := state(folder(job) / f"{job.name}.json", commit)) != "done"
+        ):
             problem = f"ran, and left a file that is {found}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
         if problem:
@@ -214,7 +225,7 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     # Files that differ from a commit, or from an unknown one, may have changed since.
     known = commit != record.UNKNOWN and not commit.endswith("+")
     for job in jobs:
-        if known and not options.again and state(folder(job) / f"{job.name}.json", commit) == "done":
+        if known and not (options.again or options.data) and state(folder(job) / f"{job.name}.json", commit) == "done":
             print(f"{job.name}: of this commit and card already", flush=True)
         else:
             waiting.append(job)
@@ -226,8 +237,8 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
                 room = options.budget - (time.monotonic() - start)
                 if room < job.seconds:
                     left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
-                elif width <= len(free):
-                    taken, free = free[:width], free[width:]
+                elif taken := pick(free, slots, width):
+                    free = [i for i in free if i not in taken]
                     running[pool.submit(one, job, taken)] = taken
                 else:
                     continue
@@ -238,10 +249,16 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
                 future.result()
             if done and options.bundle:
                 pack(options.bundle, [options.results / record.card(f"{n} x {device}" if n > 1 else device)
-                                      for n in JOBS if n] + [logs])  # fmt: skip
+                                      for n in JOBS if n] + [logs, *options.results.glob(f"{RUNS}*")])  # fmt: skip
     for name, why in left.items():
         print(f"left: {name} ({why})", flush=True)
     return 1 if left else 0
+
+
+def pick(free: Sequence[int], slots: Sequence[str], width: int) -> list[int]:
+    """As many free slots as a job is wide, each of another GPU; none where there are too few."""
+    first = {slots[i]: i for i in sorted(free, reverse=True)}
+    return sorted(first.values())[:width] if len(first) >= width else []
 
 
 def share_cores(taken: Sequence[int], slots: int) -> None:
@@ -278,9 +295,9 @@ def told(results: Path, commit: str) -> int:
             paths = {folder.name: folder / f"{job.name}.json" for folder in cards}
             found = {card: state(path, commit) for card, path in paths.items() if path.exists()}
             print(f"  {job.name}: " + ("; ".join(f"{card}: {what}" for card, what in found.items()) or "missing"))
-    print("trained, not by this command:")
-    for name, how in TRAINED.items():
-        print(f"  {name}: {how}")
+    print("trained, with --data TEXT:")
+    for job in TRAINED:
+        print(f"  {job.name}: {job.gpus} GPU{'s' if job.gpus > 1 else ''}, {job.seconds / 60:.0f} minutes")
     return 0
 
 

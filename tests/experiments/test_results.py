@@ -1,5 +1,6 @@
 """`make results`: what is run, what is left, and where figures come from, with planted commands and histories."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from experiments import results
 from experiments.bench import record
+from experiments.tables import recipe_parity
 
 MAKE = """import json, pathlib, sys
 name, commit, complete, folder = sys.argv[1:5]
@@ -128,6 +130,93 @@ def test_jobs_of_a_host_with_four_gpus_run_side_by_side(job, planted, monkeypatc
         assert {"h9/n1.json", "h9x2/two2.json", "h9x4/four.json"} <= set(archive.getnames())
     assert planted(jobs) == 0
     assert capsys.readouterr().out.count("of this commit and card already") == 7
+
+
+TRAINS = """
+import json, os, pathlib, sys, time
+there, name, fellows = pathlib.Path("{there}"), "{name}", {fellows}
+(there / "begin_{name}").touch()
+until = time.monotonic() + 20
+while len(list(there.glob("begin_*"))) < fellows and time.monotonic() < until:
+    time.sleep(0.01)
+assert time.monotonic() < until
+known = "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+(there / "told_{name}").write_text(json.dumps([[os.environ[key] for key in known], sys.argv[1:]]))
+folder = pathlib.Path(sys.argv[-1], "parity_x")
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "{name}.json").write_text("{{}}")
+"""
+
+
+def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys, tmp_path):
+    """The one of two GPUs has another's share of each; two begin that wait for each other with one GPU alone."""
+    there = tmp_path / "there"
+    there.mkdir()
+
+    def studies(*of):
+        jobs = [
+            job(name, gpus=gpus, code=TRAINS.format(there=str(there), name=name, fellows=fellows))
+            for name, gpus, fellows in of
+        ]
+        monkeypatch.setattr(results, "TRAINED", [dataclasses.replace(j, command=(*j.command, "--out")) for j in jobs])
+
+    told = lambda name: json.loads((there / f"told_{name}").read_text())  # noqa: E731
+    studies(("a", 1, 2), ("b", 1, 2), ("wide", 2, 0))
+    planted([])
+    found = planted([job("timed")], "--data", "x.txt", "y.txt", "--bundle", str(tmp_path / "b.tgz"))
+    assert found == 0, capsys.readouterr().out
+    assert told("a") == [["0", "0.45"], ["--data", "x.txt", "y.txt", "--out", str(tmp_path / "results")]]
+    assert {path.name for path in there.glob("told*")} == {"told_a", "told_b"}
+    with tarfile.open(tmp_path / "b.tgz") as archive:
+        assert {"parity_x/a.json", "parity_x/b.json", "logs/a.log"} <= set(archive.getnames())
+
+    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", ["4", "6"]))
+    studies(("c", 1, 5), ("wide", 2, 5), ("d", 1, 5), ("e", 1, 0))
+    assert planted([], "--data", "x.txt") == 0, capsys.readouterr().out
+    assert sorted(told("wide")[0][0].split(",")) == ["4", "6"]
+    assert {told(name)[0][0] for name in "cd"} == {"4", "6"}
+    # Runs that there are do not end a study: it tells itself which seeds it lacks.
+    (there / "told_e").unlink()
+    assert planted([], "--data", "x.txt", "--only", "e") == 0
+    assert told("e")[1][:2] == ["--data", "x.txt"]
+
+
+def test_a_job_takes_slots_of_different_gpus():
+    slots = ["4", "6", "4", "6"]
+    for free, found in (([1, 2, 3], [1, 2]), ([0, 2], []), ([2, 0, 3], [0, 3]), ([3], [])):
+        assert results.pick(free, slots, 2) == found
+    assert results.pick([2, 3], slots, 1) == [2]
+    assert results.pick([1, 0], ["", ""], 1) == [0]
+
+
+def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
+    monkeypatch.setattr(results, "TRAINED", [job("a", code="raise SystemExit(1)"), job("b", gpus=2, code="")])
+    assert planted([], "--data", "x") == 1
+    told = capsys.readouterr().out
+    assert "left: a (ended with code 1" in told
+    for options, why in (
+        (("--only", "b", "--data", "x"), "b takes --data and 2 GPUs; there are 1 of NVIDIA H9"),
+        (("--only", "a"), "a takes --data and 1 GPUs"),
+        (("--data", "x", "--dry"), "--data trains on GPUs: leave out --dry and --cpu"),
+        (("--data", "x", "--cpu"), "--data trains on GPUs: leave out --dry and --cpu"),
+    ):
+        with pytest.raises(SystemExit):
+            planted([], *options)
+        assert why in capsys.readouterr().err
+
+
+def test_studies_are_those_that_pages_are_made_of():
+    named = {job.name: job for job in results.TRAINED}
+    assert len(named) == len(results.TRAINED)
+    options = {name: dict(zip(job.command[1::2], job.command[2::2], strict=False)) for name, job in named.items()}
+    for study, name in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals")):
+        arms = {of["--arms"] for job, of in options.items() if of.get("--study", "recipes") == study
+                and named[job].command[0].endswith("recipe_parity")}  # fmt: skip
+        of = recipe_parity.STUDIES[study]
+        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.others}, name
+    small = {of["--arms"] for of in options.values() if "--arms" in of} - {"coat, fast accumulation"}
+    assert small <= set(recipe_parity.ARMS)
+    assert {job.gpus for job in named.values() if "fp8_lm" in job.command} == {2}
 
 
 def test_cores_are_shared_by_slots(monkeypatch):
