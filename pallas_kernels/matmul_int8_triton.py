@@ -13,6 +13,8 @@ from pallas_kernels import scaling_triton as device
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
 BLOCK = 128
+# A tile is a block of the result.
+LAUNCH = QuantizeLaunch(BLOCK, BLOCK, 8, 3)
 FP8_CAPABILITY = 80  # of the kernel: it multiplies no FP8 codes
 
 
@@ -33,7 +35,7 @@ def _multiply(
     FALLS: tl.constexpr,
     BAND: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns, within blocks, of (M, COLUMNS); N is the length of the contraction."""
+    """A tile of HIGH rows and WIDE columns, a block's, of (M, COLUMNS); N is the length of the contraction."""
     STEPS: tl.constexpr = (N + 127) // 128
     TALL: tl.constexpr = (M + HIGH - 1) // HIGH
     ACROSS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
@@ -72,7 +74,6 @@ def matmul_int8_block(
     *,
     residual: Any = None,
     out_dtype: Any = jnp.bfloat16,
-    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> Array:
     """The product of `matmul_int8_mosaic.matmul_int8_block`, with the same arguments but for tuning.
@@ -82,14 +83,12 @@ def matmul_int8_block(
     cores 64. So they take about as long as the products (arXiv 2503.08040, appendix B, says the same of an A800).
 
     Args:
-        launch: how the work is cut; sides of a tile divide 128.
         compute_capability: of the GPU to compile for, as 80; None asks the GPU.
 
     Raises:
-        ValueError: operands are not int8 matrices with scales of blocks, or a tile's sides do not divide 128.
+        ValueError: operands are not int8 matrices with scales of blocks.
     """
     (m, k), n = a.shape, b.shape[0]
-    launch = launch or QuantizeLaunch(128, 128, 8, 3)
     rows, columns, steps = (-(-size // BLOCK) for size in (m, n, k))
     arrays = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
     wanted = {"a": (m, k), "b": (n, k), "a_scale": (rows, steps), "b_scale": (columns, steps)}
@@ -97,13 +96,10 @@ def matmul_int8_block(
         dtype = jnp.float32 if name.endswith("scale") else jnp.int8
         if arrays[name].shape != shape or arrays[name].dtype != dtype or 0 in shape:
             raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, not {jnp.dtype(dtype)}{shape}")
-    if BLOCK % launch.rows or BLOCK % launch.columns:
-        raise ValueError(f"{launch}: the sides of a tile must divide {BLOCK}")
     again = jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.used, residual.scale, 0)
     rest = jnp.zeros((1, 1), jnp.int8) if residual is None else residual.codes
-    programs = -(-m // launch.rows) * -(-n // launch.columns)
     (out,) = quantize_triton.call(
-        _multiply, [a, b, a_scale, b_scale, rest, again], [jax.ShapeDtypeStruct((m, n), out_dtype)], programs, launch,
-        compute_capability, COLUMNS=n, FALLS=residual is not None, BAND=8,
+        _multiply, [a, b, a_scale, b_scale, rest, again], [jax.ShapeDtypeStruct((m, n), out_dtype)],
+        rows * columns, LAUNCH, compute_capability, COLUMNS=n, FALLS=residual is not None, BAND=8,
     )  # fmt: skip
     return out  # type: ignore[no-any-return]

@@ -64,14 +64,13 @@ def gather_quantized(
     Raises:
         ValueError: outside of `jax.shard_map`.
     """
-    replicas, names = manual.replicas("gather_quantized", axes, (), _ADVICE), manual.names(axes)
-    part = linear_part(recipe)
+    manual.replicas("gather_quantized", axes, (), _ADVICE)
+    names, part = manual.names(axes), linear_part(recipe)
     spec, strategy = part.spec("w"), part.own_strategy("w")
     if spec is None or spec != part.spec("w_dgrad") or spec.granularity not in TRANSPOSABLE:
         return None
-    rows = spec.block_shape((w.shape[0] * replicas, w.shape[1]))[0]
     observed = "w" in part.states and part.states["w"].observes
-    if spec.rounding == "stochastic" or observed or (spec.granularity == "block" and w.shape[0] % rows):
+    if observed or w.shape[0] % (spec.group_size or 1):
         return None
     w = lax.stop_gradient(w)
     if spec.granularity == "tensor" and scale is None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.dist import gather_quantized, gathered_again, whole_weight
+from fp8jax.recipes import Linear
 from tests.dist import programs
 
 W = jax.random.normal(jax.random.key(0), (512, 256)) * jnp.exp(jax.random.normal(jax.random.key(1), (512, 1)))
@@ -47,6 +48,10 @@ def test_what_does_not_travel_as_codes_is_none():
     assert not ask("deepseek", 8)  # shards of 64 rows end within blocks of 128
     assert not ask("bf16")
     assert not ask("te_delayed")  # observes the weight itself
+    own = functools.partial(Linear, "e4m3", dy="e4m3")
+    assert ask(own(w="e4m3"))
+    assert not ask(own(w="e4m3", w_dgrad="e5m2"))  # quantized apart
+    assert not ask(own(w="e4m3:group32", w_dgrad="e4m3:group32"))
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
         gather_quantized(W, "fsdp", "te_current")
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
@@ -112,6 +117,7 @@ def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
     assert ("float32", (64, 32)) not in shapes
     assert ("float32", (64, 32)) in {(str(x.dtype), x.shape) for x in jax.tree.leaves(jax.vjp(block, *inputs)[1])}
     assert ("float32", (64, 1)) in shapes
+    assert gathered_again(lax.mul_p, inputs[0].astype(jnp.float16))
 
 
 def test_sums_in_fp32_are_held_rather_than_what_is_added():

@@ -159,6 +159,18 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
     assert "mosaic" not in text
 
 
+def test_the_kernel_in_triton_names_what_it_does_not_take() -> None:
+    kernel = pytest.importorskip("pallas_kernels.matmul_int8_triton").matmul_int8_block
+    (*args, _), _ = operands(130, 140, 300, 0.0)
+    for i, other, message in (
+        (1, args[1][:, 1:], r"b is int8\(140, 299\), not int8\(140, 300\)"),
+        (2, args[2][1:], r"a_scale is float32\(1, 3\), not float32\(2, 3\)"),
+        (3, args[3].astype(jnp.bfloat16), r"b_scale is bfloat16\(2, 3\), not float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel(*args[:i], other, *args[i + 1 :])
+
+
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_the_kernel_in_triton_compiles_for_an_a100_without_spills() -> None:
     from pallas_kernels import matmul_int8_triton
