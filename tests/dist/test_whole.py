@@ -100,6 +100,9 @@ def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
     # Half a step of e4m3 at the most, of the largest magnitude.
     assert np.abs(found - want).max() <= np.abs(want).max() * 2.0**-4
     assert found.dtype == jnp.float32
+    for read in (True, False):
+        same = mapped(lambda w, read=read: whole_weight(w, "fsdp", "e4m3", dim=1, read=read), P(None, "fsdp"), P())
+        assert jax.eval_shape(same, W.astype(jnp.bfloat16)) == jax.ShapeDtypeStruct(W.shape, jnp.bfloat16)
 
 
 def test_what_is_computed_in_fp32_of_16_bits_is_not_held():

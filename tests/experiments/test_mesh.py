@@ -4,17 +4,21 @@ import dataclasses
 import json
 import re
 import shutil
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from experiments import loop as loops
 from experiments import mesh, train
 from experiments.checkpoint import Checkpoints, flatten
+from experiments.task import TrainState
 
 # Histories of scales, moments in codes, and gradients that are added up.
 FLAGS = (  # noqa: SIM905 (a command line reads best as one)
@@ -186,6 +190,73 @@ def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, 
     assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1}
 
 
+def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
+    two = [SimpleNamespace(process_index=i // 2) for i in range(4)]
+    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices of several .* give sizes whose product is 4"):
+        mesh.choose("data=2", 8, 1, two)
+    with pytest.raises(ValueError, match="empty, with 3 sequences of a microbatch, takes 3 of the 4 devices"):
+        mesh.choose("", 6, 2, two)
+    with pytest.raises(ValueError, match=r"^data=0,fsdp=1,tensor=2 needs 0 devices, and there are 8"):
+        mesh.make(0, 1, tensor=2)
+    with pytest.raises(ValueError, match=r"^data=16,fsdp=1 needs 16 devices"):
+        mesh.make(16, 1)
+    assert set(mesh.make(2, 1, kind=AxisType.Explicit).axis_types) == {AxisType.Explicit}
+    rows = mesh.batches(mesh.make(2, 1))
+    found = [mesh.place(np.arange(n), rows) for n in (4, 3)]
+    assert [x.sharding.spec for x in found] == [ROWS, P()]
+    np.testing.assert_array_equal(found[1], np.arange(3))
+
+
+SAME, UP, DOWN = None, P(None, "fsdp", "tensor"), P(None, ("tensor", "fsdp"))
+UP_SLICED, DOWN_SLICED = P(None, ("fsdp", "data"), "tensor"), P(None, ("tensor", "fsdp", "data"))
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "place", "sliced"),
+    [
+        ("layers.mlp.up.kernel", (4, 256, 512), UP, UP_SLICED),
+        ("layers.mlp.up.kernel", (4, 64, 64), P(None, None, "tensor"), SAME),  # a small one
+        ("layers.mlp.up.kernel", (4, 255, 512), P(None, None, "tensor"), SAME),  # whose rows two do not divide
+        ("layers.mlp.up.kernel", (4, 254, 512), UP, SAME),
+        ("layers.mlp.up.bias", (4, 512), P(None, "tensor"), SAME),
+        ("layers.mlp.down.kernel", (4, 512, 256), DOWN, DOWN_SLICED),
+        ("layers.mlp.down.kernel", (4, 510, 256), P(None, "tensor"), SAME),
+        ("layers.mlp.down.bias", (4, 256), P(), SAME),
+        ("layers.mlp_norm.scale", (4, 1 << 18), P(), SAME),
+        ("embed.embedding", (512, 128), P(("fsdp", "tensor")), P(("fsdp", "tensor", "data"))),
+        ("embed.embedding", (511, 129), P(), SAME),
+        ("embed.embedding", (1022, 128), P("fsdp"), SAME),
+        ("embed.embedding", (256, 64), P(), SAME),
+        ("norm.scale", (1 << 18,), P(), SAME),
+        ("layers.attention.q.lora_a", (4, 512, 8), P(), SAME),
+        ("layers.attention.q.lora_b", (4, 8, 512), P(None, None, "tensor"), SAME),
+        ("layers.attention.out.lora_a", (4, 512, 8), P(None, "tensor"), SAME),
+        ("layers.attention.out.lora_b", (4, 8, 512), P(), SAME),
+        ("layers.mlp.up.held.0", (4, 256, 512), UP, UP_SLICED),
+        ("layers.mlp.up.held.0", "e4m3", DOWN, DOWN_SLICED),  # codes (4, 512, 256), of the transposed matrix
+        ("layers.mlp.up.held.1", (4, 512, 1), P(None, "tensor"), SAME),
+        ("layers.mlp.down.held.0", "e4m3", UP, UP_SLICED),
+        ("layers.mlp_norm.held.0", (4, 512, 256), P(None, "fsdp"), P(None, ("fsdp", "data"))),
+    ],
+)
+def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place, sliced):
+    """And where that lies which an optimizer holds of it, shared along "data" as the partition says."""
+    dtype = jnp.float8_e4m3fn if shape == "e4m3" else jnp.bfloat16
+    tree: Any = jax.ShapeDtypeStruct((4, 512, 256) if shape == "e4m3" else shape, dtype)
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    devices = jax.sharding.AbstractMesh((2, 2, 2), mesh.AXES)
+    only = lambda tree: [x.spec for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert only(mesh.state(devices, tree)) == [place]
+    assert only(mesh.state(jax.sharding.AbstractMesh((4, 1, 1), mesh.AXES), tree)) == [P()]
+    sliced = place if sliced is SAME else sliced
+    by_layers = P("data", *place[1:]) if path.startswith("layers") else sliced
+    for partition, wanted in (("slices", sliced), ("tensors", by_layers)):
+        state = mesh.state(devices, TrainState(None, tree, None, tree, None, None), partition)
+        assert only(state.params) == [place]
+        assert only(state.opt_state) == only(mesh.held(devices, tree, partition)) == [wanted]
+
+
 def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():
     recipes = [fp8jax.recipes.coat(), fp8jax.recipes.fp8_lm()]
     said = mesh.told(mesh.make(2, 2), recipes)
@@ -197,3 +268,7 @@ def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before
         "data=2,fsdp=1,tensor=2: each device takes 1 of 2 parts of a batch, with 1 of 2 parts of each"
     )
     assert "gathers" not in said
+    assert "has 1 of 4 parts of each large matrix" in mesh.told(mesh.make(1, 2, tensor=2), recipes[:1])
+    assert mesh.told(mesh.make(2, 1)).endswith(
+        "takes 1 of 2 parts of a batch, and has all parameters and their moments"
+    )
