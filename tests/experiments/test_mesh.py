@@ -192,7 +192,7 @@ def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():
     two = [SimpleNamespace(process_index=i // 2) for i in range(4)]
-    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices of several .* give sizes whose product is 4"):
+    with pytest.raises(ValueError, match=r"data=2 takes 2 of the 4 devices .* give sizes whose product is 4"):
         mesh.choose("data=2", 8, 1, two)
     with pytest.raises(ValueError, match="empty, with 3 sequences of a microbatch, takes 3 of the 4 devices"):
         mesh.choose("", 6, 2, two)
