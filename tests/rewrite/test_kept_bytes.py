@@ -1,6 +1,7 @@
 """Bytes that `explain` says are kept, beside those of what JAX keeps of the program."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -9,6 +10,9 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from fp8jax.rewrite import explanation
+from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.rules import LayerChoice
 from tests.programs import residuals
 
 WIDTH, INNER, HEADS = 64, 96, 4
@@ -86,3 +90,38 @@ def test_bytes_of_a_model_are_in_its_report():
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.bfloat16)
     note = f"kept of inputs for the backward pass: {(32 * WIDTH + 32 * INNER + 8) / 1024:.4g} KiB"
     assert any(note in each for each in fp8jax.explain(model, "te_current", sample).figures)
+
+
+def test_sentences_add_up_what_a_plan_says_of_its_parts():
+    """Of made-up parts: bytes, gains by how often each runs, and which lose, the first six of them by name."""
+    made = functools.partial(
+        Entry, kind="dot_general", shape=(64, 96), reason="", line="", product=True, rates="an H100"
+    )
+    taken = LayerChoice(fp8jax.recipes.te_current().linear, "")
+    parts = [
+        made("a", choice=taken, bytes=1536, gain=1e-3, times=3, again=True),
+        made("b", choice=taken, bytes=1023, gain=-2e-4, loses=True, tokens=512),
+        made("norm", choice=None, bytes=1, product=False, rates=""),
+        made("head", choice=None, again=True),
+    ]
+    told = explanation.kept_bytes(parts)
+    assert told == "kept of inputs for the backward pass: 2.5 KiB, most of it by a 1.5 KiB, b 1023 B, norm 1 B"
+    told = explanation.kept_bytes([part._replace(bytes=3 << 30) for part in parts[:2]] + [parts[0]] * 3)
+    assert told.endswith("6 GiB, most of it by b 3 GiB, a 3 GiB, a 1.5 KiB")
+    gained = "8 bits gain about 2.8 ms a step in 2 products, by rates of an H100"
+    assert explanation.gained(parts) == (
+        f"{gained}; b gains nothing at 512 tokens: give Rule('b', None), or take fp8jax.recipes.for_shapes(recipe)"
+    )
+    assert explanation.gained(parts[:1]) == gained.replace("2.8", "3").replace("2 products", "1 products")
+    assert explanation.gained(parts[2:3]) == explanation.kept_bytes(parts[3:]) == ""
+    many = [parts[1]._replace(path=f"p{i}", tokens=1024) for i in range(8)] + parts[:2]
+    named = "p0, p1, p2, p3, p4, p5 and 3 more gain nothing at 512 or 1,024 tokens: give Rule('p0', None)"
+    assert named in explanation.gained(many)
+    said = str(explanation.Explanation(tuple(parts)))
+    assert "1 of 2 products are computed again in the backward pass" in said
+    assert [line.split()[0] for line in said.splitlines() if line[:4] in ("a   ", "b   ", "norm", "head")] == [
+        *"ab",
+        "norm",
+        "head",
+    ]
+    assert "computed again" not in str(explanation.Explanation(tuple(parts[1:])))
