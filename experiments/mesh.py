@@ -69,7 +69,7 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
         )
     mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"])
     shares = replicas(mesh)
-    if text and rows % shares:
+    if rows % shares:  # never of an empty text
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(
             f"{text}: {shares} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "

@@ -1,5 +1,6 @@
 """The loop with a device of cardboard: a clock, steps that take two seconds, and what is logged and saved of them."""
 
+import dataclasses
 import math
 import signal
 from types import SimpleNamespace
@@ -140,8 +141,10 @@ def test_saves_and_validates_every_so_often_and_at_the_end(monkeypatch):
 
 
 def test_goes_on_after_a_resume_and_makes_up_for_a_validation_that_was_lost(monkeypatch):
-    fake = Fake(checkpoint_every=3, eval_every=2)
+    fake, traced = Fake(checkpoint_every=3, eval_every=2), []
+    fake.loop.trace = SimpleNamespace(before=lambda number, state: traced.append(number))
     fake.run(monkeypatch, start=6)
+    assert traced == [0]  # of this process
     assert (fake.of("step"), fake.of("save"), fake.of("valid")) == ([7], [7], [6, 7])
     fake = Fake(checkpoint_every=3, eval_every=2, valid_before=[6, 7])
     fake.run(monkeypatch, start=7)
@@ -149,10 +152,13 @@ def test_goes_on_after_a_resume_and_makes_up_for_a_validation_that_was_lost(monk
 
 
 def test_stops_at_what_is_not_finite_and_names_the_newest_checkpoint(monkeypatch):
-    fake = Fake(checkpoint_every=3, eval_every=9, bad_at=5)
-    with pytest.raises(loop.NotFinite, match=r"step 5: loss 15.0, gradient norm 25.0; .*newest checkpoint: step 3"):
-        fake.run(monkeypatch)
-    assert (fake.of("step"), fake.of("save")) == ([1, 2, 3, 4], [3])
+    for release, applied in (("", "so nothing of it was applied"), ("twice", "and applied as --release does")):
+        fake = Fake(checkpoint_every=3, eval_every=9, bad_at=5)
+        fake.loop.optim = dataclasses.replace(fake.loop.optim, release=release)
+        told = rf"step 5: loss 15.0, gradient norm 25.0; not finite, {applied} \(newest checkpoint: step 3\)"
+        with pytest.raises(loop.NotFinite, match=told):
+            fake.run(monkeypatch)
+        assert (fake.of("step"), fake.of("save")) == ([1, 2, 3, 4], [3])
     with pytest.raises(loop.NotFinite, match="no checkpoint yet"):
         Fake(bad_at=1).run(monkeypatch)
 
@@ -163,6 +169,19 @@ def test_a_signal_saves_the_step_that_is_done(monkeypatch):
         fake.run(monkeypatch)
     assert (caught.value.signum, caught.value.step) == (signal.SIGINT, 4)
     assert (fake.of("step"), fake.of("save"), fake.of("valid")) == ([1, 2, 3, 4], [4], [])
+
+
+def test_the_first_signal_is_noted_and_the_second_one_ends_the_program():
+    both = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(s) for s in both]
+    with loop.StopSignals() as stop:
+        stop.check()
+        signal.raise_signal(signal.SIGTERM)
+        assert [signal.getsignal(s) for s in both] == [signal.SIG_DFL] * 2
+        with pytest.raises(loop.Stopped) as caught:
+            stop.check()
+    assert (caught.value.signum, caught.value.step) == (signal.SIGTERM, None)
+    assert [signal.getsignal(s) for s in both] == before
 
 
 def test_validation_is_the_mean_over_all_batches_with_the_models_state():

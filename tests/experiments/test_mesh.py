@@ -201,6 +201,10 @@ def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_
     with pytest.raises(ValueError, match=r"^data=16,fsdp=1 needs 16 devices"):
         mesh.make(16, 1)
     assert set(mesh.make(2, 1, kind=AxisType.Explicit).axis_types) == {AxisType.Explicit}
+    mesh.check_partition("slices", {"data": 3}, 4)
+    mesh.check_partition("", {"data": 1}, 4)
+    with pytest.raises(ValueError, match="^tensors: devices along data share"):
+        mesh.check_partition("tensors", {"data": 1}, 4)
     rows = mesh.batches(mesh.make(2, 1))
     found = [mesh.place(np.arange(n), rows) for n in (4, 3)]
     assert [x.sharding.spec for x in found] == [ROWS, P()]

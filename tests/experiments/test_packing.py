@@ -114,6 +114,10 @@ def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
     filled = rows.copy()
     filled[:, 0][filled[:, 2] == 0] = 7
     assert float(each.loss(params, {}, filled)) == pytest.approx(total / count, rel=1e-5)
+    none = rows.copy()
+    none[:, 1] = 0  # nothing is to be learned
+    assert float(each.loss(params, {}, none)) == 0
+    assert float(task(chunked=True).loss(params, {}, none)) == 0
     state, _ = jax.jit(each.step)(each.init(), rows)
     want = jax.grad(lambda p: each.loss(p, {}, rows))(params)
     assert relative(jax.tree.map(lambda a, b: a - b, params, state.params), want) < 1e-4

@@ -187,6 +187,19 @@ def test_devices_that_share_sequences_sum_parts_and_agree_on_factors(where, comm
         np.testing.assert_allclose(found[..., :32], half[..., :32], rtol=2.0**-3)
 
 
+def test_where_gradients_are_summed_and_in_what():
+    half, coded = fp8jax.recipes.bf16(), dataclasses.replace(FP32, comm=TWO_PHASES)
+    assert [parallel.reduction(recipe) for recipe in (FP32, half, coded)] == [Comm("fp32"), Comm("bf16"), TWO_PHASES]
+    rows = {shared: mesh.batches(mesh.make(2, 1, tensor=shared)) for shared in (1, 2)}
+    found = [[parallel.mapped(recipe, where) for where in (None, rows[1], rows[2])] for recipe in (half, coded)]
+    assert found == [[False, False, True], [False, True, True]]
+    params = {"w": np.zeros((4, 4), np.float32)}
+    assert parallel.factors(FACTORS, params, None) == parallel.factors(TWO_PHASES, params, rows[1].mesh) == ()
+    assert parallel.factors(FACTORS, params, mesh.make(1, 1, tensor=2)) == ()
+    factors = fp8jax.dist.Factors(params, {"w": np.float32(0.25), "b": np.float32(0.5)})
+    assert parallel.saturated(factors, {"w": np.zeros((4, 5)), "b": np.zeros(3)}) == round(0.25 * 20 + 0.5 * 3)
+
+
 @pytest.mark.parametrize(("compute", "held"), [("bf16", False), ("fp32", True)])
 def test_sums_in_fp32_are_held_where_a_model_computes_in_it(compute, held):
     whole = parallel.Whole(Comm("bf16"), frozenset(), compute)

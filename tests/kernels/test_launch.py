@@ -1,5 +1,6 @@
 """Triton kernels that XLA launches itself: what is written into programs, and when jax-triton's calls stay."""
 
+import dataclasses
 import logging
 import pathlib
 import re
@@ -65,9 +66,11 @@ def instructions(code, folder):
     return [re.sub(r"c\[0x0\]\[0x[0-9a-f]+\]", "c[parameter]", line) for line in body]
 
 
-def test_xla_is_given_the_kernel_its_grid_and_its_memory():
+def test_xla_is_given_the_kernel_its_grid_and_its_memory(monkeypatch):
+    own = launch_triton.launch
+    monkeypatch.setattr(launch_triton, "launch", lambda lower: dataclasses.replace(own(lower), y=3, z=5))
     call, code = written(turned, BYTES)
-    for name, value in {"block_x": 512, "block_y": 1, "block_z": 1, "grid_x": 2, "grid_y": 1, "grid_z": 1}.items():
+    for name, value in {"block_x": 512, "block_y": 1, "block_z": 1, "grid_x": 2, "grid_y": 3, "grid_z": 5}.items():
         assert f"{name} = {value} : i32" in call
     assert "shared_mem_bytes = 16384 : i32" in call
     assert 'name = "_transpose"' in call
@@ -142,12 +145,15 @@ def test_integers_lie_where_the_kernel_reads_them():
     ]
     assert "ld.global.nc.b64 %rd2, [%numbers+8];" in found.code
     assert "_k_param_4" not in found.code
-    of = [launch_triton.Parameter(*p) for p in (("array",), ("i32", -7), ("i64", 5 << 32 | 9), ("array",), ("u32", 1))]
-    assert list(launch_triton.packed(of)) == [-7, 0, 9, 5, 1]
+    of = [
+        launch_triton.Parameter(*p)
+        for p in (("array",), ("i32", -7), ("i64", 5 << 32 | 9), ("array",), ("u32", 1), ("u64", 3))
+    ]
+    assert list(launch_triton.packed(of)) == [-7, 0, 9, 5, 1, 0, 3, 0]
     # Nothing is passed that nobody reads.
     unread = re.sub(r"ld\.param.*_k_param_[12]\];\n", "", CODE)
     assert not launch_triton.declared(unread, 64, KINDS, 1, (False,)).numbers
-    assert "_k_numbers" not in launch_triton.declared(unread, 64, KINDS, 1, (False,)).code
+    assert "numbers" not in launch_triton.declared(unread, 64, KINDS, 1, (False,)).code
     # A result in an operand's place has a parameter, though the kernel has none.
     assert ".param .u64 _k_unread_0,\n.param .u64 .ptr .global .align 1 _k_param_3\n)" in (
         launch_triton.declared(CODE, 64, KINDS, 1, (True, False)).code
@@ -157,7 +163,7 @@ def test_integers_lie_where_the_kernel_reads_them():
 @pytest.mark.parametrize(
     ("change", "kinds", "threads"),
     [
-        ({}, KINDS, 32),
+        *(({}, KINDS, threads) for threads in (32, 128)),
         ({".reqntid 64\n": ""}, KINDS, 64),
         ({".visible .entry": ".visible .func"}, KINDS, 64),
         ({"[_k_param_3]": "[_k_param_4]"}, KINDS, 64),  # Triton's own pointer is read.
@@ -169,6 +175,7 @@ def test_integers_lie_where_the_kernel_reads_them():
         ({".param .u64 .ptr .global .align 1 _k_param_0": ".param .align 64 .b8 _k_param_0[128]"}, KINDS, 64),
         ({}, (*KINDS, "array", "array"), 64),
         ({}, ("array", "i32", "i64", "array", "array"), 64),  # a result too many
+        ({"ld.param.b64 %rd3, [_k_param_3];\n": ""}, KINDS[:3], 64),  # or too few
     ],
     ids=str,
 )
@@ -219,6 +226,7 @@ def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypa
     assert XLA in lowered(turned, BYTES), "who asks for it gets it"
     for _ in range(2):
         launch_triton.try_out(broken)
+    assert len(launch_triton._failed) == 1, "not tried again"
     assert JAX_TRITON in lowered(turned, BYTES)
     assert [r.getMessage() for r in told.records] == [
         "kernels are launched by jax-triton's calls: XLA's own calls of PTX fail (RuntimeError: no such target). "
@@ -230,7 +238,10 @@ def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(told, mo
     monkeypatch.delenv("CUDA_CACHE_DISABLE", raising=False)
     monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path / "new" / "folder"))
     assert launch_triton.forgetful() is None
-    monkeypatch.setattr(launch_triton.os, "access", lambda path, how: pathlib.Path(path) != tmp_path)
+    monkeypatch.setenv("CUDA_CACHE_DISABLE", "0")
+    assert launch_triton.forgetful() is None
+    write = launch_triton.os.W_OK
+    monkeypatch.setattr(launch_triton.os, "access", lambda path, how: how != write or pathlib.Path(path) != tmp_path)
     assert f"cannot keep assembled kernels in {tmp_path}/new/folder" in launch_triton.forgetful()
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
     launch_triton.try_out(lambda: pytest.fail("nothing is to be tried"))

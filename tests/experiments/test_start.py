@@ -1,0 +1,86 @@
+"""What training starts from, piece by piece: prompts of samples, ids of texts, what cannot be."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from experiments import start
+from experiments.config import UserError
+from experiments.data import Corpus, Tokens
+from experiments.packing import Packed
+from experiments.records import TextRecord
+from experiments.start import CheckpointTokenizer
+from experiments.tokenizer import SEPARATOR, Bytes
+from experiments.train import parse
+
+
+def packed(answers):
+    """Four tokens of a document, and two of another."""
+    row = np.array([[9, 8, 7, 6, 5, 4], [*answers, 1, 1], [1, 1, 1, 1, 2, 2]], np.int32)
+    return Packed(row[None], row[None], 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "longest", "want"),
+    [
+        ((0, 0, 1, 1), 24, [9, 8]),  # up to the answer
+        ((0, 0, 1, 1), 1, [9]),
+        ((0, 1, 1, 1), 24, [9, 8, 7, 6]),  # a whole text, of which the first token is learned by none
+        ((1, 1, 1, 1), 3, [9, 8, 7]),
+        ((0, 0, 0, 0), 24, [9, 8, 7, 6]),  # nothing of the next document
+        ((0, 0, 0, 1), 24, [9, 8, 7]),
+        ((0, 0, 1, 1), 0, []),
+    ],
+)
+def test_a_sample_goes_on_from_the_first_document_up_to_an_answer(answers, longest, want):
+    assert start.prompt(packed(answers), longest) == want
+
+
+def test_a_sample_of_plain_text_goes_on_from_its_first_tokens():
+    tokens = Tokens(np.array([1, 2, 3], np.uint16), np.array([7, 8, 9], np.uint16))
+    assert start.prompt(tokens, 2) == [7, 8]
+    assert start.prompt(tokens, 24) == [7, 8, 9]
+    assert start.prompt(tokens, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "want", "whole"),
+    [
+        (1, 2, [1, 10, 11, 1, 12], [1, 10, 11, 2]),
+        (0, 2, [0, 10, 11, 0, 12], [0, 10, 11, 2]),
+        (None, 2, [2, 10, 11, 2, 12], [10, 11, 2]),
+        (None, 0, [0, 10, 11, 0, 12], [10, 11, 0]),
+        (None, None, [10, 11, 12], [10, 11]),
+    ],
+)
+def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, want, whole):
+    asked = []
+
+    def encode_batch(texts, add_special_tokens):
+        asked.append(add_special_tokens)
+        return [SimpleNamespace(ids={"ab": [10, 11], "c": [12]}[text]) for text in texts]
+
+    for vocab, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
+        spelled = CheckpointTokenizer(Path(), vocab, SimpleNamespace(encode_batch=encode_batch), begins, ends)
+        found = spelled.encode(["ab", "c"])
+        assert (found.dtype, found.tolist()) == (dtype, want)
+        document = spelled.document([10, 11])
+        assert (document.ids.tolist(), document.answers.tolist()) == (whole, [1] * len(whole))
+    assert asked == [False, False]
+
+
+def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_template():
+    config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
+    texts = tuple(f"text {i}" for i in range(8))
+    corpus = Corpus(texts, (), 1, (), tuple(TextRecord(f"f:{i}", text) for i, text in enumerate(texts)))
+    found = start.encode(config, corpus, Bytes())
+    assert found.documents == len(texts)
+    rows = np.concatenate([found.train, found.valid])
+    first = rows[0][0][rows[0][2] == 1]
+    assert first[0] == SEPARATOR
+    assert bytes(first[1:].astype(np.uint8)).decode() in {text[: len(first) - 1] for text in texts}
+    talk = TextRecord("f:9", None, ({"role": "user", "content": "a"},))
+    with pytest.raises(UserError, match="f:9: conversations need the template of a checkpoint: give --init"):
+        start.encode(config, Corpus((), (), 1, (), (talk,)), Bytes())
