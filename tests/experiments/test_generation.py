@@ -176,6 +176,7 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
         ([], lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         ([], lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
         ([], lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id is"),
+        ([], lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [true]}'), "eos_token_id is [True]"),
         ([], lambda f: (f / "model.safetensors").write_bytes(b"12345678"), "model.safetensors is damaged"),
     ],
 )

@@ -1,6 +1,7 @@
 """Checkpoints of Hugging Face: what transformers made of them (tests/data/hub), and damaged or foreign files."""
 
 import json
+import re
 import tracemalloc
 
 import jax
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from experiments import mesh
 from experiments.config import UserError
+from experiments.hub import families, files
 from experiments.hub.load import load
 from tests.experiments import hub_cases as cases
 
@@ -162,6 +164,26 @@ def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
     }
     (folder / "config.json").write_text(json.dumps(made["config"] | besides))
     assert load(folder).config == plain
+
+
+def test_sizes_that_config_leaves_out_follow_from_others(tmp_path):
+    for case, name, ours, other in (
+        ("llama3", "num_key_value_heads", "kv_heads", lambda config: config.heads),
+        ("gpt2", "n_inner", "mlp_dim", lambda config: 4 * config.dim),
+    ):
+        content = {k: v for k, v in cases.golden(case)["config"].items() if k != name}
+        config = families.read(tmp_path, content)[1]
+        assert getattr(config, ours) == other(config)
+
+
+def test_a_file_that_shrank_since_it_was_opened_is_named(tmp_path):
+    folder, _ = checkpoint(tmp_path, "llama3")
+    found = files.tensors(folder)
+    last = max(found.values(), key=lambda x: x.start)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UserError, match=rf"model\.safetensors ends within {re.escape(last.name)}: .* load it again"):
+        last.read()
 
 
 def test_both_spellings_of_rotary_settings_are_read(tmp_path):

@@ -17,9 +17,10 @@ from experiments import mesh
 from experiments.config import DiskError, UserError
 from experiments.hub import families, files, quantized
 from experiments.hub.load import abstract_params, load
-from experiments.hub.save import eight_bits, of_recipe, save
+from experiments.hub.save import Written, _common, _shards, eight_bits, of_recipe, save
 from experiments.models.llama import LlamaConfig
 from experiments.models.rope import RopeScaling
+from fp8jax.ops.frozen import FrozenWeight
 from tests.experiments import hub_cases as cases
 from tests.rows import slow
 
@@ -102,8 +103,54 @@ def test_files_are_as_large_as_asked_and_hold_what_the_index_says(tmp_path):
         held = load_file(path)
         assert sum(x.nbytes for x in held.values()) <= 300_000
         assert {name for name, file in index["weight_map"].items() if file == path.name} == set(held)
+    held = sorted({*index["weight_map"].values()})
+    assert held == [f"model-{i:05d}-of-{len(held):05d}.safetensors" for i in range(1, len(held) + 1)]
     total = sum(x.size for x in jax.tree.leaves(params(WIDE)))
     assert index["metadata"]["total_size"] == 2 * total
+
+
+def written(**sizes):
+    """Made-up tensors of so many elements, by name and dtype."""
+    dtypes = {"weight": ml_dtypes.bfloat16, "weight_scale": np.float32, "codes": quantized.CODES, "norm": np.float32}
+    return Written({f"a.{name}": ((n,), np.dtype(dtypes[name])) for name, n in sizes.items()}, list)
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own():
+    parts = [written(codes=n) for n in (20, 4, 6, 1)]
+    assert [[x.nbytes for x in shard] for shard in _shards(parts, 10)] == [[20], [4, 6], [1]]
+    with pytest.raises(UserError, match="shards need at least 1 byte, got 0"):
+        _shards(parts, 0)
+
+
+def test_the_dtype_that_config_names_is_that_of_most_values_which_are_no_codes():
+    parts = [written(codes=100, weight_scale=50), written(weight=4), written(norm=3)]
+    assert _common(parts) == "bfloat16"
+    assert _common([*parts, written(norm=2)]) == "float32"
+
+
+def test_what_config_said_of_the_old_weights_is_not_kept(eight_folder, tmp_path):
+    """Neither their codes nor their dtype, in the newer word for it; and infinities are written as they are."""
+    folder = shutil.copytree(eight_folder, tmp_path / "in")
+    content = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(content))
+    weights = load(folder).params
+    weights["norm"]["scale"] = weights["norm"]["scale"].at[0].set(np.inf)
+    save(tmp_path / "out", WIDE, weights, like=folder, dtype=np.float16)
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"quantization_config", "dtype"} & set(found)
+    assert found["torch_dtype"] == "float16"
+    assert np.isinf(load(tmp_path / "out").params["norm"]["scale"][0])
+
+
+def test_a_matrix_of_which_some_layers_are_codes_is_read_as_values(eight_folder, tmp_path):
+    folder = shutil.copytree(eight_folder, tmp_path / "in")
+    weights = load_file_of_codes(folder)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = (weights[name].astype(np.float32) * weights.pop(f"{name}_scale")).astype(ml_dtypes.bfloat16)
+    save_file(weights, folder / "model.safetensors")
+    held, values = load(folder, codes=True).params["layers"]["mlp"], load(eight_folder).params["layers"]["mlp"]
+    np.testing.assert_array_equal(held["up"]["kernel"], values["up"]["kernel"])
+    assert isinstance(held["down"]["kernel"], FrozenWeight)
 
 
 def test_what_cannot_be_written_is_an_error_and_leaves_no_folder(tmp_path, monkeypatch):
@@ -328,6 +375,10 @@ def _with(path, value):
     return change
 
 
+def _fp8(**fields):
+    return lambda content: content.update(quantization_config={"quant_method": "fp8", **fields})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -346,6 +397,13 @@ def _with(path, value):
             _with("config_groups.group_0.weights.strategy", "channel"),
             r"weight_scale is \[1\], but scales are \[128, 1\]",
         ),
+        (_with("config_groups.group_0.weights.symmetric", False), r"weights\.symmetric is False"),
+        (_with("config_groups.group_1", {}), "config_groups must be one group, of linear layers; got"),
+        (_with("format", "pack-quantized"), "format is 'pack-quantized'"),
+        (_fp8(scale_fmt="ue8m0"), r"scale_fmt is 'ue8m0'; supported are \[None, 'float'\]"),
+        (_fp8(activation_scheme="static"), "activation_scheme is 'static'"),
+        (_fp8(fmt="e5m2"), "fmt is 'e5m2'"),
+        (_fp8(weight_block_size=[0, 128]), r"has blocks of \[0, 128\], not \[rows, columns\]"),
         (_with("config_groups.group_0.targets", ["re:.*q_proj"]), r"targets is \['re:"),
         (_with("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme is"),
         (_without("config_groups"), "config_groups must be one group"),
@@ -378,6 +436,9 @@ def test_blocks_of_any_shape_are_decoded(tmp_path):
     np.testing.assert_array_equal(quantized.decode(blocks, codes, scale), want)
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": None}).strategy == "tensor"
     assert quantized.read(tmp_path, {"quant_method": "fp8", "weight_block_size": [2, 3]}).block == (2, 3)
+    assert quantized.read(tmp_path, {"quant_method": "fp8"}) == quantized.EightBits("fp8", "block", (128, 128))
+    with pytest.raises(UserError, match=r"blocks of \(2, 3\) are read as values only, not as codes; 128 x 128 are"):
+        quantized.frozen(blocks, codes, scale, jnp.asarray)
     for storage in (dataclasses.replace(blocks, activations=True), quantized.EightBits("compressed-tensors", "channel"),
                     quantized.EightBits("fp8", "block", (2, 3))):  # fmt: skip
         assert quantized.read(tmp_path, storage.fields([])) == storage

@@ -203,7 +203,7 @@ def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_
     assert set(mesh.make(2, 1, kind=AxisType.Explicit).axis_types) == {AxisType.Explicit}
     mesh.check_partition("slices", {"data": 3}, 4)
     mesh.check_partition("", {"data": 1}, 4)
-    with pytest.raises(ValueError, match="^tensors: devices along data share"):
+    with pytest.raises(ValueError, match=r"^tensors: devices along data share"):
         mesh.check_partition("tensors", {"data": 1}, 4)
     rows = mesh.batches(mesh.make(2, 1))
     found = [mesh.place(np.arange(n), rows) for n in (4, 3)]
@@ -259,6 +259,16 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
         state = mesh.state(devices, TrainState(None, tree, None, tree, None, None), partition)
         assert only(state.params) == [place]
         assert only(state.opt_state) == only(mesh.held(devices, tree, partition)) == [wanted]
+
+
+def test_scales_of_blocks_are_cut_no_further_than_their_codes():
+    """Of 450 rows, which two devices divide and four do not, there are four blocks."""
+    spec = fp8jax.QuantSpec("e4m3", "block", 128, stacked=1)
+    q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
+    assert q.scale.shape == (4, 4, 4)
+    tree = {"layers": {"mlp": {"up": {"kernel": q}}}}
+    found = mesh.held(jax.sharding.AbstractMesh((2, 2, 2), mesh.AXES), tree, "slices")
+    assert {x.spec for x in jax.tree.leaves(found)} == {UP}
 
 
 def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():
