@@ -177,6 +177,9 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
     assert {told(name)[0][0] for name in "cd"} == {"4", "6"}
     # Runs that there are do not end a study: it tells itself which seeds it lacks.
     (there / "told_e").unlink()
+    (tmp_path / "results" / "h9").mkdir(exist_ok=True)
+    content = json.dumps({"rows": [{"commit": "abcdef1234", "device": "H9"}]})
+    (tmp_path / "results" / "h9" / "e.json").write_text(content)
     assert planted([], "--data", "x.txt", "--only", "e") == 0
     assert told("e")[1][:2] == ["--data", "x.txt"]
 
