@@ -150,7 +150,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
 def measured(result: Result) -> str:
     """When, on which cards and at which commits."""
     devices = dict.fromkeys(device for _, device in record.sources(result))
-    commits = dict.fromkeys(commit for commit, _ in record.sources(result))
+    commits = dict.fromkeys(each for of, _ in record.sources(result) for each in of.split(", "))
     return f"{result['date']} · {', '.join(devices)} · {commits_of(list(commits))}"
 
 

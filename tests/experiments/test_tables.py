@@ -225,6 +225,9 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
     assert "| second | xla | time | 1.5 | ms | def+ | e |" in text
     assert "2026-01-01 · d, e · 2 commits (abc, def with changes)" in text
     assert "**Not complete**" in text
+    # Means of runs have the commits of each.
+    several = RESULT | {"rows": [ROW, ROW | {"commit": "abc, 123", "case": "mean"}]}
+    assert " · 2 commits (abc, 123)" in report.page({"h9": several}, {})
     pivoted = [row | {"pivot": (row["case"], "loss"), "table": "T"} for row in result["rows"]]
     assert "| second | 1.5 | def+ | e |" in report.page({"h9": result | {"rows": pivoted}}, {})
     # Where a row has no ratio, all cells are values.
