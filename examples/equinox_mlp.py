@@ -33,7 +33,7 @@ def loss(model: MLP, x: jax.Array) -> jax.Array:
 
 def main(recipe: str = "coat", steps: int = 200) -> list[float]:
     model = MLP(jax.random.key(0))
-    fast = fp8jax.transform(loss, recipe)
+    fast = fp8jax.filter_transform(loss, recipe)
     print(fast.explain(model, jnp.ones((64, 64))))
     tx = fp8jax.compressed_adamw(3e-3, min_size=0)
     state = tx.init(eqx.filter(model, eqx.is_array))

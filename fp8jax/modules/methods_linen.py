@@ -314,6 +314,9 @@ def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use
     if not set(names.values()) <= set(own) or (slot is None and observes(linear, "dy")):
         raise _absent(place, linear, initializing=False, others=bool(collections.get(SCALING)))
     state = ScalingState(**{operand: own[name] for operand, name in names.items()})
+    if linear.tracked and state.w is not None:
+        layer, names_of = "/".join(place[:-1]) or "the layer", scaling_names(linear)
+        state = state._replace(w=training.observed(state.w, layer, names_of, "linen", training.BOUNDS))
     return ParameterState(linear, use.stacked, state, slot)
 
 

@@ -142,7 +142,7 @@ class Report:
             saved, size = layer.saved
             size_text = "?" if size is None else f"{size:.4g}"
             rows.append((*_name(layer), *layer.products.values(), saved, size_text, layer.reason))
-        parts = [table(rows, names=3), *map(sentence, self._told())]
+        parts = [table(rows, names=3) if rows[1:] else "no layer is quantized", *map(sentence, self._told())]
         if self.parts:
             rows = [("norm, activation or attention", "kind", "computes", "keeps", "chosen by")]
             rows += [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]

@@ -166,8 +166,11 @@ class LayerScaling(Holder):
         return shape
 
     def given(self) -> ParameterState:
-        slot = self.slot[...] if hasattr(self, "slot") else None
-        return super().given()._replace(state=self.state(), slot=slot)
+        slot, state = self.slot[...] if hasattr(self, "slot") else None, self.state()
+        if self.linear.tracked and state.w is not None and not self.use_running_average:
+            names = scaling_names(self.linear)
+            state = state._replace(w=training.observed(state.w, self.kind, names, call=training.BOUNDS))
+        return super().given()._replace(state=state, slot=slot)
 
     def note(self, observed: Noted) -> None:
         if self.use_running_average:
@@ -228,7 +231,7 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: AxisNames
     layers = [(path, m) for path, m in layers if observed_operands(m.linear)]
     if not layers:
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
-    training.advances()
+    training.settles(training.ADVANCE)
     statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
     seen = dict(nnx.to_flat_state(statistics))
     for path, module in layers:
@@ -258,6 +261,7 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
+    training.settles(training.BOUNDS)
     for path, layer in _tracked(model):
         variable = layer.tracked()
         variable[...] = stacked_bound(bounds.get(path), "/".join(path), variable[...].shape)

@@ -89,7 +89,7 @@ def advance_scaling(
     Raises:
         ValueError: the two collections are not of the same layers, or the rules are missing.
     """
-    training.advances()
+    training.settles(training.ADVANCE)
     flat, slots = flatten_dict(scaling), flatten_dict(statistics)
     layers = {path[:-1] for path in flat}
     others = {path[:-1] for path in slots}
@@ -125,6 +125,7 @@ def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
+    training.settles(training.BOUNDS)
     flat, name = flatten_dict(scaling), Automatic().variable("w")
     if not any(path[-1] == name for path in flat):
         raise ValueError("the model has no layer with automatic weight scaling")

@@ -1,8 +1,9 @@
 """Says once that a model with states of scaling is trained, and that nobody advances them.
 
-Python sees a step of training while it is traced, and once more when the whole program is lowered: what layers observe
-goes through an operation that does nothing else than look then whether `advance_scaling` was ever called. Outside of
-programs many gradients must have followed each other.
+Python sees a step of training while it is traced, and once more when the whole program is lowered: what layers observe,
+and the bounds of weights that they read, go through an operation that does nothing else than look then whether
+`advance_scaling`, or `set_weight_bounds`, was ever called. Outside of programs many gradients must have followed each
+other.
 """
 
 import contextlib
@@ -17,19 +18,21 @@ from jax.interpreters import ad, batching, mlir
 
 # So many gradients outside of a program may be the microbatches of one step.
 _MICROBATCHES = 16
+# Who advances states: a call with what layers have observed, or with what the optimizer knows.
+ADVANCE, BOUNDS = "advance_scaling", "set_weight_bounds"
 
 
 class _Steps:
     """What is known in this process.
 
     Attributes:
-        advanced: whether states have ever been advanced, or it has been said that they are not.
+        settled: the calls that were ever made, or of which it has been said that they are not.
         gradients: how many were taken outside of programs.
         last: a weak reference to the trace of the last one.
     """
 
     def __init__(self) -> None:
-        self.advanced, self.gradients = False, 0
+        self.settled, self.gradients = frozenset[str](), 0
         self.last: Any = None
 
 
@@ -39,35 +42,48 @@ _steps = _Steps()
 @contextlib.contextmanager
 def inspected() -> Iterator[None]:
     """Within it a program is looked at, and no model trained."""
-    before, _steps.advanced = _steps.advanced, True
+    before, _steps.settled = _steps.settled, frozenset(_ADVICE)
     try:
         yield
     finally:
-        _steps.advanced = before
+        _steps.settled = before
 
 
-def advances() -> None:
-    """Notes that states are advanced."""
-    _steps.advanced = True
+def settles(call: str) -> None:
+    """Notes that states are advanced by this call."""
+    _steps.settled |= {call}
 
 
+_ADVICE = {
+    ADVANCE: "unless it is called after it, once a step, scales and thresholds stay what they were at first. Write "
+    "{}, or take a recipe with current scaling",
+    BOUNDS: "unless it is called after each update, weights are quantized by the bounds of the first ones, and larger "
+    "ones are cut. Write {}, with fp8jax.track_weights last in the optimizer's chain, or take recipe 'fast', whose "
+    "scales need neither",
+}
 # How states are advanced in each of Flax's interfaces.
-_ADVANCE = {
-    "nnx": "grads = fp8jax.nnx.advance_scaling(model, grads) before the optimizer's update",
-    "linen": "scaling = fp8jax.linen.advance_scaling(scaling, seen), for the collection that apply has written",
+_WRITE = {
+    (ADVANCE, "nnx"): "grads = fp8jax.nnx.advance_scaling(model, grads) before the optimizer's update",
+    (ADVANCE, "linen"): "scaling = fp8jax.linen.advance_scaling(scaling, seen), for the collection that apply has "
+    "written",
+    (BOUNDS, "nnx"): "fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state)) after the "
+    "optimizer's update",
+    (BOUNDS, "linen"): "scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state)) after the "
+    "optimizer's update",
 }
 
 
-def observed(value: Array, layer: str, names: str, interface: str = "nnx") -> Array:
-    """What a call of a layer observed, as it is; where the call is differentiated, for a warning.
+def observed(value: Array, layer: str, names: str, interface: str = "nnx", call: str = ADVANCE) -> Array:
+    """What a call of a layer observed or read, as it is; where the call is differentiated, for a warning.
 
     Args:
-        value: the observation.
+        value: the observation, or the bound of a weight.
         layer: what messages call the layer.
         names: of its scalings.
         interface: of Flax, "nnx" or "linen".
+        call: what advances the state, `ADVANCE` or `BOUNDS`.
     """
-    if _steps.advanced:
+    if call in _steps.settled:
         return value
     # As with JAX's record of a trace: where it has other names, nothing is said.
     trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
@@ -79,24 +95,23 @@ def observed(value: Array, layer: str, names: str, interface: str = "nnx") -> Ar
     if not differentiated:
         return value
     if hasattr(outermost, "frame"):
-        result: Array = _LOOK.bind(value, layer=layer, names=names, interface=interface)
+        result: Array = _LOOK.bind(value, layer=layer, names=names, interface=interface, call=call)
         return result
     if _steps.last is None or _steps.last() is not outermost:
         _steps.gradients, _steps.last = _steps.gradients + 1, weakref.ref(outermost)
         if _steps.gradients > _MICROBATCHES:
-            _look(layer, names, interface)
+            _look(layer, names, interface, call)
     return value
 
 
-def _look(layer: str, names: str, interface: str) -> None:
+def _look(layer: str, names: str, interface: str, call: str) -> None:
     """Warns where states were never advanced, once."""
-    if _steps.advanced:
+    if call in _steps.settled:
         return
-    _steps.advanced = True
+    settles(call)
     warnings.warn(
-        f"{layer} with {names} scaling is trained in a program that never calls fp8jax.{interface}.advance_scaling: "
-        "unless it is called after it, once a step, scales and thresholds stay what they were at first. Write "
-        f"{_ADVANCE[interface]}, or take a recipe with current scaling",
+        f"{layer} with {names} scaling is trained in a program that never calls fp8jax.{interface}.{call}: "
+        f"{_ADVICE[call].format(_WRITE[call, interface])}",
         stacklevel=2,
     )
 

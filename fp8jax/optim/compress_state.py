@@ -79,7 +79,7 @@ def compress_state(
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
             its parameter has a name that neither optax's list nor `moments` holds.
-        TypeError: `tx` is no transformation.
+        TypeError: `tx` is no transformation; or at `init`, its moments are quantized already.
 
     With expansion a value under 1/6,000,000 of its group's largest is stored as 0, in what is not a first moment one
     under 1/80,000,000 as that (e4m3; the exponent k is at least 0.7 and 0.6), so that members whose gradients are gone
@@ -132,7 +132,12 @@ def compress_state(
                 "static_args=('group_size', 'min_size')"
             )
         jax.tree_util.tree_map_with_path(checks.array, params)
-        plan = _plan(inner.init(_widen(params)), params, rules, known)
+        made = inner.init(_widen(params))
+        if any(map(storage.is_quantized, jax.tree.leaves(made, is_leaf=storage.is_quantized))):
+            raise TypeError(
+                "moments of this transformation are in 8 bits already: take it as it is, or wrap one of optax's own"
+            )
+        plan = _plan(made, params, rules, known)
         stored = plan.store(smallest)
         if _count(stored) is None:
             stored = CountedState(jnp.zeros((), jnp.int32), stored)

@@ -129,7 +129,7 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
                 for name in node._fields:
                     add(getattr(node, name), role or _ROLES.get(name))
             elif hasattr(node, "dtype"):
-                sizes[role or "other"] += math.prod(node.shape) * jnp.dtype(node.dtype).itemsize
+                sizes[role or "other"] += math.prod(node.shape) * node.dtype.itemsize  # keys of noise, too
 
     add(state, None)
     return sizes

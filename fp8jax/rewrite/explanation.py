@@ -76,7 +76,8 @@ def gained(entries: Sequence[Entry]) -> str:
         return ""
     total = 1e3 * sum((entry.gain or 0.0) * entry.times for entry in known)
     count = sum(entry.gain is not None for entry in known)
-    told = f"8 bits gain about {total:.2g} ms a step in {count} products, by rates of {known[0].rates}"
+    does = "lose" if total < 0 else "gain"
+    told = f"8 bits {does} about {abs(total):.2g} ms a step in {count} products, by rates of {known[0].rates}"
     losing = [entry for entry in known if entry.loses]
     if not losing:
         return told

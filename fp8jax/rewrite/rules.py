@@ -218,5 +218,8 @@ def ordered(rules: Rules) -> Ordered:
     for rule in own:
         if not isinstance(rule, Rule):
             kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
-            raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}")
+            fix = "; a recipe for all other layers is the last" if isinstance(rule, (str, Recipe)) else ""
+            raise TypeError(
+                f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"
+            )
     return Ordered((*own, *ours), default, head)

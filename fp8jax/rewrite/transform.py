@@ -189,7 +189,11 @@ class Transformed:
         leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in fixed]
         arrays = [x for _, x in leaves]
         # JAX keeps the program: a call like one before is not traced again.
-        program, shapes = jax.make_jaxpr(call, return_shape=True)([stand_in(x) for x in arrays])
+        try:
+            program, shapes = jax.make_jaxpr(call, return_shape=True)([stand_in(x) for x in arrays])
+        except Exception as error:
+            _note_numbers(error, leaves, self._params)
+            raise
         return _Call(arrays, program, shapes, [path for path, _ in leaves])
 
     def _paths(self, places: Sequence[Any]) -> list[str | None]:
@@ -240,6 +244,18 @@ def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
                 f"{scaling_names(linear)} scaling of {use.path} keeps a state, {what}: take those of init(params, "
                 "...), and call with states=..."
             )
+
+
+def _note_numbers(error: Exception, leaves: Sequence[tuple[Any, Any]], params: Sequence[int | str]) -> None:
+    """Adds to what a function raised in its trace which Python numbers it got as arrays: it may branch on them."""
+    for path, x in leaves:
+        if not isinstance(x, _NUMBERS) or isinstance(x, np.generic):
+            continue
+        where = f"{x!r} at {jax.tree_util.keystr(path[1:])}"
+        within = _place(path) in params
+        fix = "fp8jax.filter_transform takes numbers in a model" if within else "static= takes arguments"
+        error.add_note(f"fp8jax.transform traced {where} as an array, as jax.jit does; {fix} for settings")
+        return
 
 
 def _over_arrays(fn: Callable, structure: Any, count: int, fixed: dict[int, Any]) -> Callable:

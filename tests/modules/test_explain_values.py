@@ -5,6 +5,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -120,6 +121,8 @@ def test_state_bytes_tell_the_moments_apart():
     state = fp8jax.compressed_adamw(1e-3, mu="e5m2", nu="fp32", expand=False, min_size=1024, group_size=64).init(params)
     want = {"mu": 64 * 128 + 4 * 128 + 4 * 8, "nu": 4 * (64 * 128 + 8), "other": 4}
     assert fp8jax.state_bytes(state) == want
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(0)).init(params)  # a count and a key of two words
+    assert fp8jax.state_bytes((state, noise)) == want | {"other": 4 + 4 + 8}
 
 
 def test_how_often_products_run_counts_loops():

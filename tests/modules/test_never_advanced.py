@@ -1,4 +1,4 @@
-"""A trainer that never calls `advance_scaling` is told, once; nobody else is."""
+"""A trainer that never calls `advance_scaling`, or `set_weight_bounds`, is told, once; nobody else is."""
 
 import warnings
 
@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import fp8jax
 from fp8jax.modules import training
 
 X = jax.random.normal(jax.random.key(0), (8, 16))
-MESSAGE = "scaling is trained in a program that never calls fp8jax.nnx.advance_scaling"
+MESSAGE = "scaling is trained in a program that never calls fp8jax."
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +72,44 @@ def train(step, name, model="layer", steps=3):
         step(model, optimizer, X)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("te_delayed", "delayed"), ("int8_fallback", "threshold")])
+@pytest.mark.parametrize(
+    ("name", "kind", "call"),
+    [
+        ("te_delayed", "delayed", "advance_scaling"),
+        ("int8_fallback", "threshold", "advance_scaling"),
+        ("moss", "automatic", "set_weight_bounds"),
+    ],
+)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_trainer_that_never_advances_states_is_told_once(name, kind, model):
-    """Both trained with their initial state for ever, without a word."""
+def test_a_trainer_that_never_advances_states_is_told_once(name, kind, call, model):
+    """All trained with their initial state for ever, without a word."""
     (message,) = told(lambda: train(never, name, model))
-    assert message.startswith(f"an nnx.Linear with {kind} {MESSAGE}")
+    assert message.startswith(f"an nnx.Linear with {kind} {MESSAGE}nnx.{call}: ")
     assert told(lambda: train(never, name)) == []
+
+
+def test_each_of_the_two_calls_is_asked_for_by_itself():
+    assert told(lambda: train(each_step, "te_delayed")) == []
+    assert len(told(lambda: train(never, "moss"))) == 1
+
+
+def test_who_gives_bounds_in_the_step_is_told_nothing():
+    @nnx.jit
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(loss)(model, x))
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+
+    model = quantized("moss")
+    tracked = optax.chain(optax.sgd(1e-2), fp8jax.track_weights())
+    assert told(lambda: step(model, nnx.Optimizer(model, tracked, wrt=nnx.Param), X)) == []
+
+
+def test_linen_is_told_its_own_call():
+    model = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", "moss"))
+    variables = model.init(jax.random.key(0), X)
+    step = jax.jit(jax.grad(lambda p: jnp.mean(model.apply({**variables, "params": p}, X) ** 2)))
+    (message,) = told(lambda: step(variables["params"]))
+    assert f"with automatic {MESSAGE}linen.set_weight_bounds: " in message
 
 
 @pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
@@ -100,6 +132,5 @@ def test_nothing_is_told_of_a_gradient_that_is_no_training():
     model = quantized("te_delayed")
     assert told(lambda: nnx.jit(loss)(model, X)) == []  # a call
     assert told(lambda: fp8jax.explain(MODELS["layer"](), fp8jax.Rule(".*", "te_delayed"), X)) == []
-    assert told(lambda: train(never, "moss")) == []  # its states are the optimizer's
     model.eval()
     assert told(lambda: nnx.jit(nnx.grad(loss))(model, X)) == []

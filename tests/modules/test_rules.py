@@ -68,7 +68,9 @@ def test_a_recipe_after_rules_takes_what_is_left_but_embeddings_heads_and_router
         choose(PATHS, [Rule("block", None), TE])
     with pytest.raises(ValueError, match="no layer is left for the recipe to match"):
         choose(PATHS, [Rule(".*", INT8), TE])
-    with pytest.raises(TypeError, match="after which one may stand, not 'te_current'"):
+    with pytest.raises(
+        TypeError, match="after which one may stand, not 'te_current'; a recipe for all other layers is the last"
+    ):
         choose(PATHS, ["te_current", Rule(".*", TE)])
 
 

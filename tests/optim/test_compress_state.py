@@ -259,6 +259,8 @@ def test_wrong_arguments_are_refused(make, message):
 def test_what_is_no_transformation_and_wrong_shapes_are_refused():
     with pytest.raises(TypeError, match="wraps an optax transformation"):
         fp8jax.compress_state(optax.adam)
+    with pytest.raises(TypeError, match="are in 8 bits already"):
+        OURS(fp8jax.compressed_adamw(1e-3, min_size=0)).init({"w": jnp.ones((4, 128))})
     tx = OURS(optax.adam(1e-3))
     with pytest.raises(TypeError, match=r"\['w'\]\[0\] is 1, of type int, and no array"):
         tx.init({"w": [1, 2]})

@@ -58,8 +58,16 @@ def test_numbers_and_functions_are_settings():
     values = [float(fast(Net(*how), X)) for how in ((2.0,), (1.0,), (2.0, jnp.sin), (2.0,))]
     assert len(set(values)) == 3
     assert values[0] == values[3]
-    with pytest.raises(jax.errors.TracerBoolConversionError):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
         fp8jax.transform(loss, "te_current")(Net(), X)
+    note = next(note for note in raised.value.__notes__ if "fp8jax" in note)
+    assert "traced 0.5 at [0].dropout.p as an array" in note
+    assert "fp8jax.filter_transform takes" in note
+    repeat = lambda p, x, n: jnp.tanh(x @ p["w"]) if n > 1 else x  # noqa: E731
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        fp8jax.transform(repeat, "te_current")({"w": jnp.ones((WIDTH, WIDTH))}, X, 2)
+    note = "fp8jax.transform traced 2 at [2] as an array, as jax.jit does; static= takes arguments for settings"
+    assert note in raised.value.__notes__
 
 
 def test_rules_go_by_the_paths_of_fields():

@@ -72,6 +72,7 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
     total = sum(entry.gain * entry.times for entry in told.entries if entry.gain is not None)
     assert f"8 bits gain about {1e3 * total:.2g} ms a step in 7 products, by rates of an H100;" in str(told)
     assert "gains nothing" not in str(explained("te_current", 2048, 5632, 16384))
+    assert "8 bits lose about " in str(explained("te_current", 1024, 4096, 128))
 
 
 def test_what_each_product_gains_is_told_less_its_part_of_the_codes(known):
