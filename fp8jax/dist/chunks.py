@@ -71,7 +71,7 @@ class Chunks:
         """The scales of one device's chunk, (blocks, 1), of those of the array."""
         flat = scale.reshape(-1)
         if self.whole_groups:
-            flat = jnp.pad(flat, (0, self.devices * self.one[0] - flat.size), constant_values=1)
+            flat = jnp.pad(flat, (0, self.devices * self.one[0] - flat.size))
             flat = lax.dynamic_slice_in_dim(flat, index * self.one[0], self.one[0])
         return flat[:, None]
 

@@ -67,7 +67,7 @@ def slices(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = None) 
     Args, Returns, Raises: as `partition`; no leaf has an owner.
     """
     leaves, _, sizes = _sizes(tree, devices, nbytes)
-    cut = [any(n and n % devices == 0 for n in x.shape) for x in leaves]
+    cut = [any(n % devices == 0 for n in x.shape) for x in leaves]
     load = sum(size // devices if divided else size for size, divided in zip(sizes, cut, strict=True))
     return Partition(None, (load,) * devices)
 

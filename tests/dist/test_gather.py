@@ -140,5 +140,6 @@ def test_whole_tensors_go_to_the_device_that_has_least():
     assert partition({"one": 8}, 4, nbytes=int).loads == (8, 0, 0, 0)
     cut = slices({"w": jnp.ones((16, 3)), "odd": jnp.ones((3, 5))}, 8)
     assert cut.loads == (6 * 4 + 15 * 4,) * 8
+    assert partition({}, 2).imbalance == 1
     with pytest.raises(ValueError, match="at least one device"):
         partition(tree, 0)

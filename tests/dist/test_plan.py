@@ -79,13 +79,27 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %b = (f32[8]{0}, bf16[4]{0}) all-reduce(%p, %q), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
   %d = ((u8[2,32]{1,0}), u8[2,32]{1,0}) all-to-all-start(%p), replica_groups=mesh['data'=2] {'data'}, dimensions={0}
   %e = ((f8e4m3fn[32]{0}), f8e4m3fn[32]{0}) all-reduce-start(%p), replica_groups=mesh['data'=2] {'data'}, to_apply=%add
+  %f = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %g = (u8[64]{0}, u8[256]{0}) all-gather-start(%p), replica_groups=mesh['data'=8] {'data':(1)4}, dimensions={0}
+  %h = pred[48]{0} all-gather(%p), replica_groups=mesh['data'=2,'fsdp'=3] {'data','fsdp'}, dimensions={0}
   ROOT %c = bf16[16]{0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}
 }
 """
     assert collectives(text) == [
         Collective("all-gather", "u8", 64, 8), Collective("all-reduce", "f32", 32, 4),
         Collective("all-reduce", "bf16", 8, 4), Collective("all-to-all", "u8", 64, 2),
-        Collective("all-reduce", "f8e4m3fn", 32, 2), Collective("reduce-scatter", "bf16", 128, 4)]  # fmt: skip
+        Collective("all-reduce", "f8e4m3fn", 32, 2), Collective("collective-permute", "f32", 32, 1),
+        Collective("all-gather", "u8", 64, 4), Collective("all-gather", "pred", 8, 6),
+        Collective("reduce-scatter", "bf16", 128, 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "sent"),
+    [("all-reduce", 4, 150), ("reduce-scatter", 4, 75), ("all-to-all", 4, 75), ("all-gather", 4, 300),
+     ("collective-permute", 1, 100)],
+)  # fmt: skip
+def test_bytes_that_a_device_sends(kind, devices, sent):
+    assert Collective(kind, "u8", 100, devices, 3).sent == pytest.approx(3 * sent)
 
 
 @pytest.mark.parametrize("name", ["bf16", "coat", "fp8_lm"])

@@ -123,6 +123,9 @@ def test_sums_of_codes_are_exact_in_any_order(count):
     fmt = fp8jax.formats.get("e4m3")
     for order in (np.arange(count), rng.permutation(count)):
         np.testing.assert_array_equal(sum_of_codes(jnp.asarray(codes[order]), fmt), want)
+    whole = rng.integers(-127, 128, (count, 64), dtype=np.int8)
+    found = sum_of_codes(jnp.asarray(whole), fp8jax.formats.get("int8"))
+    np.testing.assert_array_equal(found, whole.sum(0, dtype=np.int64))
     codes[3, 7] = np.nan
     found = np.asarray(sum_of_codes(jnp.asarray(codes), fmt))
     np.testing.assert_array_equal(np.isnan(found), np.arange(64) == 7)
@@ -271,6 +274,10 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
     assert factors.mu["apart"] == before  # a gradient that is no number says nothing of the factor
     assert factors.saturated["apart"] == 1
     assert next_factor(jnp.float32(1), jnp.float32(0), jnp.array(True), 8) == 1  # the whole range, and no more
+    after = [float(next_factor(jnp.float32(0.5), jnp.float32(part), jnp.array(True), 8)) for part in (9e-6, 1.1e-5)]
+    assert after == [pytest.approx(0.5 * 2 ** (1 / 1000)), 0.25]
+    with pytest.raises(ValueError, match="replicas must be at least 1, not 0"):
+        init_factors(grads, 0)
 
 
 def test_the_saturated_part_of_a_scattered_sum_is_that_of_the_whole_on_every_device(mesh):
@@ -343,6 +350,8 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
     g = jnp.ones((64, 64))
     with pytest.raises(ValueError, match=r"must be called inside jax.shard_map.*'data'.*axis_names=\{'data'\}"):
         all_reduce_gradients(g, "data")
+    with pytest.raises(ValueError, match=r"over \(\) must be called inside jax.shard_map.*; here no axis is not"):
+        jax.eval_shape(on_each(mesh, functools.partial(all_reduce_gradients, axes=())), {"w": jnp.ones((8, 4))})
     with pytest.raises(ValueError, match="'model' is not"):
         jax.eval_shape(on_each(mesh, functools.partial(all_reduce_gradients, axes="model")), {"w": jnp.ones((8, 4))})
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="must be called inside"):
@@ -353,6 +362,11 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
 
     with pytest.raises(ValueError, match=r"has summed it already.*pcast\(params, \('data', 'fsdp'\)"):
         jax.eval_shape(jax.shard_map(summed, mesh=mesh, in_specs=(P(), P(AXES)), out_specs=P()), g, jnp.ones((8, 64)))
+    in_part = jax.shard_map(
+        functools.partial(all_reduce_gradients, axes=AXES), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+    with pytest.raises(ValueError, match=r"the gradient does not vary over \['fsdp'\]"):
+        jax.eval_shape(in_part, g)
     eight = {"w": jnp.ones((8, 64, 64))}
     for comm, fix in ((Comm(), "leaves the reduction to XLA"), ("e4m3:block128", "as 'e4m3' or"), ("de8", "'int8'")):
         with pytest.raises(ValueError, match=fix):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import fp8jax
 from fp8jax.core.scaling import find
-from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence
+from fp8jax.dist import crossings, gather_linear, gather_sequence, scatter_sequence, travel
 from fp8jax.dist.collectives import Collective, collectives
 from fp8jax.ops import operand
 from fp8jax.ops.saved import from_bytes
@@ -226,9 +226,44 @@ def test_a_compiled_program_moves_codes_and_little_else(devices):
     assert sum(one.nbytes for one in scales) == 2 * 4 * tokens  # XLA may join them
     assert [one for one in found if one not in scales] == sorted(gather * 2 + scatter[1:] * 2)
     plain = moved(fp8jax.recipes.bf16(), None, devices)
+    for recipe, seen in ((fp8jax.recipes.deepseek(), found), (fp8jax.recipes.bf16(), plain)):
+        each = crossings(tokens, 128, devices, recipe, "fp32")
+        each = [one._replace(times=1) for one in each for _ in range(one.times)]
+        sums, others = ([one for one in each if (one.kind == "all-reduce") == is_sum] for is_sum in (True, False))
+        assert sorted(others) == sorted(one for one in seen if one.kind != "all-reduce")
+        assert sum(one.nbytes for one in sums) == (0 if seen is plain else 2 * 4 * tokens)
     assert {(one.kind, one.dtype) for one in plain} == {("all-gather", "f32"), ("reduce-scatter", "f32")}
     ratio = sum(one.sent for one in plain) / sum(one.sent for one in found)
     assert 3.5 < ratio < 4
+
+
+def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
+    """Of 16 tokens of 128 channels on a device: a byte for each 32 beside the codes, and 4 for each token's scale."""
+    found = crossings(128, 128, 8, fp8jax.QuantSpec.parse("e4m3:mx32+token+exact"), times=3, gathered=2)
+    codes, scales = ("all-gather", "u8", 16 * (128 + 4), 8), ("all-gather", "f32", 4 * 16, 8)
+    parts = [("all-to-all", "u8", 128 * 128, 8), ("all-reduce", "f32", 4 * 128, 8)]
+    assert found == [Collective(*one, times) for times in (6, 3) for one in (codes, scales)] + [
+        Collective(*one, 6) for one in parts]  # fmt: skip
+    one = crossings(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
+    assert [x[:3] for x in one] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
+    assert {x.dtype for x in crossings(128, 128, 8, "fp16")} == {"f16"}
+
+
+def test_what_travels_of_each_setting():
+    operand, total = functools.partial(travel.of_operand, "f"), functools.partial(travel.of_sum, "f")
+    assert [operand(name, "x") for name in travel.PLAIN] == [travel.Travel(None, name) for name in travel.PLAIN]
+    assert operand("jetfire", "dy") == travel.Travel(None)  # rounded stochastically where it is multiplied
+    assert operand("auto", "x").dtype is None
+    delayed = dataclasses.replace(fp8jax.recipes.te_current().linear, x="e4m3", dy="e5m2", margin=1)
+    assert [operand(delayed, side).spec.format for side in ("x", "dy")] == ["e4m3", "e5m2"]
+    token = fp8jax.QuantSpec("e4m3", "token")
+    for how in ("deepseek", delayed, "e4m3:block128", fp8jax.QuantSpec("e4m3", "group", 128, scale_format="bf16")):
+        assert total(how).spec == token
+    for how in ("e4m3", "e4m3:token", "e4m3:group32"):
+        assert total(how).spec == fp8jax.QuantSpec.parse(how)
+    for how in (fp8jax.QuantSpec("e4m3", stacked=1), fp8jax.QuantSpec("e4m3", "token", axis=0)):
+        with pytest.raises(ValueError, match=r"f: codes of .* do not travel"):
+            operand(how, "x")
 
 
 def test_codes_are_gathered_again_under_a_checkpoint():
