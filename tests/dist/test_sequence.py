@@ -247,6 +247,8 @@ def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
     one = crossings(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
     assert [x[:3] for x in one] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
     assert {x.dtype for x in crossings(128, 128, 8, "fp16")} == {"f16"}
+    folded = crossings(128, 128, 8, "e4m3:mx32+token")
+    assert [x[:3] for x in folded[:2]] == [("all-gather", "u8", 2048), scales[:3]]
     gathers = [x for x in crossings(128, 128, 8, "jetfire") if x.kind == "all-gather"]  # whose dy is no codes yet
     assert [x[1:3] for x in gathers] == [("u8", 16 * 128), ("f32", 4 * 4), ("bf16", 2 * 16 * 128)]
 

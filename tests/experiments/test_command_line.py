@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -53,6 +54,76 @@ def test_wrong_input_is_one_line_that_names_it(argv, out, capsys, flags, message
     assert error.count("\n") == 1
     assert re.search(message, error), error
     assert not (out / "wrong" / "config.json").exists()
+
+
+# What a field may just be, and what it may not be just beside it; the settings beside it let it.
+BOUNDS = {
+    **{("data", name): (1, 0) for name in ("seq_len", "batch", "eval_batches")},
+    **{("run", name): (1, 0) for name in ("log_every", "checkpoint_every", "keep", "eval_every", "unroll", "patience")},
+    **{("run", name): (0, -1) for name in ("sample_tokens", "profile")},
+    ("optim", "steps"): (1, 0),
+    ("optim", "microbatches"): (1, 0),
+    ("optim", "warmup"): (9, 10),
+    **{("optim", name): (1e-30, 0) for name in ("lr", "eps", "clip")},
+    **{("optim", name): (0, 1) for name in ("b1", "b2")},
+    ("optim", "final_lr"): (1, 1.01),
+    ("optim", "weight_decay"): (0, -1e-9),
+    ("optim", "decay"): (1, 1.01),
+    ("data", "valid_fraction"): (1e-9, 0),
+    ("data", "vocab"): (257, 256),
+    ("lora", "lora_alpha"): (1e-9, 0),
+    ("lora", "lora_dropout"): (0, 1),
+    ("lora", "base"): ("int8:block128", "int10:group64"),
+    ("run", "process_id"): (1, 2),
+    ("run", "process_count"): (2, 1),
+}
+BESIDE = {
+    "optim": {"steps": 10, "warmup": 0},
+    "data": {"batch": 1, "tokenizer": "bpe"},
+    "lora": {"lora_rank": 2, "lora_targets": ".*"},
+    "run": {"coordinator": "node0:1", "process_id": 1, "process_count": 2},
+}
+
+
+@pytest.mark.parametrize(("section", "name"), BOUNDS)
+def test_each_field_may_be_as_far_as_its_bound(section, name):
+    kind = {"data": config.Data, "run": config.Run, "optim": config.Optim, "lora": config.Lora}[section]
+    fits, beyond = BOUNDS[section, name]
+    made = [Config(**{section: kind(**(BESIDE[section] | {name: value}))}) for value in (fits, beyond)]
+    made[0].validate()
+    Config(optim=config.Optim(steps=10, warmup=5, schedule="wsd", decay=0.5)).validate()
+    with pytest.raises(UserError, match=f"{config.flag(name)}"):
+        made[1].validate()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optim": {"lr": math.inf}}, "--lr must be positive and finite, got inf"),
+        ({"optim": {"final_lr": -0.1}}, "--final-lr is a share of --lr"),
+        ({"optim": {"weight_decay": math.inf}}, "--weight-decay must be finite"),
+        ({"optim": {"schedule": "wsd", "decay": 0.5, "warmup": 6}}, "--decay 0.5: wsd falls from step 5 on"),
+        ({"optim": {"schedule": "wsd", "decay": 0.01}}, "--decay 0.01: wsd falls from step 10 on"),
+        ({"optim": {"microbatches": 3}}, "--microbatches 3 must divide --batch"),
+        ({"data": {"valid_fraction": 1.0}}, "--valid-fraction must be between 0 and 1"),
+        ({"run": {"process_id": -1}}, "--process-id -1 must be from 0 to --process-count 2 - 1"),
+        ({"run": {"process_count": None}}, "--coordinator node0:1 needs --process-id and --process-count, too"),
+        ({"run": {"coordinator": "auto"}}, "--process-id 1 and .* auto finds them itself"),
+        ({"run": {"coordinator": ""}}, "give that address, or leave them out"),
+        ({"run": {"coordinator": ":1"}}, "--coordinator is HOST:PORT, as in node0:12345, or auto, got ':1'"),
+        ({"run": {"run": ".r"}}, "--run is a name without a leading dot"),
+        ({"lora": {"lora_rank": -1}}, "--lora-rank must be at least 0, got -1"),
+        ({"lora": {"lora_rank": 0, "lora_alpha": 3.0}}, "--lora-alpha is for adapters: give --lora-rank, too"),
+        ({"lora": {"base": "e4m3:group128+stochastic"}}, "--base has 8-bit codes rounded to nearest"),
+        ({"recipe": ()}, "--recipe needs at least one name"),
+    ],
+    ids=str,
+)
+def test_what_no_bound_says_is_refused(change, message):
+    kinds = {"data": config.Data, "run": config.Run, "optim": config.Optim, "lora": config.Lora}
+    parts = {k: kinds[k](**(BESIDE[k] | v)) if k in kinds else v for k, v in change.items()}
+    with pytest.raises(UserError, match=message):
+        Config(**parts).validate()
 
 
 def test_help_lists_recipes_sizes_and_exit_codes(capsys):
