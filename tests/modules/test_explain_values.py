@@ -11,7 +11,8 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.core.recipe import Context
-from fp8jax.modules import explain, program
+from fp8jax.modules import explain, program, report
+from fp8jax.rewrite.held import StandIn
 from tests.core.test_plan import LINEAR
 
 TE = fp8jax.recipes.te_current()
@@ -138,3 +139,64 @@ def test_how_often_products_run_counts_loops():
     counts = {p.operands: (p.written, p.executed) for p in report.program.traced if p.eight_bit}
     assert counts == dict.fromkeys(counts, (1, 3))
     assert len(counts) == 3
+
+
+SWITCHBACK = fp8jax.recipes.switchback().linear
+
+
+def layer(linear=TE.linear, **how):
+    return report.Layer("a/b", "Linear", (16, 24), linear, "why", **how)
+
+
+@pytest.mark.parametrize(
+    ("x", "spans"),
+    [("e4m3:tensor", True), ("e4m3:token", False), ("e4m3:group32", False), ("e4m3:block32", True), ("e4m3:mx32", True),
+     ("e4m3:mx32+token", False), ("e4m3:mx32+ocp", False)],
+)  # fmt: skip
+def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
+    part = dataclasses.replace(TE.linear, x=x, x_wgrad="e4m3:block32", saved="e4m3:block32")
+    found = layer(part)
+    assert found.spans_tokens == (x if spans else None)
+    said = str(report.Report((found, layer(None))))
+    assert ("scales that span tokens: the inputs of 1 layers" in said) == spans
+    assert layer(None).spans_tokens is None
+    assert layer(None).products == {}
+
+
+@pytest.mark.parametrize(
+    ("rank", "linear", "saved", "size"),
+    [(0, TE.linear, "nothing", "0"), (2, TE.linear, "bfloat16", "2"), (2, SWITCHBACK, "bfloat16", "2")],
+)
+def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(rank, linear, saved, size):
+    found = layer(linear, dtype="bfloat16", held=StandIn(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
+    x, dy = (linear.spec(side) or "bfloat16" for side in ("x", "dy"))
+    assert found.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
+    assert found.saved == (saved, float(size))
+    plain = dataclasses.replace(found, held=StandIn(None, 16, 24, 2))
+    assert plain.products["forward"] == f"{x} x bfloat16"
+    (row,) = [line for line in str(report.Report((found,))).splitlines() if line.startswith("a/b")]
+    assert row.split()[-3:] == [saved, size, "why"]
+    unknown = dataclasses.replace(found, dtype=None, held=StandIn(None, 16, 24, 2))
+    (row,) = [line for line in str(report.Report((unknown,))).splitlines() if line.startswith("a/b")]
+    assert row.split()[-4:] == ["as", "written", "?", "why"]
+
+
+def test_what_a_norm_keeps_is_told_with_who_else_keeps_it():
+    lean, group = Context("e4m3:group16", "lean"), "e4m3:group16"
+    made = lambda context, **how: report.ContextEntry("n", "RMSNorm", "norm", context, "why", **how)  # noqa: E731
+    nothing = "; quantized layers that read its result keep nothing of it"
+    readers = {"readers": (("down", "bfloat16"), ("a product", "float32"))}
+    others = "; down keeps it in bfloat16; a product keeps it in float32"
+    for part, said in (
+        (made(lean), group + nothing),
+        (made(lean, alone=True), group),
+        (made(lean, **readers), group + nothing + others),
+        (made(lean, alone=True, **readers), group + others),
+        (made(lean, attention=("q", "k")), "q, k: no copy of what attention keeps"),
+        (made(None), "as written"),
+        (dataclasses.replace(made(lean), computes=None), "as written"),
+    ):
+        assert part.keeps == said
+    note = "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
+    assert note in str(report.Report((layer(),), parts=(made(None), made(lean))))
+    assert note not in str(report.Report((layer(),), parts=(made(None), made(Context(group)))))
