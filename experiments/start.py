@@ -207,4 +207,4 @@ def prompt(tokens: data.Tokens | packing.Packed, longest: int) -> list[int]:
     ids, answers, segments = tokens.valid[0]
     size = int((segments == 1).sum())
     first = int(np.argmax(answers[:size])) if not answers[1:2].any() else size
-    return [int(i) for i in ids[: max(1, min(longest, first or size))]]
+    return [int(i) for i in ids[: min(longest, first or size)]]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import start
+from experiments import packing, start
 from experiments.config import UserError
 from experiments.data import Corpus, Tokens
 from experiments.packing import Packed
@@ -71,11 +71,16 @@ def test_texts_are_parted_by_what_begins_them_or_else_ends_them(begins, ends, wa
     assert asked == [False, False]
 
 
-def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_template():
+def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_template(monkeypatch):
     config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
     texts = tuple(f"text {i}" for i in range(8))
     corpus = Corpus(texts, (), 1, (), tuple(TextRecord(f"f:{i}", text) for i, text in enumerate(texts)))
+    own, given = packing.pack, []
+    monkeypatch.setattr(
+        packing, "pack", lambda found, *how, **more: given.append((how, more)) or own(found, *how, **more)
+    )
     found = start.encode(config, corpus, Bytes())
+    assert given == [((0.5, 8), {"whole": False})]
     assert found.documents == len(texts)
     rows = np.concatenate([found.train, found.valid])
     first = rows[0][0][rows[0][2] == 1]
