@@ -17,9 +17,15 @@ from jax.extend.core import get_opaque_trace_state
 
 
 class Gradients:
-    """Of one run of a program: `fp8jax.ops.saved.Origin` of each gradient, which is asked for once."""
+    """Of one run of a program: `fp8jax.ops.saved.Origin` of each gradient, which is asked for once.
 
-    def __init__(self) -> None:
+    `unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a loop.
+    There XLA copies each turn's row of a stacked weight, and a product makes both copies of codes in one pass: it would
+    hold the row, with four bytes an element, for the backward pass.
+    """
+
+    def __init__(self, unrolled: bool = False) -> None:
+        self.unrolled = unrolled
         self._noted: dict[int, tuple[Any, Any, Any]] = {}
 
     def note(self, x: Array | None, origin: Any) -> None:
@@ -70,9 +76,9 @@ def current() -> Gradients:
 
 
 @contextlib.contextmanager
-def run() -> Iterator[None]:
+def run(unrolled: bool = False) -> Iterator[None]:
     """Within it operations are those of one run, with which what is known of their gradients goes."""
-    token = _of_run.set(Gradients())
+    token = _of_run.set(Gradients(unrolled))
     try:
         yield
     finally:

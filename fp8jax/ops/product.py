@@ -156,6 +156,9 @@ def multiply(
     Returns:
         The product, and the input for the next one; or None.
     """
+    of_run, plain = gradients.current(), quantized is None and not isinstance(w, FrozenWeight)
+    if plain and scales is None and of_run.unrolled:
+        quantized = _in_one_pass(w, recipe)  # type: ignore[arg-type]
     of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
@@ -167,7 +170,7 @@ def multiply(
         axes = frozenset(varying(value))
         of_w = Plain(of_w.scale, *laid.then(lambda w: vary_over(w, axes)))
     token = derivatives.token(name, value, through, *others)
-    how = How(recipe, through is not None, passes, spec, gradients.current(), name)
+    how = How(recipe, through is not None, passes, spec, of_run, name)
     y, passed = _product(how, value, through, *others, of_x, of_w, noise, scales, token)
     return derivatives.passed("a product", y, value, through, *others), passed
 
@@ -232,6 +235,14 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         return QuantizedWeight(to_bytes(transposed), to_bytes(rows))
     make = functools.partial(make_codes, w, strategy=part.own_strategy("w"))
     return QuantizedWeight(make(forward, transposed=True, scale=scale), make(dgrad, scale=given(scale, forward, dgrad)))
+
+
+def _in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
+    """What `quantize_weight` makes of a matrix (inputs, outputs), if one pass over it makes both copies; else None."""
+    spec = recipe.spec("w")
+    if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
+        return None
+    return quantize_weight(w, recipe=recipe) if spec.granularity in TRANSPOSABLE else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -351,6 +362,9 @@ def _gradients(
         columns = saved.x.operand(side, of_dx)
         how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "transposed": recipe.dy_wgrad == SAME}
         dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
+    if dw is not None and how.of_run.unrolled:
+        # Now, not when the gradients of all turns are stacked: until then XLA would keep what this product reads.
+        dx, dw = lax.optimization_barrier((dx, dw))
     inputs = (None, dx) if how.through else (dx, None)
     db = None if bias is None or total is None else bias.cast(total)
     slots = scales and Scales(slot=seen)  # type: ignore[call-arg]

@@ -168,6 +168,17 @@ def turns(eqn: Any) -> Turns | None:
     return None
 
 
+def unrolled(eqn: Any, around: bool) -> bool:
+    """Whether the program of an equation is a turn of a loop of several that are written out, one after the other.
+
+    `around` says so of the program that the equation is in.
+    """
+    if eqn.primitive.name in ("scan", "while"):
+        length, unroll = eqn.params.get("length", 0), eqn.params.get("unroll", 1)
+        return bool(length > 1 and (unroll == 0 or unroll >= length))
+    return around and eqn.primitive.name not in _CHECKPOINTS
+
+
 def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
     return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 

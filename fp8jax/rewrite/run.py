@@ -9,7 +9,9 @@ import jax
 
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import gradients
+from fp8jax.ops.choice import on_cuda
 from fp8jax.ops.linear import content_key
+from fp8jax.ops.partition import on_one_device
 from fp8jax.ops.saved import NOTHING, Known, Origin
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
@@ -84,6 +86,7 @@ class Running:
         origins: what operations have said of their results, for those that read them.
         states: what each use of a parameter is given, by path and number.
         level: how many counted loops and meshes stand around.
+        unrolled: as of `fp8jax.ops.gradients.Gradients`.
         seen: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
             pass; None where it is the gradient of slots.
     """
@@ -97,8 +100,9 @@ class Running:
         origins: Mapping[Value, Origin] = MappingProxyType({}),
         forward: bool = False,
         inner: bool = False,
+        unrolled: bool = False,
     ) -> None:
-        self._inner = inner
+        self._inner, self.unrolled = inner, unrolled
         self._plan, self.states, self._level, self._place = plan, states, level, 0
         self.seen: dict[tuple[Any, str], Any] | None = {} if forward else None
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
@@ -141,7 +145,7 @@ class Running:
 
     def outputs(self) -> list[Any]:
         """Runs the graph."""
-        with gradients.run():
+        with gradients.run(self.unrolled):
             return self._outputs()
 
     def _outputs(self) -> list[Any]:
@@ -183,12 +187,14 @@ class Running:
             origins = {plan.graph.inputs[i]: rebuild(arrays[place][i]) for i, (_, rebuild) in moved[place].items()}
             pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
             both = {key: Given(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
-            inner = Running(plan, inputs, both, self._level + counted, origins, self.seen is not None, loops)
+            how: Any = {"forward": self.seen is not None, "inner": loops, "unrolled": unrolled}
+            inner = Running(plan, inputs, both, self._level + counted, origins, **how)
             outputs, seen = inner.outputs(), inner.seen or {}
             # Of a use in another branch nothing is seen: zeros, as slots are.
             return [*outputs, *(seen.get((key, o), getattr(both[key].slots, o)) for key, o in told)]
 
         loops = node.kind in ("scan", "while")
+        unrolled = on_cuda() and on_one_device() and primitives.unrolled(node.eqn, self.unrolled)
         told = [(key, o) for key in rows for o in ("x", "w") if self.seen is not None and self._observes(key, o)]
         operands = [self.held(value) for value in node.operands]
         runs = [functools.partial(run, place) for place in range(len(bodies))]

@@ -12,7 +12,10 @@ import pytest
 from jax import lax
 
 import fp8jax
+from fp8jax.ops import product
+from fp8jax.ops.product import quantize_weight
 from fp8jax.rewrite import operations
+from fp8jax.rewrite import run as graph_run
 from tests.distance import relative
 from tests.programs import dots, residuals
 
@@ -430,6 +433,37 @@ def test_of_a_part_or_layout_of_a_parameter_the_parameter_is_kept(fn, recipe):
     assert {shape for shape in kept if not {3, 5} <= {*shape} and 15 not in shape} == {STACK.shape}
     want, got = (jax.grad(loss(f))(STACK, x) for f in (fn, given))
     assert 0 < relative(got, want) < 0.25
+
+
+def looped(unroll, around=lambda turn: turn):
+    step = around(lambda h, w: (turn(h, w), None))
+    return lambda w, x: lax.scan(step, x, w, unroll=unroll)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "gpu", "written_out"),
+    [(looped(True), True, True), (looped(3), True, True), (looped(2), True, False), (looped(1), True, False),
+     (looped(True, jax.checkpoint), True, False), (looped(True), False, False), (parts, True, False)],
+)  # fmt: skip
+def test_turns_written_out_on_a_gpu_make_both_copies_of_a_weight_at_once(fn, gpu, written_out, monkeypatch):
+    """The same bits; the row of the stacked weight is not kept, and its gradient is made in its turn."""
+    fast = fp8jax.transform(fn, [fp8jax.Rule(".*", "te_current")])
+
+    def run():
+        program = jax.make_jaxpr(jax.grad(loss(lambda *args: fast(*args))))(STACK, X)
+        return program, jax.jit(jax.grad(loss(lambda *args: fast(*args))))(STACK, X)
+
+    before, want = run()
+    monkeypatch.setattr(graph_run, "on_cuda", lambda: gpu)
+    monkeypatch.setattr(graph_run, "on_one_device", lambda: True)
+    made = []
+    monkeypatch.setattr(
+        product, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
+    )
+    after, got = run()
+    np.testing.assert_array_equal(got, want)
+    assert bool(made) == written_out
+    assert (str(after).count("optimization_barrier") > str(before).count("optimization_barrier")) == written_out
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
