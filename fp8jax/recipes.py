@@ -51,8 +51,7 @@ def coat_fast() -> Recipe:
 
     Scales of what norms and activations make come from bounds, which nothing finite exceeds (`Context.scales`).
     Gradients are summed with all bits, as in `coat`: fast accumulation of the weight's, over all tokens, costs 2.8 % of
-    the loss at 65 M parameters (docs/recipes/coat_fast.md). With `dataclasses.replace(linear, scaling="sampled",
-    w_scaling="two_stage")` large matrices have scales from a sample.
+    the loss at 65 M parameters (docs/recipes/coat_fast.md).
     """
     context = dataclasses.replace(_COAT_CONTEXT, scales="bound")
     return Recipe("coat_fast", optimizer=Optimizer(), linear=_COAT_LINEAR, context=context)

@@ -14,10 +14,6 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 
 # Of which each program of who reads them takes all, from a cache.
 PARTS = 1024
-# Rows of a tile, and so of a sample.
-SAMPLE = 32
-# What is rounded up to bf16 is finite then.
-_LARGEST = tl.constexpr(float(jnp.finfo(jnp.bfloat16).max))
 
 
 class Of(NamedTuple):
@@ -41,14 +37,9 @@ def _maxima(
     DOWN: tl.constexpr,
     OF: tl.constexpr,
     HOW: tl.constexpr,
-    EVERY: tl.constexpr,
-    MARGIN: tl.constexpr,
 ) -> None:
-    """The largest magnitudes of a strip of DOWN tiles, one below the other, of each of its rows and of its columns.
-
-    Of each EVERY tiles it reads the first.
-    """
-    MASKED: tl.constexpr = M % (HIGH * DOWN * EVERY) > 0 or N % WIDE > 0
+    """The largest magnitudes of a strip of DOWN tiles, one below the other, of each of its rows and of its columns."""
+    MASKED: tl.constexpr = M % (HIGH * DOWN) > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
     down, right = program // ACROSS, program % ACROSS
@@ -56,17 +47,14 @@ def _maxima(
     at = tl.arange(0, HIGH)[:, None] * N + tl.arange(0, WIDE)[None, :]
     ordered = tl.zeros((HIGH, WIDE), tl.int32)
     for i in range(DOWN):
-        top = (down * DOWN + i) * (HIGH * EVERY)
+        top = (down * DOWN + i) * HIGH
         m, first = top + tl.arange(0, HIGH), top.to(tl.int64) * N + right * WIDE
         tile = device.ordered(device.load_plain(x_ptr + first, at, device.inside(m, n, M, N), MASKED), HOW)
         ordered = tl.maximum(ordered, tile)
         if OF.rows:
             tl.store(rows_ptr + right * M + m, device.largest(tl.max(tile, 1), HOW), mask=m < M)
     if OF.tensor:
-        largest = device.largest(tl.max(tl.max(ordered, 1), 0), HOW)
-        tl.store(tile_ptr + program, tl.minimum(largest * MARGIN, _LARGEST) if EVERY > 1 else largest)
-    if EVERY > 1:
-        tl.store(rows_ptr, 0.0, mask=program == 0)
+        tl.store(tile_ptr + program, device.largest(tl.max(tl.max(ordered, 1), 0), HOW))
     if OF.columns:
         tl.store(columns_ptr + down * N + n, device.largest(tl.max(ordered, 0), HOW), mask=n < N)
 
@@ -106,26 +94,8 @@ def maxima(
     how = device.INTEGERS if integers else device.NONE
     outputs = quantize_triton.call(
         _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * across, launch,
-        compute_capability, DOWN=down, OF=Of(tensor, rows, columns), HOW=how, EVERY=1, MARGIN=1.0,
+        compute_capability, DOWN=down, OF=Of(tensor, rows, columns), HOW=how,
     )  # fmt: skip
     asked = zip((tensor, rows, columns), outputs, (None, 0, 0), strict=True)
     of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)
     return outputs[0] if tensor and parts else of_tensor, of_rows, of_columns
-
-
-def sample(x: Array, every: int, margin: float, *, compute_capability: int | None = None) -> tuple[Array, Array]:
-    """How large a matrix is taken to be by a sample of its rows, the first SAMPLE of each `every` times as many.
-
-    Returns:
-        `margin` times the largest finite magnitudes of parts of the sample, fp32 (n,); and zero, fp32 (1,).
-    """
-    launch, (m, n) = QuantizeLaunch(SAMPLE, 256, 8), x.shape
-    down, across = -(-m // (launch.rows * every)), -(-n // launch.columns)
-    tall = -(-down * across // PARTS)
-    strips = -(-down // tall)
-    shapes = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (strips * across, 1, 1)]
-    bounds, zero, _ = quantize_triton.call(
-        _maxima, [x], shapes, strips * across, launch, compute_capability, DOWN=tall, OF=Of(True, False, False),
-        HOW=device.NONE, EVERY=every, MARGIN=margin,
-    )  # fmt: skip
-    return bounds, zero

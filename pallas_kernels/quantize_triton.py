@@ -32,12 +32,11 @@ class Quantized(NamedTuple):
 
 
 @triton.jit
-def tile(
+def _quantize(
     x_ptr: tl.tensor,
     row_scale_ptr: tl.tensor,
     column_scale_ptr: tl.tensor,
     noise_ptr: tl.tensor,
-    peak_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     row_scales_ptr: tl.tensor,
     row_powers_ptr: tl.tensor,
@@ -52,9 +51,8 @@ def tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
-    PEAK: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns; with PEAK its largest finite magnitude joins the one of all tiles."""
+    """A tile of HIGH rows and WIDE columns."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     R: tl.constexpr = HIGH // 4
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
@@ -70,11 +68,6 @@ def tile(
     x2 = device.load_plain(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
     x3 = device.load_plain(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
     xs = (x0, x1, x2, x3)
-    if PEAK:
-        upper = tl.maximum(device.ordered(x0, ROWS), device.ordered(x1, ROWS))
-        lower = tl.maximum(device.ordered(x2, ROWS), device.ordered(x3, ROWS))
-        peak = codec.bits(device.largest(tl.max(tl.max(tl.maximum(upper, lower), 1), 0), ROWS))
-        tl.atomic_max(peak_ptr.to(tl.pointer_type(tl.int32), bitcast=True), peak, sem="relaxed")
     if SUMS:
         total = (codec.fp32(x0, False) + codec.fp32(x1, False)) + (codec.fp32(x2, False) + codec.fp32(x3, False))
         tl.store(sums_ptr + (program // ACROSS).to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
@@ -168,33 +161,6 @@ def tile(
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
-@triton.jit
-def _quantize(
-    x_ptr: tl.tensor,
-    row_scale_ptr: tl.tensor,
-    column_scale_ptr: tl.tensor,
-    noise_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    row_scales_ptr: tl.tensor,
-    row_powers_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    column_scales_ptr: tl.tensor,
-    column_powers_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SUMS: tl.constexpr,
-) -> None:
-    tile(
-        x_ptr, row_scale_ptr, column_scale_ptr, noise_ptr, noise_ptr, rows_ptr, row_scales_ptr, row_powers_ptr,
-        columns_ptr, column_scales_ptr, column_powers_ptr, sums_ptr, M, N, HIGH, WIDE, ROWS, COLUMNS, SUMS, False,
-    )  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True)
 class QuantizeLaunch:
     """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
@@ -284,9 +250,9 @@ def quantize(
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
     if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
         raise ValueError("stochastic rounding needs words")
-    launch = launch or best(rows, coding, same, x.dtype)
+    launch = launch or _best(rows, coding, same, x.dtype)
     m, n = x.shape
-    shapes = [*shapes_of(rows, (m, n), written=written), *shapes_of(coding, (n, m))]
+    shapes = [*_shapes(rows, (m, n), written=written), *_shapes(coding, (n, m))]
     one = jnp.ones((1, 1), jnp.float32)
     scales = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
     by_row = [s.shape[0] > 1 for s in scales]
@@ -320,7 +286,7 @@ def quantize(
     return (first if written else None), second, jnp.sum(partial, 0) if sums else None
 
 
-def best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> QuantizeLaunch:
+def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> QuantizeLaunch:
     """Measured on an H200: what has more to keep in registers takes smaller programs, or, not in bf16, more threads."""
     warps = 4 if dtype == jnp.bfloat16 else 8
     kinds = {c.kind for c in (rows, columns) if c is not None}
@@ -340,7 +306,7 @@ def _scales_turned(how: Coding) -> bool:
     return how.kind == "group" and how.size == 128
 
 
-def shapes_of(how: Coding | None, shape: tuple[int, int], written: bool = True) -> list[Any]:
+def _shapes(how: Coding | None, shape: tuple[int, int], written: bool = True) -> list[Any]:
     """Of codes, scales and powers; of those that are not made, of one element."""
     one = (1, 1)
     if how is None:

@@ -43,9 +43,8 @@ class Linear:
         saved: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
             itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
-            maxima of its groups (COAT's group scaling); "sampled", where it is large, a sample of it and a margin; or
-            "delayed", the largest magnitudes of the last `history` steps, for which `fp8jax.scaled_linear` takes the
-            state. Any name of `fp8jax.core.scaling.NAMES`.
+            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
+            steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
         w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
             `fp8jax.track_weights` follows; where a layer has none, the weight itself.
         history: steps that a delayed scale looks back on.

@@ -6,7 +6,6 @@ strategies (`Linear.scaling`, `Linear.w_scaling`); `find` is the only place that
 """
 
 import dataclasses
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -65,8 +64,8 @@ def largest_of_sample(x: Array, start: Array | int = 0) -> Array:
 
 
 def beyond_sample(sample: Array) -> Array:
-    """How large a tensor is taken to be of which a sample's largest magnitude is known: at most bf16's largest."""
-    return jnp.minimum(MARGIN * sample, np.float32(BF16.max))
+    """How large a tensor is taken to be of which a sample's largest magnitude is known."""
+    return jnp.minimum(MARGIN * sample, np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,34 +122,6 @@ class TwoStage(Scaling):
         rounded = round_to(exact, BF16)
         up = jnp.asarray(rounded.view(jnp.uint16) + 1, jnp.uint16).view(jnp.bfloat16)
         return jnp.where(rounded.astype(jnp.float32) < exact, up, rounded).astype(jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled(TwoStage):
-    """Of a large tensor MARGIN times the largest magnitude of a sixteenth of its rows, or its own if that is larger.
-
-    So a kernel quantizes a tensor while it finds its largest magnitude, and reads it once; only where that is beyond
-    what the sample promised it makes the codes anew. No finite value saturates. Codes lie two binades lower than those
-    of `TwoStage`, which smaller tensors have, and those whose largest magnitude is known.
-
-    Attributes:
-        least: elements from which a tensor is large: of fewer a pass costs little more than a launch.
-    """
-
-    operands: ClassVar[tuple[str, ...]] = ("x", "dy")
-
-    least: int = 2**24
-
-    def samples(self, shape: Sequence[int]) -> bool:
-        """Whether a matrix of this shape has the scale of a sample."""
-        return math.prod(shape) >= self.least
-
-    def scale(self, state: Any, x: Array, fmt: Format) -> Array:
-        del state
-        largest = largest_magnitude(x)
-        if self.samples(x.shape):
-            largest = jnp.maximum(beyond_sample(largest_of_sample(x)), largest)
-        return to_scale(self.settle(largest), fmt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +333,6 @@ NAMES: dict[str, type[Scaling]] = {
     "delayed": Delayed,
     "threshold": Threshold,
     "automatic": Automatic,
-    "sampled": Sampled,
 }
 
 

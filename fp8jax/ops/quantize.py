@@ -12,7 +12,7 @@ from fp8jax.core import blocks, derivatives, encoding, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused, fused_codes, quantize_sampled
+from fp8jax.ops import fused, fused_codes
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.fused_reference import column_sums
@@ -158,10 +158,6 @@ class _How:
     def stochastic(self) -> bool:
         return any(spec is not None and spec.rounding == "stochastic" for spec in self.specs)
 
-    def samples(self, shape: tuple[int, ...]) -> bool:
-        """Whether scales come from a sample of a matrix of this shape, where nothing else is known."""
-        return quantize_sampled.samples(self.strategy, self.specs, shape)
-
     def scale_for(self, spec: QuantSpec, scale: Array) -> Array:
         """The given scale, which is for the first format asked for, for that of `spec`."""
         first = self.rows or self.transposed
@@ -204,15 +200,14 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
             return f"given scales of {spec} are XLA's"
         if scale is not None and not fmt.is_float:
             return f"given scales of {spec}, which NaN and Inf change, are XLA's"
-    sampled = quantize_sampled.unsupported(how.specs) if scale is None and how.samples(x.shape) else None
-    return sampled or quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
+    return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
 def _reference(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
-    return _codes(how, x, scale, key, largest), column_sums(x) if how.sums else None
+    return _codes(how, x, scale, key), column_sums(x) if how.sums else None
 
 
-def _codes(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Pair:
+def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
     if on_cuda() and how.rows is not None and how.transposed is not None and not how.same:
         # XLA would compute what makes the matrix where it reduces its columns, which takes three times as long.
         (x,) = lax.optimization_barrier((x,))
@@ -227,12 +222,8 @@ def _codes(how: _How, x: Array, scale: Array | None, key: Array | None, largest:
         given = scale is not None and spec.granularity in ("tensor", "token")
         s = how.scale_for(spec, scale) if given else None  # type: ignore[arg-type]
         if s is None and spec.granularity == "tensor" and not how.strategy.own:
-            fmt = formats.get(spec.format)
-            if largest is not None and how.samples(x.shape):
-                s = scaling.to_scale(how.strategy.settle(largest), fmt)  # as the kernel, for which a sample is none
-            else:
-                find = functools.partial(how.strategy.scale, fmt=fmt)
-                (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
+            find = functools.partial(how.strategy.scale, fmt=formats.get(spec.format))
+            (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, words=words if spec.rounding == "stochastic" else None)
 
     def transposed(spec: QuantSpec, words: Array | None) -> QTensor | None:
@@ -281,8 +272,6 @@ def _one(
     """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
-    if scale is None and known is None and how.samples(whole):
-        return quantize_sampled.quantize(x, how.strategy, how.specs, how.same, how.sums, cut)
     alone = how.rows if how.columns is None and "n" not in cut.axes else None
     if (
         not how.sums

@@ -193,9 +193,6 @@ def main() -> None:
         for name, differ in cases.wrong_maxima(shape, down).items():
             if differ:
                 wrong[f"maxima {shape}: {name}"] = [differ]
-    for name, differ in cases.wrong_samples().items():
-        if differ:
-            wrong[f"sample {name}"] = [differ]
     for shape in ((192, 150), (128, 256)):
         for name, differ in cases.wrong_blocks(shape).items():
             if differ:

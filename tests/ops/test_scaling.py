@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.core import formats, scaling
-from fp8jax.ops.quantize import quantize
 
 RECIPE = dataclasses.replace(fp8jax.recipes.te_current().linear, scaling="delayed", history=3)
 X = jax.random.normal(jax.random.key(0), (24, 32))
@@ -37,31 +36,6 @@ def test_two_stage_scales_are_those_of_the_tensor_rounded_up_to_bf16():
         got = float(scaling.TwoStage().scale((), x, formats.E4M3))
         assert exact * (1 - 1e-6) <= got <= exact * (1 + 2.0**-7)
     assert float(scaling.TwoStage().scale((), jnp.zeros((4, 16)), formats.E4M3)) == 1
-
-
-def test_scales_of_a_sample_exceed_every_value_and_cost_no_bits():
-    """Of a value beyond the margin, within it, and in the sample; products stay as near to float64's."""
-    strategy, random = scaling.Sampled(least=560 * 40), np.random.default_rng(0)
-    x, w = random.standard_normal((560, 40)), random.standard_normal((40, 24))
-    in_sample = np.abs(x[[*range(32), *range(512, 544)]]).max()
-    errors = {}
-    for row, value, want in ((300, 99.0, 99.0), (300, 2 * in_sample, 4 * in_sample), (520, 50.0, 200.0)):
-        x[row, 3], before = value, x[row, 3]
-        exact = want / 448
-        got = float(strategy.scale((), jnp.asarray(x, jnp.float32), formats.E4M3))
-        assert exact * (1 - 1e-6) <= got <= exact * (1 + 2.0**-7)
-        for name, how in (("sampled", strategy), ("two_stage", scaling.TwoStage())):
-            q, _ = quantize(jnp.asarray(x, jnp.float32), "e4m3", strategy=how)
-            assert np.abs(np.asarray(q.codes, np.float32)).max() <= 448
-            y = np.asarray(q.dequantize(), np.float64) @ w
-            errors[name] = np.linalg.norm(y - x @ w) / np.linalg.norm(x @ w)
-        assert errors["sampled"] < 1.1 * errors["two_stage"] < 0.04
-        x[row, 3] = before
-    # Smaller ones have their own largest, and so has a gradient whose largest is known.
-    small = jnp.asarray(x[:559], jnp.float32)
-    assert strategy.scale((), small, formats.E4M3) == scaling.TwoStage().scale((), small, formats.E4M3)
-    huge = jnp.full((32, 1024), 3e38, jnp.bfloat16)
-    assert np.isfinite(scaling.Sampled(0).scale((), huge, formats.E4M3))
 
 
 def test_two_stage_scaling_in_a_linear_is_current_scaling_within_bf16():
