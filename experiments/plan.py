@@ -26,7 +26,7 @@ from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.dist.collectives import Collective
 from fp8jax.ops import choice
-from fp8jax.ops.cross_entropy import CHUNK_BYTES, MOST_CHUNKS, chunks_of
+from fp8jax.ops.chunks import chunks_of
 
 # Bytes for each entry of the logits where most of them live at once: their gradient in fp32, and its cast to bf16. Read
 # from the program of a bf16 model of two layers, compiled for an H200; no measured memory was used.
@@ -154,9 +154,8 @@ def of(
         )  # fmt: skip
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = recipe.head.quantized or in_chunks("auto", tokens, llama.vocab)
-    at_once = max(CHUNK_BYTES / (4 * llama.vocab), tokens / MOST_CHUNKS) if chunked else tokens
-    if recipe.head.quantized:  # logits, their gradient and its codes, all of as many bytes together
-        at_once = tokens / chunks_of(int(tokens), llama.vocab, True)
+    # Of a head of codes logits, their gradient and its codes take as many bytes together.
+    at_once = tokens / chunks_of(int(tokens), llama.vocab, recipe.head.quantized) if chunked else tokens
     of_loss = at_once * LOGITS * llama.vocab + tokens * 2 * 2 * llama.dim
     of_loss += 4 * llama.vocab * llama.dim if chunked else 0
     of_loss += 0 if recipe.weights.held == recipe.weights.compute else 2 * llama.vocab * llama.dim

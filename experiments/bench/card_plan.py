@@ -13,7 +13,7 @@ import jax
 import fp8jax
 from experiments import plan
 from experiments.models.shape import LlamaConfig
-from fp8jax.ops.cross_entropy import CHUNK_BYTES, MOST_CHUNKS
+from fp8jax.ops.chunks import chunks_of
 
 # Arrays of a token in bf16 that live where the most of a layer's backward pass do. With contexts in 8 bits, those as
 # wide as the MLP beside what the layer keeps: gradients of its three and codes of two, along rows and columns. Without,
@@ -84,7 +84,7 @@ class CardPlan:
 
     def _at_loss(self, tokens: int) -> dict[str, float]:
         vocab, dim = self.model.vocab, self.model.dim
-        chunks = min(-(-4 * tokens * vocab // CHUNK_BYTES), MOST_CHUNKS)
+        chunks = chunks_of(tokens, vocab, False)
         logits = (4 + 2) * vocab * (tokens / chunks) + AT_LOSS * 2 * tokens * dim
         # The head's gradient is summed over chunks in fp32.
         return {"loss": logits + (2 if chunks == 1 else 4 + 2) * vocab * dim}

@@ -16,16 +16,13 @@ from jax import Array, lax
 from fp8jax.core import derivatives, scaling
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.choice import vary_with
+from fp8jax.ops.chunks import TokenChunks
 from fp8jax.ops.cuts import WHOLE, Cut
 from fp8jax.ops.head import CODES_CUTS, Codes, beyond, codes_of, has_codes, head_of, logits_of, shape_of, steepest
 from fp8jax.ops.linear import stateless
 from fp8jax.ops.partition import partitioned
 from fp8jax.ops.sharding import explicit_mesh, place, spec_of
 from fp8jax.recipes import linear_part, resolve
-
-CHUNK_BYTES = 2**30  # of fp32 logits
-MOST_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
-CODED_CHUNK = 8192  # tokens of a head of codes: with more, measured, it is no faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +76,8 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1].
         z_loss: at least 0.
         reduction: "mean" over the tokens that count (0 if none does), "sum", or "none".
-        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1 GiB of them,
-            in fp32 or as the recipe has them, and 8,192 at the most with one; but no more than 16 chunks.
+        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1.25 GiB of
+            logits and their cotangents, with a recipe of codes 8,192 at the most; but no more than 16 chunks.
         recipe: the head's products follow it: a part `Linear`, such as `fp8jax.recipes.HEAD`, or a recipe's part `head`
             if that is quantized, else `linear`; None multiplies in the dtype of `x`. Where operands have one FP8 scale
             each, all chunks have the same, and logits are rounded to the dtype of `x`; else each chunk has its own.
@@ -153,44 +150,6 @@ def _check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array |
         raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
 
 
-def chunks_of(tokens: int, vocabulary: int, coded: bool) -> int:
-    """How many chunks the tokens of a device are taken in; `coded` heads have logits in 16 bits."""
-    number = -(-(2 if coded else 4) * tokens * vocabulary // CHUNK_BYTES)
-    return min(max(number, -(-tokens // CODED_CHUNK) if coded else 1), MOST_CHUNKS)
-
-
-class _Chunks(NamedTuple):
-    """How an axis of tokens is cut in so many chunks."""
-
-    axis: int
-    size: int
-    number: int
-
-    @staticmethod
-    def of(loss: _Loss, x: Array, vocabulary: int) -> "_Chunks":
-        tokens, tokens_per_chunk = x.size // x.shape[-1], loss.tokens_per_chunk
-        axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
-        if tokens_per_chunk is not None:
-            number = -(-tokens // tokens_per_chunk)
-        else:
-            number = chunks_of(tokens, vocabulary, has_codes(loss.part))
-        return _Chunks(axis, x.shape[axis], min(number, x.shape[axis]))
-
-    def cut(self, x: Array) -> Array:
-        """(chunks, ...) of (...); what fills the last rows up is 0. Every `number`-th token is in one chunk."""
-        short = -self.size % self.number
-        if short:
-            x = jnp.pad(x, [(0, short if i == self.axis else 0) for i in range(x.ndim)])
-        shape = (*x.shape[: self.axis], (self.size + short) // self.number, self.number, *x.shape[self.axis + 1 :])
-        return jnp.moveaxis(x.reshape(shape), self.axis + 1, 0)
-
-    def joined(self, x: Array) -> Array:
-        """The inverse of `cut`."""
-        x = jnp.moveaxis(x, 0, self.axis + 1)
-        x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
-        return lax.slice_in_dim(x, 0, self.size, axis=self.axis)
-
-
 class _Softmax(NamedTuple):
     """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp."""
 
@@ -260,12 +219,16 @@ def _tokens(x: Array) -> str:
     return " ".join(f"t{i}" for i in range(x.ndim - 1))
 
 
+def _chunks(loss: _Loss, x: Array, shape: tuple[int, ...]) -> TokenChunks:
+    return TokenChunks.of(x, shape[loss.vocabulary_axis], has_codes(loss.part), loss.tokens_per_chunk)
+
+
 def _losses(
     loss: _Loss, cut: Cut, x: Array, w: Array | Codes, bias: Array | None, key: Array | None, labels: Array
 ) -> Array:
     """The loss of each token, (...)."""
     head = head_of(w, loss.vocabulary_axis, loss.part, key, x.dtype)
-    chunks = _Chunks.of(loss, x, shape_of(w, loss.vocabulary_axis)[loss.vocabulary_axis])
+    chunks = _chunks(loss, x, shape_of(w, loss.vocabulary_axis))
 
     def chunk(operands: tuple[Array, Array]) -> Array:
         return _values(loss, cut, logits_of(head, operands[0], bias)[0], operands[1])[0]
@@ -294,7 +257,7 @@ def _gradients(
 ) -> _Gradients:
     """Three products a chunk."""
     head, shape = head_of(w, loss.vocabulary_axis, loss.part, key, x.dtype), shape_of(w, loss.vocabulary_axis)
-    chunks = _Chunks.of(loss, x, shape[loss.vocabulary_axis])
+    chunks = _chunks(loss, x, shape)
     tokens = _tokens(x)
 
     def chunk(sums: Any, operands: Any) -> Any:

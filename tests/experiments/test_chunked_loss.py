@@ -14,7 +14,7 @@ from experiments import form, mesh, packing, train
 from experiments.config import Config, UserError
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
-from fp8jax.ops import cross_entropy
+from fp8jax.ops import chunks as of_tokens
 from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
 from tests.programs import dots
@@ -38,7 +38,7 @@ ROWS = packing.pack(documents(), 0.2, 16, whole=True).train[:8]  # what they do 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch):
     """Small ones."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * SHAPE.vocab * 24)
+    monkeypatch.setattr(of_tokens, "CHUNK_BYTES", 6 * SHAPE.vocab * 24)
 
 
 def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, True), **settings):

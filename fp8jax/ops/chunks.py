@@ -1,0 +1,53 @@
+"""How the tokens that a head reads are cut in chunks, of one of which at a time there are logits."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+# Of logits and their cotangents: in fp32 and 16 bits, or, of a head of codes, both in 16.
+CHUNK_BYTES = 5 * 2**28
+MOST_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
+CODED_CHUNK = 8192  # tokens of a head of codes: with more, measured, it is no faster
+TILE = 128  # tokens of which a product computes no part
+
+
+def chunks_of(tokens: int, vocabulary: int, coded: bool) -> int:
+    """How many chunks the tokens of a device are taken in; `coded` heads have logits in 16 bits.
+
+    A quarter more than would do, where chunks then are of whole tiles.
+    """
+    number = -(-(4 if coded else 6) * tokens * vocabulary // CHUNK_BYTES)
+    number = min(max(number, -(-tokens // CODED_CHUNK) if coded else 1), MOST_CHUNKS)
+    more = range(number, min(number * 5 // 4, MOST_CHUNKS) + 1)
+    return next((n for n in more if tokens % (TILE * n) == 0), number)
+
+
+class TokenChunks(NamedTuple):
+    """How an axis of tokens is cut in so many chunks."""
+
+    axis: int
+    size: int
+    number: int
+
+    @staticmethod
+    def of(x: Array, vocabulary: int, coded: bool, tokens_per_chunk: int | None) -> "TokenChunks":
+        """Of (..., channels) along its longest axis of tokens, by a given number of them or as `chunks_of` says."""
+        tokens = x.size // x.shape[-1]
+        axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
+        number = chunks_of(tokens, vocabulary, coded) if tokens_per_chunk is None else -(-tokens // tokens_per_chunk)
+        return TokenChunks(axis, x.shape[axis], min(number, x.shape[axis]))
+
+    def cut(self, x: Array) -> Array:
+        """(chunks, ...) of (...); what fills the last rows up is 0. Every `number`-th token is in one chunk."""
+        short = -self.size % self.number
+        if short:
+            x = jnp.pad(x, [(0, short if i == self.axis else 0) for i in range(x.ndim)])
+        shape = (*x.shape[: self.axis], (self.size + short) // self.number, self.number, *x.shape[self.axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), self.axis + 1, 0)
+
+    def joined(self, x: Array) -> Array:
+        """The inverse of `cut`."""
+        x = jnp.moveaxis(x, 0, self.axis + 1)
+        x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
+        return lax.slice_in_dim(x, 0, self.size, axis=self.axis)
