@@ -5,8 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Of logits and their cotangents: in fp32 and 16 bits, or, of a head of codes, both in 16.
-CHUNK_BYTES = 5 * 2**28
+# Of logits and their cotangents, in fp32 and 16 bits, and, of a head of codes, both in 16: fewer and larger chunks, as
+# its products take less of the time that each chunk's addition to the weight's gradient takes.
+CHUNK_BYTES, CODED_BYTES = 3 * 2**29, 2**31
 MOST_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
 CODED_CHUNK = 8192  # tokens of a head of codes: with more, measured, it is no faster
 TILE = 128  # tokens of which a product computes no part
@@ -17,7 +18,8 @@ def chunks_of(tokens: int, vocabulary: int, coded: bool) -> int:
 
     A quarter more than would do, where chunks then are of whole tiles.
     """
-    number = -(-(4 if coded else 6) * tokens * vocabulary // CHUNK_BYTES)
+    each, at_once = (4, CODED_BYTES) if coded else (6, CHUNK_BYTES)
+    number = -(-each * tokens * vocabulary // at_once)
     number = min(max(number, -(-tokens // CODED_CHUNK) if coded else 1), MOST_CHUNKS)
     more = range(number, min(number * 5 // 4, MOST_CHUNKS) + 1)
     return next((n for n in more if tokens % (TILE * n) == 0), number)

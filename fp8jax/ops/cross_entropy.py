@@ -76,8 +76,8 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1].
         z_loss: at least 0.
         reduction: "mean" over the tokens that count (0 if none does), "sum", or "none".
-        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1.25 GiB of
-            logits and their cotangents, with a recipe of codes 8,192 at the most; but no more than 16 chunks.
+        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1.5 GiB of
+            logits and their cotangents, with a recipe of codes 2 GiB and 8,192 at the most; but no more than 16 chunks.
         recipe: the head's products follow it: a part `Linear`, such as `fp8jax.recipes.HEAD`, or a recipe's part `head`
             if that is quantized, else `linear`; None multiplies in the dtype of `x`. Where operands have one FP8 scale
             each, all chunks have the same, and logits are rounded to the dtype of `x`; else each chunk has its own.
