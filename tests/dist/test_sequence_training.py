@@ -90,7 +90,8 @@ def parallel(recipe):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))
 
 
-@pytest.mark.parametrize("name", ["fp8_lm", pytest.param("fast", marks=pytest.mark.slow)])
+@pytest.mark.slow  # Layers, sums and what travels are in test_sequence and test_reduce.
+@pytest.mark.parametrize("name", ["fp8_lm", "fast"])
 def test_a_model_trains_over_both_axes_as_on_one_device(name):
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=fp8jax.recipes.Comm("e4m3"))
     step = parallel(recipe)

@@ -15,7 +15,7 @@ from experiments.hub.load import load
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.sampling import TokenChoice
 from tests.experiments import hub_cases as cases
-from tests.rows import few
+from tests.rows import few, slow
 
 TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 
@@ -33,7 +33,7 @@ def test_greedy_tokens_are_those_of_transformers(case, tmp_path):
     assert texts == [made["greedy"]]
 
 
-@pytest.mark.parametrize("case", ["llama31", "mistral_window", "qwen3", "olmo2", "gpt2"])
+@pytest.mark.parametrize("case", [slow("llama31"), "mistral_window", "qwen3", slow("olmo2"), "gpt2"])
 def test_cached_logits_are_those_of_the_whole_text(case, tmp_path):
     folder, made = checkpoint(tmp_path, case)
     model, tokens = load(folder).model(jnp.float32), jnp.asarray(made["tokens"])

@@ -22,7 +22,7 @@ from tests.experiments.test_mesh import FLAGS, mixed
 from tests.rows import slow
 
 ROOT = Path(__file__).parents[2]
-MANY = [flag for flag in FLAGS if flag != "--run"]
+MANY = [*(flag for flag in FLAGS if flag != "--run"), "--sample-tokens", "0"]
 
 
 def port():

@@ -38,7 +38,12 @@ def trained(task, steps=4, **settings):
 
 @pytest.mark.parametrize(
     ("base", "recipe"),
-    [("bf16", "bf16"), slow("e4m3", "te_current"), slow("e4m3:block128", "deepseek"), ("int8:block128", "int8_block")],
+    [
+        slow("bf16", "bf16"),
+        slow("e4m3", "te_current"),
+        slow("e4m3:block128", "deepseek"),
+        ("int8:block128", "int8_block"),
+    ],
 )
 def test_adapters_learn_beside_any_base(base, recipe):
     task = build(Lora(8, base=base, lora_targets=".*/(q|v|up)"), recipe)

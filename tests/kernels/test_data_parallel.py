@@ -14,6 +14,7 @@ from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import matmul
 from fp8jax.ops.microscaled import fold_rows
 from tests.programs import triton_calls
+from tests.rows import slow
 
 needed = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 DATA, WHOLE = jax.P("data"), jax.P()
@@ -32,7 +33,7 @@ def mesh(monkeypatch):
     ("name", "reason"),
     [
         ("coat", "cuBLASLt's product, scales applied in it"),
-        ("deepseek", "the kernel for scales of groups of 128"),
+        slow("deepseek", "the kernel for scales of groups of 128"),
     ],
 )
 def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypatch):

@@ -19,7 +19,7 @@ from experiments.tables.flash import dot_product_attention
 from fp8jax.ops import fused, fused_codes
 from fp8jax.recipes import Context
 from tests.programs import residuals
-from tests.rows import slow
+from tests.rows import few, slow
 
 SHAPES = [(2, 32, 96), (1, 64, 192), (4, 16, 48)]
 LEAN = fp8jax.recipes.coat()
@@ -98,17 +98,18 @@ def planned(context: Context, width: int, plain: int = 0) -> tuple[float, float]
     return values / (2 * width), metadata / (2 * width)
 
 
-# A loop over one shape here, over the others where there is time.
-CASES = [
-    pytest.param(shape, scan, id=f"{shape}-{'scan' if scan else 'loop'}", marks=[] if fast else pytest.mark.slow)
-    for scan in (True, False)
-    for shape, fast in zip(SHAPES, (True, False, False), strict=True)
-]
-ONE_FAST = [pytest.param(*c.values, id=c.id, marks=pytest.mark.slow if i else []) for i, c in enumerate(CASES)]
+ONE_FAST = few([(shape, scan) for scan in (True, False) for shape in SHAPES], (SHAPES[0], True))
 
 
-@pytest.mark.parametrize(("shape", "scan"), CASES)
-@pytest.mark.parametrize(("recipe", "bound"), [("faithful", 11.4), ("lean", 7.7)])
+@pytest.mark.parametrize(
+    ("recipe", "bound", "shape", "scan"),
+    few(
+        [(*how, shape, scan) for how in (("faithful", 11.4), ("lean", 7.7)) for shape in SHAPES
+         for scan in (True, False)],
+        ("faithful", 11.4, SHAPES[0], True), ("lean", 7.7, SHAPES[0], False),
+    ),
+    ids=str,
+)  # fmt: skip
 def test_a_layer_keeps_what_its_recipe_plans(recipe, bound, shape, scan):
     values, scales = planned(RECIPES[recipe].context, shape[2])
     assert values <= bound
@@ -140,12 +141,12 @@ def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
 
 
 @pytest.mark.parametrize(("shape", "scan"), ONE_FAST)
-@pytest.mark.parametrize("recipe", ["faithful", "lean"])
+@pytest.mark.parametrize("recipe", [slow("faithful"), "lean"])
 def test_a_checkpointed_layer_keeps_its_input(recipe, shape, scan):
     assert per_layer(recipe, *shape, remat=True, scan=scan) == pytest.approx(1, abs=1e-9)
 
 
-@pytest.mark.parametrize("recipe", ["faithful", "lean"])
+@pytest.mark.parametrize("recipe", [slow("faithful"), "lean"])
 def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypatch):
     pytest.importorskip("jax_triton")
     plain = per_layer(recipe, *SHAPES[0])

@@ -71,7 +71,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("how", few(STEPS, "eager", "jit within", "vmap"))
 def test_it_is_so_through_transformations_and_inner_loops(how):
     f = STEPS[how](loss)
     gradient = jax.jit(jax.grad(f))

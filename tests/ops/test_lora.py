@@ -13,6 +13,7 @@ from fp8jax.ops.saved import from_bytes
 from tests.distance import order, relative
 from tests.ops.test_linear import KEY, expected_error
 from tests.programs import dots, outputs, residuals
+from tests.rows import few
 
 TOKENS, INPUTS, OUTPUTS, RANK, ALPHA = 48, 256, 160, 8, 16.0
 KEYS = jax.random.split(jax.random.key(3), 5)
@@ -51,7 +52,17 @@ def ours(w, recipe, adapter=ADAPTER, x=X, dy=DY):
     return y.reshape(-1, y.shape[-1]), dx.reshape(-1, dx.shape[-1]), d.a, d.b
 
 
-@case
+@pytest.mark.parametrize(
+    ("spec", "recipe"),
+    few(
+        CASES,
+        ("e4m3:block128", "deepseek"),
+        ("e4m3:group128", "fast"),
+        ("e4m3", "te_current"),
+        ("int8:block128", "int8_block"),
+    ),
+    ids="-".join,
+)
 def test_results_and_gradients_are_float64_s_within_the_recipe_s_error(spec, recipe):
     w, linear = fp8jax.freeze(W, spec), fp8jax.recipes.get(recipe).linear
     got = jax.jit(lambda: ours(w, recipe))()

@@ -17,6 +17,7 @@ from fp8jax.ops.matmul import _halved as matmul_of_fp16
 from fp8jax.ops.matmul import matmul, transpose
 from tests import matmul_reference
 from tests.programs import chosen, dots
+from tests.rows import few
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
 INT8 = ["int8", "int8:token", "int8:group16", "int8:block32"]
@@ -30,7 +31,14 @@ def operands(m=37, n=45, k=100):
     return jnp.asarray(a, jnp.float32), jnp.asarray(rng.normal(size=(n, k)), jnp.float32)
 
 
-@pytest.mark.parametrize(("left", "right"), [*itertools.product(FP8, FP8[::2]), *itertools.product(INT8, INT8[1::2])])
+PAIRS = [*itertools.product(FP8, FP8[::2]), *itertools.product(INT8, INT8[1::2])]
+# Each on each side, with most others.
+DIAGONALS = (FP8, 2 * FP8[::2]), (FP8, 2 * FP8[4::-2]), (INT8, 2 * INT8[1::2])
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), few(PAIRS, *(pair for sides in DIAGONALS for pair in zip(*sides, strict=True)))
+)
 def test_codes_are_multiplied_exactly_and_scaled(left, right):
     a, b = operands()
     qa, qb = fp8jax.quantize(a, left), fp8jax.quantize(b, right)

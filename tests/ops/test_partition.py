@@ -23,6 +23,7 @@ from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.matmul import in_16_bits
 from fp8jax.ops.matmul_shared import shared
 from fp8jax.ops.partition import partitioned
+from tests.rows import slow
 
 LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
 both = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -246,12 +247,21 @@ def stand_ins(monkeypatch):
     return fused_kernels
 
 
-@both
+# Of each the half of the meshes' kinds.
+QUANTIZED = [
+    ("e4m3", "same", "current"), ("e5m2", "e4m3", "two_stage"), ("e4m3:token", "e4m3:token", "current"),
+    ("e4m3:group16", None, "current"), (None, "e4m3:group16", "current"), ("e4m3:block16", "same", "current"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("rows", "columns", "strategy"),
-    [("e4m3", "same", "current"), ("e5m2", "e4m3", "two_stage"), ("e4m3:token", "e4m3:token", "current"),
-     ("e4m3:group16", None, "current"), (None, "e4m3:group16", "current"), ("e4m3:block16", "same", "current")],
-)  # fmt: skip
+    ("kind", "rows", "columns", "strategy"),
+    [
+        (kind, *how) if i % 2 == (kind == AxisType.Auto) else slow(kind, *how)
+        for i, how in enumerate(QUANTIZED)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ],
+)
 def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns, strategy):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
     how = ops._parse(rows, columns, scaling.find(strategy), True)
@@ -340,8 +350,11 @@ def test_products_without_kernels_are_mapped_in_one_and_gather_codes(paired):
     assert set(re.findall(r"= (\w+)\[(?:\d+,)*\d+,128\].* all-gather\(", text)) == {"s8"}
 
 
-@both
-@pytest.mark.parametrize("stochastic", [False, True], ids=["fp32", "bf16 stochastic"])
+@pytest.mark.parametrize(
+    ("stochastic", "kind"),
+    [(False, AxisType.Auto), (True, AxisType.Explicit), slow(True, AxisType.Auto), slow(False, AxisType.Explicit)],
+    ids=str,
+)
 def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monkeypatch):
     """A stand-in for AdamW's kernel returns where it believes its groups to be, and small changes of weights."""
     pytest.importorskip("jax_triton")

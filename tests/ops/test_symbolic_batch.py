@@ -7,7 +7,7 @@ import pytest
 from jax import export
 
 import fp8jax
-from tests.rows import few
+from tests.rows import few, slow
 
 W, ROW = jax.random.normal(jax.random.key(0), (64, 32)), jnp.ones(64)
 # Batches of fewer tokens than a block, and of blocks and a part of one.
@@ -44,7 +44,7 @@ def test_every_recipe_is_exported(name):
     assert str(found.out_avals[1].shape[0]) == "batch"
 
 
-@pytest.mark.parametrize("name", ["int8_block", "deepseek"])
+@pytest.mark.parametrize("name", ["int8_block", slow("deepseek")])
 def test_an_exported_program_computes_what_the_program_of_a_batch_does(name):
     """Scales and noise are those of the number that the dimension gets."""
     found = exported(name, "batch, 64")

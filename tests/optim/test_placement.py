@@ -66,7 +66,7 @@ def test_a_committed_state_would_be_counted():
     assert programs(tx, p, state._replace(count=count), jnp.ones((16, 8)))[0] == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "adamw", "lion"))
 def test_a_batch_over_eight_devices_takes_uncommitted_state(kind):
     tx, p = KINDS[kind], params()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

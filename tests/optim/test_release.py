@@ -111,7 +111,7 @@ def near(a, b):
     ("name", "ways"),
     few(
         [(name, ways) for name in OPTIMIZERS for ways in ("scan", "blocks")],
-        ("coat", "scan"), ("stochastic second moments", "blocks"), ("bf16", "scan"), ("a schedule", "blocks"),
+        ("coat", "blocks"), ("stochastic second moments", "scan"), ("bf16", "blocks"), ("a schedule", "scan"),
     ),
 )  # fmt: skip
 def test_moments_are_those_of_a_plain_step(name, ways):

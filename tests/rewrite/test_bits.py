@@ -12,6 +12,7 @@ from flax import nnx
 import fp8jax
 from tests.distance import relative
 from tests.programs import dots, residuals
+from tests.rows import slow
 
 WIDTH, INNER, HEADS, TOKENS = 32, 64, 2, 12
 X = jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH), jnp.bfloat16)
@@ -90,7 +91,7 @@ def assert_equal(got, want):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.parametrize("name", ["te_current", "coat", "coat_fast"])
+@pytest.mark.parametrize("name", ["te_current", slow("coat"), "coat_fast"])
 def test_a_block_of_nnx_and_one_by_hand(name):
     recipe = getattr(fp8jax.recipes, name)()
     graph, state = nnx.split(fp8jax.nnx.quantize(nnx.merge(GRAPH, STATE), recipe))

@@ -7,6 +7,7 @@ import pytest
 
 import fp8jax
 from tests.programs import dots
+from tests.rows import slow
 
 eqx = pytest.importorskip("equinox")
 WIDTH, INNER = 32, 48
@@ -38,7 +39,7 @@ def loss(model, x):
     return jnp.mean((jax.vmap(model)(x) - x) ** 2)
 
 
-@pytest.mark.parametrize("recipe", ["te_current", "coat"])
+@pytest.mark.parametrize("recipe", [slow("te_current"), "coat"])
 def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(recipe):
     model, fast = Net(), fp8jax.filter_transform(loss, recipe)
     value, grads = eqx.filter_value_and_grad(fast)(model, X)

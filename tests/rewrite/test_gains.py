@@ -14,6 +14,7 @@ from flax import nnx
 import fp8jax
 from fp8jax.modules import explain
 from fp8jax.ops import choice, gains
+from tests.rows import slow
 
 # In round figures what was measured on an H100.
 RATES = gains.Rates("H100", 735e12, 1450e12, 1330e12, 2.9e12, 3.2e-6)
@@ -248,7 +249,7 @@ def test_a_bias_counts(known):
         assert gained[True][path] - gained[False][path] == pytest.approx(4 * 4096 * outputs / 2.9e12)
 
 
-@pytest.mark.parametrize("recipe", ["te_current", "coat", "te_delayed"])
+@pytest.mark.parametrize("recipe", [slow("te_current"), "coat", "te_delayed"])
 def test_flax_models_decide_by_layer(known, recipe):
     """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
     wanted = fp8jax.recipes.for_shapes(recipe)

@@ -12,6 +12,7 @@ import fp8jax
 from fp8jax.ops.linear import content_key
 from tests.distance import relative
 from tests.programs import dots, outputs
+from tests.rows import slow
 
 KEYS = jax.random.split(jax.random.key(0), 6)
 LAYERS, TOKENS, WIDTH, INNER, RANK = 3, 24, 64, 96, 4
@@ -66,7 +67,7 @@ def gradients(fn, adapters, x):
 @pytest.mark.parametrize(
     ("recipe", "spec", "dtype"),
     [
-        ("te_current", "e4m3", jnp.bfloat16),
+        slow("te_current", "e4m3", jnp.bfloat16),
         ("deepseek", "e4m3:block128", jnp.float32),
         ("int8_block", "int8:block128", jnp.float32),
         ("te_current", None, jnp.float32),

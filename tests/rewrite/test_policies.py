@@ -10,6 +10,7 @@ import pytest
 import fp8jax
 from fp8jax.ops import choice
 from tests.programs import count, dots, residuals
+from tests.rows import slow
 
 WIDTH, INNER, TOKENS = 32, 64, 16
 X = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH), jnp.bfloat16)
@@ -48,8 +49,9 @@ def counted(policy, recipe="coat", on_gpu=False):
     return dots(grads, P, X).count(FORWARD), grads, fast
 
 
-@pytest.mark.parametrize("recipe", ["coat", "te_current"])
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("recipe", "on_gpu"), [("coat", False), ("te_current", True), slow("coat", True), slow("te_current", False)]
+)
 def test_products_are_computed_once_where_dots_are_kept_and_twice_elsewhere(recipe, on_gpu):
     """On a GPU a product is a branch, which JAX's policies do not look into: each stands there as often."""
     once, want, _ = counted("none", recipe, on_gpu)
