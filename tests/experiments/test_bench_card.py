@@ -14,7 +14,8 @@ from tests.rows import slow
 MODEL = LlamaConfig(vocab=256, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=256)
 
 
-@pytest.mark.parametrize("name", [slow("bf16"), "coat_optimizer, released, bf16+int8 masters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "coat_optimizer, released, bf16+int8 masters"])
 def test_devices_share_sequences_and_no_channels(name):
     """cuDNN's attention refuses queries that lie otherwise than keys, as XLA places them where it alone decides."""
     arm = card.CardArm(name, MODEL, 1, 128, gpus=2)

@@ -18,7 +18,20 @@ FEWER = {
     "layer": ["--only", "te_current"],
     "release": ["--arm", "coat, released, offloaded, bf16+int8 masters", "bf16"],
 }
-SLOW = {"int8_speed", "models", "release", "optimizer", "coat_speed", "cold", "reduce", "step", "lora", "gemm_int8"}
+SLOW = {
+    "int8_speed",
+    "models",
+    "release",
+    "optimizer",
+    "coat_speed",
+    "cold",
+    "reduce",
+    "step",
+    "lora",
+    "gemm",
+    "gemm_int8",
+    "peers",
+}
 
 
 @pytest.mark.parametrize(

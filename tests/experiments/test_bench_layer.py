@@ -37,6 +37,7 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
     assert found[lean, layer.PAPER]["ratio"] * found[lean, layer.PAPER]["value"] == pytest.approx(22.66)
 
 
+@pytest.mark.slow
 def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(layer, "attend", lambda q, k, v, is_causal: dot_product_attention(q, k, v, is_causal=is_causal))
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
@@ -51,7 +52,7 @@ def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     assert arms[held].saved == arms[f"{held}, {layer.FUNCTIONS}"].saved
 
 
-@pytest.mark.slow  # Those of a whole step are in the default run.
+@pytest.mark.slow
 def test_a_layer_with_fallback_has_thresholds_that_its_inputs_settled(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     monkeypatch.setattr(layer, "BATCH", 2)

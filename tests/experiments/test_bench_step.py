@@ -197,6 +197,7 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     assert needs[0][1] > needs[0][0]
 
 
+@pytest.mark.slow
 def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settled():
     """At first all blocks fall back, which are multiplied twice: a few steps would time that."""
     arm = step.StepArm("int8_fallback", LLAMA, 2, TOKENS, "one")

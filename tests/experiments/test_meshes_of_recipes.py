@@ -35,8 +35,7 @@ ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
 TIES = 1e-3
 # How far results may then lie apart: two roundings, in four tokens of all; their squares twice as far.
 FLIPPED = 2 * 2**0.5 * 2.0**-4 / 3**0.5 * (4 / TOKENS[:, 1:].size) ** 0.5
-# Auto axes and several microbatches are in test_contracts.
-FAST = {("te_delayed", "both", AxisType.Explicit)}
+# Auto axes and several microbatches are in test_contracts, which is run each time.
 ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]
 
 
@@ -62,9 +61,8 @@ def one(name):
     return state, jax.device_get(jax.jit(functools.partial(step, task))(state, TOKENS))
 
 
-@pytest.mark.parametrize(
-    ("name", "where", "kind"), [pytest.param(*x, marks=() if x in FAST else pytest.mark.slow) for x in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "where", "kind"), ALL)
 def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
     before, (want, want_metrics, want_saved) = one(name)
     devices = mesh.make(*MESHES[where], kind=kind)

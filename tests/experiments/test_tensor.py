@@ -166,7 +166,7 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
     [
         ("coat", "tensor"),
         slow("int8_block", "data"),
-        ("auto", "fsdp"),  # whose products gain nothing here, and so read values
+        slow("auto", "fsdp"),  # whose products gain nothing here, and so read values
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [("moss", "fsdp"), ("te_delayed", "data"), ("int8_fallback", "tensor"), ("deepseek", "tensor"),

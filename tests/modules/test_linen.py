@@ -16,6 +16,7 @@ from fp8jax.ops import cotangent
 from tests.modules import architectures
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo, train, within_noise
 from tests.programs import dots, residuals
+from tests.rows import slow
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
 KEY = jax.random.key(0)
@@ -95,7 +96,7 @@ def test_all_linears_are_quantized_under_transformations(how):
     np.testing.assert_array_equal(jax.jit(lambda v, x: plain.apply(v, x))(variables(how), X), before)
 
 
-@pytest.mark.parametrize("how", ["scan", "remat", "jit"])
+@pytest.mark.parametrize("how", ["scan", slow("remat"), "jit"])
 def test_transformations_change_no_value(how):
     loop = variables()["params"]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *[loop[f"blocks_{i}"] for i in range(LAYERS)])

@@ -175,7 +175,8 @@ def test_operands_that_cannot_share_their_scales_are_refused(fields, message):
         Linear(*fields)
 
 
-@pytest.mark.parametrize("recipe", ["moss", pytest.param("fast", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["moss", "fast"])
 def test_a_model_trains_as_in_bf16(recipe):
     tokens = np.random.default_rng(0).integers(0, 40, (4, 17)).astype(np.int32)
     shape, losses = LlamaConfig(vocab=40, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=64), {}

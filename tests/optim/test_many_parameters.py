@@ -55,7 +55,7 @@ def test_a_program_of_many_has_one_body_for_each_kind(name, form):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("compressed_adamw", "step"), slow("fp8lm_adamw", "update"), ("compress_state", "update")]
+    ("name", "form"), [("compressed_adamw", "step"), slow("fp8lm_adamw", "update"), slow("compress_state", "update")]
 )
 def test_a_loop_over_parameters_gives_each_its_own_step_in_its_own_memory(name, form):
     tx, p = MAKE[name](), params(alike.LOOPED)

@@ -79,7 +79,7 @@ def error(ours, exact, which):
 @pytest.mark.parametrize(
     ("b2", "checks"),
     [
-        (0.95, (80, 100, 120, 200, 320)),
+        slow(0.95, (80, 100, 120, 200, 320)),
         (0.999, (100, 200, 400)),
         pytest.param(0.95, (1500, 3000), marks=pytest.mark.slow),
         pytest.param(0.999, (1500, 5000), marks=pytest.mark.slow),
