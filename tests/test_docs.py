@@ -24,11 +24,11 @@ WRITTEN = sorted(
     path for path in DOCS.rglob("*.md")
     if not {"_build", "api", "results", "examples"} & set(path.relative_to(DOCS).parts) and path.name != "changelog.md"
 )  # fmt: skip
-# Pages that are notebooks are run when the site is built, too; the model of one_card.md is large.
+# Pages that are notebooks are run when the site is built, too; one_card.md and faq.md take longest.
 WITH_CODE = [
     pytest.param(
         path,
-        marks=[pytest.mark.slow] if "mystnb" in path.read_text() or path.stem == "one_card" else [],
+        marks=[pytest.mark.slow] if "mystnb" in path.read_text() or path.stem in ("one_card", "faq") else [],
         id=str(path.relative_to(DOCS)),
     )
     for path in WRITTEN if blocks.blocks(path.read_text())

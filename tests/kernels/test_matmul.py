@@ -308,6 +308,7 @@ def test_no_kernel_moves_the_scales_between_quantization_and_product() -> None:
     assert report["copies"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_a_loop_that_saves_a_product_calls_its_kernel_once() -> None:
     """XLA would let a second call write what is saved: forward, and both products backward, are three."""

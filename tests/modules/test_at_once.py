@@ -16,7 +16,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Block, LlamaConfig, products_saveable, rope_tables
-from fp8jax.ops import fused
+from fp8jax.ops import fused, traced
 from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=8, dim=64, layers=1, heads=2, kv_heads=1, mlp_dim=96)
@@ -45,7 +45,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(fused, "run", lambda call, *arrays: call(on, *arrays))
 
     def switch(use):
-        jax.clear_caches()
+        traced.forget()
         monkeypatch.setattr(fused, "on_cuda", lambda: use)
         counted.clear()
         return counted
