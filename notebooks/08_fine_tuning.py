@@ -39,7 +39,10 @@ if "google.colab" in sys.modules and not pathlib.Path("fp8jax/experiments").is_d
     subprocess.run(["git", "clone", "--quiet", "--depth=1", *branch, address, "fp8jax"], check=True)
     needed = ["filelock", "grain", "huggingface_hub", "jinja2", "orbax-checkpoint", "rich", "safetensors", "tensorboardX"]
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needed, "tokenizers", "tyro"], check=True)
-ROOT = next(p.resolve() for p in (pathlib.Path("fp8jax"), pathlib.Path("..")) if (p / "experiments").is_dir())
+CLONES = [p.resolve() for p in (pathlib.Path("fp8jax"), pathlib.Path(".."), pathlib.Path()) if (p / "experiments").is_dir()]
+if not CLONES:
+    raise SystemExit(f"The training program is in the repository: run this in a clone of it, not in {pathlib.Path().resolve()}.")
+ROOT = CLONES[0]
 
 # %%
 import json

@@ -1,7 +1,7 @@
 """Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-NAME is one of `BENCHES`. Each prints its rows and the flags of XLA that it runs with, writes results/CARD/NAME.json and
-a plot, and takes `--help`.
+Each prints its rows and the flags of XLA that it runs with, writes results/CARD/NAME.json and a plot, and takes
+`--help`.
 """
 
 import importlib
@@ -31,7 +31,7 @@ BENCHES = (
 def main() -> None:
     """Runs one benchmark; all but "cold", which measures XLA as it is, with the flags of `experiments.flags`."""
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
-        sys.exit((__doc__ or "").strip())
+        sys.exit(f"{(__doc__ or '').strip()}\nNAME is one of {', '.join(BENCHES)}.")
     if sys.argv[1] != "cold":
         flags.recommend()
     importlib.import_module(f"experiments.bench.{sys.argv[1]}").main(sys.argv[2:])

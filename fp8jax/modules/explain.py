@@ -74,7 +74,8 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
     modules = nnx_modules.modules(quantized)
     if not sample and not keywords:
         layers, parts = _chosen_nnx(modules, rules)
-        unknown = [("activations and attention between layers", rules.contexts), ("output heads", bool(rules.head))]
+        heads = "output heads and routers that their names do not tell"
+        unknown = [("activations and attention between layers", rules.contexts), (heads, rules.default)]
         hints = tuple(f"{what} are known in a call: give explain sample inputs" for what, asked in unknown if asked)
         return Report(layers, None, parts, hints)
     return _explain_quantized(quantized, sample, keywords)
@@ -154,17 +155,22 @@ def _chosen_nnx(modules: dict[str, Any], rules: Ordered) -> tuple[tuple[Layer, .
         context = choice.context if choice.context.saved else None
         parts.append(ContextEntry(path, type(modules[path]).__name__, "norm", context, choice.reason))
     known = {layer.path for layer in layers}
-    others = _others(modules, rules, _nnx_kernel)
+    others = _others(modules, rules, _nnx_kernel, "whether a product reads it is known in a call")
     return (*layers, *(x for x in others if x.path not in known)), tuple(parts)
 
 
-def _others(modules: dict[str, Any], rules: Ordered, kernel: Callable[[str, Any], Any]) -> Iterator[Layer]:
+def _others(
+    modules: dict[str, Any],
+    rules: Ordered,
+    kernel: Callable[[str, Any], Any],
+    unread: str = "no product of it is in this call",
+) -> Iterator[Layer]:
     """What is left alone whatever it computes, and layers without a product in a call."""
     for path, module in modules.items():
         matrix = kernel(path, module)
         reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
         if reason is None and isinstance(module, nnx_modules.LAYERS):
-            reason = f"{rules.choice(path).reason}; no product of it is in this call"
+            reason = f"{rules.choice(path).reason}; {unread}"
         if reason is not None:
             yield Layer(path, type(module).__name__, None if matrix is None else tuple(matrix.shape), None, reason)
 

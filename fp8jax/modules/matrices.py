@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 # Tables that are looked up or added, and what only scales, are no matrices of products.
-_NO_FACTORS = re.compile(r"(.*/)?\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*")
+_NO_FACTORS = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
 _ELSEWHERE = (
     "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...), fp8jax.einsum and "
     "fp8jax.dot_general are products to call; fp8jax.compressed_adamw takes parameters of any kind"

@@ -26,9 +26,12 @@ def test_a_report_on_an_nnx_model():
     model = MiniGPT(rngs=nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model))
     report = fp8jax.explain(model, TE)
-    assert "output heads" not in str(report)
-    own = fp8jax.explain(model, dataclasses.replace(TE, head=fp8jax.recipes.HEAD))
-    assert "output heads are known in a call: give explain sample inputs" in str(own).replace("\n", " ")
+    heads = "output heads and routers that their names do not tell are known in a call: give explain sample inputs"
+    assert report.notes == (heads,)
+    assert fp8jax.explain(model, fp8jax.Rule(".*", TE)).notes == ()
+    narrow = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 1, rngs=nnx.Rngs(1)))
+    (last,) = fp8jax.explain(narrow, TE).skipped
+    assert last.reason == "the recipe; whether a product reads it is known in a call"
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
     assert report.program is None
     assert len(report.quantized) == 6 * LAYERS
