@@ -163,6 +163,7 @@ class Watched(Gradients):
     """Which arrays are asked for, and of which something is said."""
 
     def __init__(self):
+        super().__init__()
         self.asked, self.noted = [], []
 
     def find(self, x):
