@@ -43,7 +43,7 @@ def to_scale(largest: Array, fmt: formats.Format) -> Array:
 
 def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
     """The codes of an array under scales of its blocks; NaN, or 0 in a format without, where a scale is NaN."""
-    reciprocal = blocks.spread(1 / scaling.usable(scale), x.shape, spec.block_shape(x.shape))
+    reciprocal = blocks.spread(1 / scale, x.shape, spec.block_shape(x.shape))
     return formats.get(spec.format).encode(x.astype(jnp.float32) * reciprocal)
 
 
@@ -85,7 +85,7 @@ def sum_of_codes(codes: Array, fmt: formats.Format) -> Array:
     more than 9,000 codes, is rounded at each addition.
     """
     if not fmt.is_float:
-        return jnp.sum(codes.astype(jnp.int32), axis=0).astype(jnp.float32)
+        return jnp.sum(codes, axis=0, dtype=jnp.int32).astype(jnp.float32)
     values, steps = fmt.decode(codes), codes.shape[0] * fmt.max / fmt.smallest
     if not 2**24 < steps < 2**31:
         return jnp.sum(values, axis=0)

@@ -187,7 +187,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     _check_kernels(submodules)
     changed = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if changed:
-        what = changed[0] or "the model"
+        what = min(changed, key=len) or "the model"  # parts come before what they are parts of
         raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):

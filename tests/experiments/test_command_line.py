@@ -92,6 +92,7 @@ def test_each_field_may_be_as_far_as_its_bound(section, name):
     made = [Config(**{section: kind(**(BESIDE[section] | {name: value}))}) for value in (fits, beyond)]
     made[0].validate()
     Config(optim=config.Optim(steps=10, warmup=5, schedule="wsd", decay=0.5)).validate()
+    Config(run=config.Run(**(BESIDE["run"] | {"process_id": 0}))).validate()
     with pytest.raises(UserError, match=f"{config.flag(name)}"):
         made[1].validate()
 
@@ -110,6 +111,7 @@ def test_each_field_may_be_as_far_as_its_bound(section, name):
         ({"run": {"process_count": None}}, "--coordinator node0:1 needs --process-id and --process-count, too"),
         ({"run": {"coordinator": "auto"}}, "--process-id 1 and .* auto finds them itself"),
         ({"run": {"coordinator": ""}}, "give that address, or leave them out"),
+        ({"run": {"coordinator": "", "process_count": None}}, "give that address, or leave them out"),
         ({"run": {"coordinator": ":1"}}, "--coordinator is HOST:PORT, as in node0:12345, or auto, got ':1'"),
         ({"run": {"run": ".r"}}, "--run is a name without a leading dot"),
         ({"lora": {"lora_rank": -1}}, "--lora-rank must be at least 0, got -1"),

@@ -209,6 +209,54 @@ def test_the_table_has_log2_of_every_code(name):
     assert table[0] == table[128] == -np.inf
 
 
+@triton
+@pytest.mark.parametrize("factor", [None, 0.25])
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_scalars_of_both_kinds_of_tiles_give_one_change(step, factor):
+    """From the text of `AdamWScalars` in float64, for a gradient, moments and a weight that are numbers."""
+    from pallas_kernels.adamw_triton import AdamWScalars
+
+    rate, decay, b1, b2, eps, eps_root, most = 3e-3, 0.1, 0.9, 0.95, 1e-3, 1e-2, 2.0
+    c1, c2, g, mu, nu, w = 1 - b1**step, 1 - b2**step, 0.5, 0.2, 0.04, 0.7
+    made = AdamWScalars(rate, decay, b1, 1 - b1, b2, 1 - b2, c1, c2, eps, eps_root, factor, None, most, 0.25)
+    found = np.asarray(made.vector(jnp.array([5, 6], jnp.uint32)), np.float64)
+    scaled = g * (1 if factor is None else factor)
+    m, v = b1 * mu + (1 - b1) * scaled, b2 * nu + (1 - b2) * scaled**2
+    direction = m / c1 / (np.sqrt(v / c2 + eps_root) + eps)
+    want = -rate * (direction + decay * w)
+    # Careful tiles: moments as they are, the gradient times the factor.
+    of = found[:8]
+    root = np.sqrt(v + of[6])
+    careful = m / (root - of[7])
+    assert of[0] * (careful + of[1] * w) == pytest.approx(want, rel=1e-6)
+    # Ordinary ones: m / b1_rest and v / b2_rest, to which the gradient is added as it is.
+    of = found[8:]
+    m, v = g + of[6] * mu, g**2 + of[7] * nu
+    ordinary = m / (np.sqrt(v + of[10]) + of[3])
+    assert of[0] * (ordinary + of[1] * w) == pytest.approx(want, rel=1e-6)
+    np.testing.assert_allclose(of[8:10], [1 / of[4], 1 / of[5]], rtol=1e-6)
+    assert of[11] == np.inf  # with a root's eps no eps is small
+    # A second moment that only fell, taken to what it was: both over their corrections are the same.
+    before = 1 / b2 if step == 1 else c2 / (1 - b2 ** (step - 1)) / b2
+    assert found[20] == pytest.approx(before, rel=1e-4)
+    gate = [] if factor is None else [factor, 1]
+    np.testing.assert_allclose(found[21 : 21 + len(gate)], gate)
+    longest = found[21 + len(gate) :][:2]
+    np.testing.assert_allclose(longest / [careful, ordinary], most / direction, rtol=1e-5)
+    words = np.asarray(made.vector(jnp.array([5, 6], jnp.uint32)))[-3:-1].view(np.uint32)
+    assert (words.tolist(), found[-1], len(found)) == ([5, 6], 0.25, 26 + len(gate))
+    changes = {"rate": 1e6, "weight_decay": 1e6, "eps": np.inf, "b2_rest": 2.0**-61, "factor": np.inf}
+    for name, value in changes.items():  # with what may make NaN of finite numbers no tile is ordinary
+        other = made._replace(**({"rate": 1e-20} | {name: jnp.float32(value)}))
+        other = np.asarray(other.vector())
+        assert np.isfinite(found[16])
+        assert other[16] == np.inf, name
+    plain = np.asarray(made._replace(eps_root=0.0).vector())
+    assert plain[19] == pytest.approx((128 * plain[11]) ** 2, rel=1e-6)
+    assert plain[6] == np.finfo(np.float32).tiny
+    assert np.isfinite(np.asarray(made._replace(b2=0.0, b2_rest=1.0, correction2=1.0).vector())[20])
+
+
 # What the kernel becomes, without a GPU. Instructions are counted in what the assembler makes of Triton's PTX.
 
 CONFIGURATIONS = {

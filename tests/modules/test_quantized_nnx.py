@@ -116,6 +116,22 @@ def test_the_way_back_gives_the_model_as_written_with_trained_parameters(name):
         fp8jax.nnx.unquantize({})
 
 
+def test_models_that_are_changed_already_are_named():
+    quantized, odd = fp8jax.nnx.quantize(model(), TE), model()
+    with pytest.raises(ValueError, match=r"^the model is quantized already; give the rules to the model"):
+        fp8jax.nnx.quantize(quantized, TE)
+    odd.layers[1] = quantized.layers[0]
+    with pytest.raises(ValueError, match=r"^layers/1 is quantized already"):
+        fp8jax.nnx.quantize(odd, TE)
+    odd = model()
+    odd.layers[0].up.kernel = "an adapter"
+    with pytest.raises(ValueError, match=r"the kernel of layers/0/up is a str, not an nnx.Variable: another library"):
+        fp8jax.nnx.quantize(odd, TE)
+    adapted = fp8jax.nnx.lora(quantized, rank=2, alpha=1.0, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"take fp8jax.nnx.unquantize\(fp8jax.nnx.merge_lora\(model\)\)"):
+        fp8jax.nnx.unquantize(adapted)
+
+
 def test_a_part_called_from_outside_is_quantized():
     quantized = settled(fp8jax.nnx.quantize(model(), COAT))
     for call, products in (

@@ -117,6 +117,9 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     many = [parts[1]._replace(path=f"p{i}", tokens=1024) for i in range(8)] + parts[:2]
     named = "p0, p1, p2, p3, p4, p5 and 3 more gain nothing at 512 or 1,024 tokens: give Rule('p0', None)"
     assert named in explanation.gained(many)
+    assert "p4, p5 gain nothing at 1,024 tokens" in explanation.gained(many[:6])
+    assert "p0 gains nothing at 1,024 tokens" in explanation.gained(many[:1] * 2)
+    assert "by a 1 KiB" in explanation.kept_bytes([parts[0]._replace(bytes=1024)])
     said = str(explanation.Explanation(tuple(parts)))
     assert "1 of 2 products are computed again in the backward pass" in said
     assert [line.split()[0] for line in said.splitlines() if line[:4] in ("a   ", "b   ", "norm", "head")] == [
