@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -186,9 +187,11 @@ def _check_precision(p: ReadWeight) -> None:
     asked = p.node.eqn.params["precision"]
     each = asked if isinstance(asked, tuple) else (asked,)
     if p.taken and any(x not in (None, lax.Precision.DEFAULT) for x in each):
+        default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        unset = f" and leave jax_default_matmul_precision, which is {default!r}, unset" if default else ""
         raise ValueError(
             f"{p.path} asks for precision {asked}, which a quantized product cannot give, at {p.node.line()}; set "
-            f"its precision to None, or leave it out with a rule: [fp8jax.Rule({p.path!r}, None), recipe]"
+            f"its precision to None{unset}, or leave it out with a rule: [fp8jax.Rule({p.path!r}, None), recipe]"
         )
 
 

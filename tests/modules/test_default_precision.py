@@ -100,3 +100,11 @@ def test_another_precision_is_refused_with_its_name(call):
             program(call, precision)
         assert call is own_class or repr(precision) in str(refused.value)
         assert "give None" in str(refused.value) or "set its precision to None" in str(refused.value)
+
+
+def test_where_a_setting_asks_for_it_the_setting_is_named():
+    with (
+        jax.default_matmul_precision("highest"),
+        pytest.raises(ValueError, match="jax_default_matmul_precision, which"),
+    ):
+        program(linear, None)
