@@ -64,7 +64,7 @@ def digest(array: np.ndarray) -> str:
     """SHA-256 of dtype, shape and bytes in row-major order."""
     hasher = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
     # Extension dtypes (bfloat16, float8) have no buffer interface of their own.
-    hasher.update(np.ascontiguousarray(array).view(np.uint8) if array.ndim and array.size else array.tobytes())
+    hasher.update(np.ascontiguousarray(array).view(np.uint8))
     return hasher.hexdigest()
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import recipes
+from fp8jax.modules import matrices
 
 X, W = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 16))
 ONE = jnp.ones(16)
@@ -81,3 +82,31 @@ def test_a_part_that_says_nothing_of_an_operation_is_refused():
         fp8jax.glu_linear(X, X, W, recipe=linear)
     with pytest.raises(TypeError, match="a rule takes a Recipe or its part Linear, not Context"):
         fp8jax.nnx.quantize(layer(), context)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "taken"),
+    [
+        *((name, (4, 4), True) for name in ("kernel", "w", "layers/up/w1", "embeds/kernel", "scalar")),
+        *((name, (4, 4), False) for name in ("wte_embedding", "pos_table", "position", "token_types", "out_bias")),
+        *((name, (4, 4), False) for name in ("ln_scale", "gamma", "beta1", "attention_mask", "layers/pos_embed")),
+        ("w", (3, 1, 4), True),
+        ("w", (1, 4), False),
+        ("w", (4,), False),
+        ("w", (4, 1, 1), False),
+    ],
+)
+def test_matrices_are_told_by_name_and_shape(name, shape, taken):
+    assert matrices.is_matrix(name, shape) == taken
+
+
+def test_what_is_no_model_is_told_what_takes_it():
+    other = {kind: type("Mlp", (), {"__module__": f"{kind}.nn"})() for kind in ("equinox", "haiku")}
+    for model, said in (
+        (nnx.Linear, "f takes, not the class Linear; make an instance of it"),
+        ({}, "f takes, not dict; give the model that has these parameters, not the parameters. Without Flax, fp8jax"),
+        (3, "f takes, not int. Without Flax, fp8jax.transform"),
+        (other["equinox"], "f takes, not Mlp, of Equinox; fp8jax.transform"),
+        (other["haiku"], "f takes, not Mlp, of Haiku; fp8jax.transform"),
+    ):
+        assert matrices.not_a_model("f takes", model).startswith(said)
