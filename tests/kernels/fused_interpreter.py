@@ -168,7 +168,7 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
     how = quantize._parse(rows, columns, scaling.find(strategy), False)
     share, most = jnp.float32(0), jnp.int32(0)
-    for got, want in zip(made, quantize._codes(how, x, scale, None, None), strict=True):
+    for got, want in zip(made, quantize._codes(how, x, scale, None), strict=True):
         if got is not None:
             a, b = (jax.lax.bitcast_convert_type(q.codes, jnp.uint8).astype(jnp.int32) for q in (got, want))
             # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
