@@ -1,13 +1,14 @@
 """Whole training steps of models as users write them, in bf16 and quantized: what a user gains.
 
-The models are those of `experiments.models.plain`, whose code knows nothing of 8 bits; `fp8jax.nnx.quantize` quantizes
-them. Gradients are clipped by their global norm; AdamW is optax's in a chain and Flax's `nnx.Optimizer` for bf16, and
-`fp8jax.optimizer(..., clip=)` in `fp8jax.nnx.Optimizer`, as README shows, for the others. "step" is the time of a step
-of many that follow each other without waiting; of "step, synchronised" the host reads the loss after each; of "step,
-read late" it reads the loss of the step before when it has started the next. Python's garbage collector leaves alone
-what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md). Nothing is recomputed: bf16 keeps what
-Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program needs
-beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
+The models are those of `experiments.models.plain`, and a Llama of `plain_linen` and `plain_equinox`, whose code knows
+nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them. Gradients
+are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for bf16, and
+`fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of many that follow each other
+without waiting; of "step, synchronised" the host reads the loss after each; of "step, read late" it reads the loss of
+the step before when it has started the next. Python's garbage collector leaves alone what tracing has left, as a
+training loop has it by `gc.freeze()` (docs/faq.md). Nothing is recomputed but under the policy that a row names: bf16
+keeps what Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program
+needs beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
 (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their gradients in bf16,
 as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
 """
@@ -25,16 +26,12 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 
 import jax
-import optax
-from flax import nnx
 
 import fp8jax
-from experiments.bench import timing
-from experiments.bench.arms import HEAD
+from experiments.bench import timing, writings
+from experiments.bench.writings import BASE, Training
 from experiments.models import plain
 
-BASE, RATE, CLIP, DECAY = "bf16", 3e-4, 1.0, 0.1
-HELD = "held:"
 KINDS = ("", ", synchronised", ", read late")
 
 
@@ -44,8 +41,8 @@ class UserModel:
 
     Attributes:
         text: what it is, in a row's case.
-        make: the module from its outputs (vocabulary, classes), the length of its input and `nnx.Rngs`.
-        small: the same, tiny.
+        training: its steps, by an arm, the length of the input, outputs (vocabulary, classes), and whether it is tiny.
+        arms: those that are measured unless others are named.
         kind: of the batch, see `plain.batch`.
         batch: sequences or images.
         length: tokens of a sequence, pixels of a side.
@@ -53,96 +50,71 @@ class UserModel:
     """
 
     text: str
-    make: Callable[..., nnx.Module]
-    small: Callable[..., nnx.Module]
-    kind: str
-    batch: int
-    length: int
-    outputs: int
+    training: Callable[[str, int, int, bool], Training]
+    arms: tuple[str, ...] = ("bf16", "coat", "coat_fast")
+    kind: str = "text"
+    batch: int = 8
+    length: int = 2048
+    outputs: int = 32_000
 
 
-def _llama(*shape: int) -> Callable[..., nnx.Module]:
-    """Of this shape, from its outputs, the length of its input, which may be any, and `nnx.Rngs`."""
-    kind: Any = plain.PlainLlama
-    return lambda outputs, length, rngs: kind(outputs, *shape, rngs)
+LLAMA, SMALL = (2048, 22, 32, 4, 5632), (64, 2, 4, 2, 128)
 
 
-def _sized(kind: Any, *shape: int) -> Callable[..., nnx.Module]:
-    """The same of a model with a position for each place of its input."""
-    return lambda outputs, length, rngs: kind(outputs, *shape, length, rngs)
+def _llama(policy: Any, arm: str, length: int, outputs: int, small: bool) -> Training:
+    """Of Flax NNX; with a policy blocks are checkpointed, by ours with products in 8 bits beside what it keeps."""
+    saved = policy if policy is None or arm == BASE else fp8jax.checkpoint_policies.with_products(policy)
+    shape = SMALL if small else LLAMA
+    return writings.of_nnx(lambda rngs: plain.PlainLlama(outputs, *shape, rngs, saved), arm)
 
 
+def _shaped(writing: Any, arm: str, length: int, outputs: int, small: bool) -> Training:
+    """The same of another writing, by its shape."""
+    return writing((outputs, *(SMALL if small else LLAMA)), arm)  # type: ignore[no-any-return]
+
+
+def _sized(kind: Any, shape: tuple[int, ...], arm: str, length: int, outputs: int, small: bool) -> Training:
+    """A model with a position for each place of its input."""
+    shape = (64, 2, 4) if small else shape
+    return writings.of_nnx(lambda rngs: kind(outputs, *shape, length, rngs), arm)
+
+
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 MODELS = {
-    "llama1b": UserModel("Llama 1.1B, 8 x 2,048 tokens", _llama(2048, 22, 32, 4, 5632),
-                         _llama(64, 2, 4, 2, 128), "text", 8, 2048, 32_000),
-    "vitl": UserModel("ViT-L/16, 256 images", _sized(plain.PlainViT, 1024, 24, 16), _sized(plain.PlainViT, 64, 2, 4),
-                      "images", 256, 224, 1000),
-    "gpt350m": UserModel("GPT-2 350M, 16 x 1,024 tokens", _sized(plain.PlainGPT, 1024, 24, 16),
-                         _sized(plain.PlainGPT, 64, 2, 4), "text", 16, 1024, 50_304),
-    "gpt124m": UserModel("GPT-2 124M, 32 x 1,024 tokens", _sized(plain.PlainGPT, 768, 12, 12),
-                         _sized(plain.PlainGPT, 64, 2, 4), "text", 32, 1024, 50_304),
+    "llama1b": UserModel("Llama 1.1B, 8 x 2,048 tokens", functools.partial(_llama, None)),
+    "llama1b_dots": UserModel("Llama 1.1B, dots_with_no_batch_dims_saveable, 8 x 2,048 tokens",
+                              functools.partial(_llama, DOTS)),
+    "llama1b_linen": UserModel("Llama 1.1B in Linen, 8 x 2,048 tokens",
+                               functools.partial(_shaped, writings.of_linen), ("bf16", "coat")),
+    "llama1b_equinox": UserModel("Llama 1.1B in Equinox, 8 x 2,048 tokens",
+                                 functools.partial(_shaped, writings.of_equinox), ("bf16", "coat")),
+    "vitl": UserModel("ViT-L/16, 256 images", functools.partial(_sized, plain.PlainViT, (1024, 24, 16)),
+                      ("bf16", "coat_fast"), "images", 256, 224, 1000),
+    "gpt350m": UserModel("GPT-2 350M, 16 x 1,024 tokens", functools.partial(_sized, plain.PlainGPT, (1024, 24, 16)),
+                         ("bf16", "coat_fast"), "text", 16, 1024, 50_304),
+    "gpt124m": UserModel("GPT-2 124M, 32 x 1,024 tokens", functools.partial(_sized, plain.PlainGPT, (768, 12, 12)),
+                         ("bf16", "coat_fast", "auto:coat_fast"), "text", 32, 1024, 50_304),
 }  # fmt: skip
-ARMS = {
-    "llama1b": ("bf16", "coat", "coat_fast"),
-    "vitl": ("bf16", "coat_fast"),
-    "gpt350m": ("bf16", "coat_fast"),
-    "gpt124m": ("bf16", "coat_fast", "auto:coat_fast"),
-}
-
-
-def recipe_of(arm: str) -> fp8jax.Recipe:
-    """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain; "held:" before it.
-    "coat, 8-bit head" has the products of the output head in FP8, too.
-
-    Raises:
-        ValueError: no preset has this name.
-    """
-    arm = arm.removeprefix(HELD)
-    if arm.endswith(f", {HEAD}"):
-        return dataclasses.replace(recipe_of(arm.removesuffix(f", {HEAD}")), head=fp8jax.recipes.HEAD)
-    start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
-    return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
-
-
-def loss(model: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy of a batch."""
-    logits = model(inputs).astype("float32")
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class UserArm:
-    """A model's training step by a recipe, and the state that it updates."""
+    """A model's training step by a recipe, and the state that it updates; on several GPUs each has a batch."""
 
-    def __init__(self, user: UserModel, recipe: str) -> None:
-        make, size, length, outputs = user.make, user.batch, user.length, user.outputs
+    def __init__(self, user: UserModel, arm: str, gpus: int = 1) -> None:
+        size, length, outputs = user.batch, user.length, user.outputs
         if timing.dry():
-            make, size, length, outputs = user.small, 1, 32, 64
-
-        def begun(rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Optimizer]:
-            model = make(outputs, length, rngs)
-            if recipe == BASE:
-                chain = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
-                return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
-            model = fp8jax.nnx.quantize(model, recipe_of(recipe))
-            tx = fp8jax.optimizer(recipe_of(recipe), RATE, weight_decay=DECAY, clip=CLIP)
-            return model, fp8jax.nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        # A generator that compiles fast.
-        start = lambda: begun(nnx.Rngs(jax.random.key(0, impl="rbg")))  # noqa: E731
-        graph, shapes = nnx.split(nnx.eval_shape(start))
-        self.begin: Any = jax.jit(lambda: nnx.state(start()))
-        self.data = plain.batch(user.kind, size, length, outputs)
-
-        def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-            model, optimizer = nnx.merge(graph, state)
-            read = model
-            if recipe.startswith(HELD):
-                read = fp8jax.nnx.quantize_weights(model, gradients="bfloat16")
-            value, grads = nnx.value_and_grad(loss)(read, inputs, labels)
-            optimizer.update(model, grads)
-            return nnx.state((model, optimizer)), value
-
-        self.build = timing.lowered(step, shapes, *self.data, donate_argnums=0)
+            size, length, outputs = 1, 32, 64
+        training = user.training(arm, length, outputs, timing.dry())
+        shapes, self.data = jax.eval_shape(training.begin), plain.batch(user.kind, gpus * size, length, outputs)
+        options: dict[str, Any] = {}
+        if gpus > 1:
+            mesh = jax.make_mesh((gpus,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+            rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
+            self.data = jax.device_put(self.data, rows)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
+            options["out_shardings"] = whole
+        self.begin: Any = jax.jit(training.begin, **options)
+        self.build = timing.lowered(training.step, shapes, *self.data, donate_argnums=0, **options)
         self.state: Any = None
         self.last: jax.Array | None = None
 
@@ -183,6 +155,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="models", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: each model's own)")
+    parser.add_argument("--gpus", type=int, default=1, help="each has such a batch and all weights (data parallel)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
@@ -190,18 +163,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     for arm in options.arm or ():
-        recipe_of(arm)
+        writings.recipe_of(arm)
     timing.need_gpu()
     notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
     notes.append("Arms run in turns, in another order in each round, each from a state made anew; medians.")
     save = functools.partial(timing.write, options.name, "Training steps of models as users write them", notes=notes,
-                             versions={}, out=options.out)  # fmt: skip
+                             versions={}, out=options.out, devices=options.gpus)  # fmt: skip
     start, table = time.perf_counter(), list[timing.Row]()
     for name in options.models:
         if time.perf_counter() - start > options.limit:
             print(f"{name}: not measured, the time limit is reached")
             continue
-        table += measure(MODELS[name], options.arm or ARMS[name], options)
+        table += measure(MODELS[name], options.arm or MODELS[name].arms, options)
         save(table, complete=False)
     save(table)
 
@@ -219,7 +192,7 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
         arms, waiting = {}, list[Any]()
         for recipe in recipes:
             begin = time.perf_counter()
-            arms[recipe] = UserArm(user, recipe)
+            arms[recipe] = UserArm(user, recipe, options.gpus)
             waiting.append(pool.submit(prepared, recipe, arms[recipe], time.perf_counter() - begin))
         for done in waiting:
             done.result()
@@ -233,7 +206,7 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
-    return rows(user.text, times, needs)
+    return rows(user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else ""), times, needs)
 
 
 def rows(case: str, times: dict[str, timing.Seconds], needs: dict[str, float]) -> list[timing.Row]:

@@ -4,6 +4,7 @@ A Llama, a GPT-2 with a tied head and a vision transformer. Parameters are fp32,
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,11 +50,13 @@ class PlainLlamaBlock(nnx.Module):
 
 
 class PlainLlama(nnx.Module):
-    """From tokens (B, T) to logits (B, T, V)."""
+    """From tokens (B, T) to logits (B, T, V); with a policy of `jax.checkpoint_policies` each block is checkpointed."""
 
     def __init__(
-        self, vocab: int, dim: int, layers: int, heads: int, kv_heads: int, inner: int, rngs: nnx.Rngs
-    ) -> None:
+        self, vocab: int, dim: int, layers: int, heads: int, kv_heads: int, inner: int, rngs: nnx.Rngs,
+        policy: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.policy = policy
         self.embed = nnx.Embed(vocab, dim, dtype=jnp.bfloat16, rngs=rngs)
         self.blocks = nnx.List([PlainLlamaBlock(dim, heads, kv_heads, inner, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(dim, dtype=jnp.bfloat16, rngs=rngs)
@@ -62,7 +65,7 @@ class PlainLlama(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = nnx.remat(type(block).__call__, policy=self.policy)(block, x) if self.policy else block(x)
         return self.head(self.norm(x))
 
 

@@ -1,5 +1,6 @@
 """Every benchmark's code runs through on a CPU, small and without measuring, before a GPU's time is spent."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -8,7 +9,7 @@ import os
 import pytest
 
 from experiments import results
-from experiments.bench import arms, models
+from experiments.bench import arms, models, writings
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 # What takes longer than to try the code once: arms that differ in their recipe alone.
@@ -66,25 +67,53 @@ def test_arms_of_a_job_are_recipes_that_there_are():
             named = options[options.index("--arm") + 1 :]
             for arm in named[: next((i for i, a in enumerate(named) if a.startswith("--")), None)]:
                 arms.settings(arm)
-    for arm in {arm for of_model in models.ARMS.values() for arm in of_model}:
-        assert models.recipe_of(arm).name
+    for arm in {arm for model in models.MODELS.values() for arm in model.arms}:
+        assert writings.recipe_of(arm).name
+
+
+def losses(user, arms, **how):
+    """Of three steps, really run; the state is freed."""
+    found = {}
+    for name in arms:
+        arm = models.UserArm(user, name, **how)
+        arm.prepare()
+        found[name] = [float(arm()) for _ in range(3)]
+        arm.stop()
+        assert arm.state is None
+    return found
+
+
+def small(training):
+    """A batch of two sequences of a model that is tiny."""
+    return models.UserModel("small", lambda arm, length, outputs, _: training(arm, length, outputs, True),
+                            (), "text", 2, 16, 64)  # fmt: skip
 
 
 def test_a_user_s_model_trains_in_both(monkeypatch):
-    """Two steps, really run: losses agree but for what 8 bits round, and the state is freed."""
-    small = models._llama(64, 1, 4, 2, 128)
-    user = models.UserModel("small", small, small, "text", 2, 16, 64)
-    losses = {}
-    for recipe in ("bf16", "held:coat", "coat, 8-bit head"):
-        arm = models.UserArm(user, recipe)
-        arm.prepare()
-        losses[recipe] = [float(arm()) for _ in range(3)]
-        arm.stop()
-        assert arm.state is None
-    assert losses["bf16"][2] < losses["bf16"][0]
-    assert losses["bf16"] == pytest.approx(losses["held:coat"], rel=0.02)
-    assert losses["bf16"] != losses["held:coat"] != losses["coat, 8-bit head"]
-    assert losses["bf16"] == pytest.approx(losses["coat, 8-bit head"], rel=0.02)
+    """Losses agree but for what 8 bits round."""
+    found = losses(small(models.MODELS["llama1b"].training), ("bf16", "held:coat", "coat, 8-bit head"))
+    assert found["bf16"][2] < found["bf16"][0]
+    assert found["bf16"] == pytest.approx(found["held:coat"], rel=0.02)
+    assert found["bf16"] != found["held:coat"] != found["coat, 8-bit head"]
+    assert found["bf16"] == pytest.approx(found["coat, 8-bit head"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama1b_dots", "llama1b_linen", "llama1b_equinox"])
+def test_other_writings_and_policies_train_in_both(name):
+    found = losses(small(models.MODELS[name].training), ("bf16", "coat"))
+    assert found["bf16"][2] < found["bf16"][0]
+    assert found["bf16"] != found["coat"]
+    assert found["bf16"] == pytest.approx(found["coat"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_checkpointed_model_computes_the_same_and_two_gpus_have_a_batch_each():
+    plain, dots = (small(models.MODELS[name].training) for name in ("llama1b", "llama1b_dots"))
+    found = losses(plain, ["bf16"])["bf16"]
+    assert losses(dots, ["bf16"])["bf16"] == pytest.approx(found, rel=1e-4)
+    wide = dataclasses.replace(plain, batch=4)
+    assert losses(plain, ["coat"], gpus=2)["coat"] == pytest.approx(losses(wide, ["coat"])["coat"], rel=1e-2)
 
 
 def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp_path):

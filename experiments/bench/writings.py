@@ -1,0 +1,133 @@
+"""Training steps of a user's Llama as its users write them: in Flax NNX, in Flax Linen, in Equinox.
+
+Each takes a recipe's name, "bf16" for a step without fp8jax, and gives what makes a state, and the step. Gradients are
+clipped by their global norm; AdamW is optax's in a chain for bf16, `fp8jax.optimizer(..., clip=)` for the others.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import fp8jax
+from experiments.bench.arms import HEAD
+from experiments.models.plain_linen import LinenLlama
+
+BASE, HELD, RATE, CLIP, DECAY = "bf16", "held:", 3e-4, 1.0, 0.1
+
+
+class Training(NamedTuple):
+    """What makes a state, and a step from it, inputs and labels to the next one and the loss."""
+
+    begin: Callable[[], Any]
+    step: Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
+
+
+def recipe_of(arm: str) -> fp8jax.Recipe:
+    """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain; "held:" before it.
+    "coat, 8-bit head" has the products of the output head in FP8, too.
+
+    Raises:
+        ValueError: no preset has this name.
+    """
+    arm = arm.removeprefix(HELD)
+    if arm.endswith(f", {HEAD}"):
+        return dataclasses.replace(recipe_of(arm.removesuffix(f", {HEAD}")), head=fp8jax.recipes.HEAD)
+    start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
+    return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean over a batch, in fp32."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).mean()
+
+
+def _optimizer(arm: str) -> Any:
+    if arm == BASE:
+        return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
+    return fp8jax.optimizer(recipe_of(arm), RATE, weight_decay=DECAY, clip=CLIP)
+
+
+def _key() -> jax.Array:
+    """Of a generator that compiles fast."""
+    return jax.random.key(0, impl="rbg")
+
+
+def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
+    """With `nnx.Optimizer` for bf16, `fp8jax.nnx.Optimizer` for the others."""
+
+    def begun() -> Any:
+        model = make(nnx.Rngs(_key()))
+        if arm == BASE:
+            return model, nnx.Optimizer(model, _optimizer(arm), wrt=nnx.Param)
+        model = fp8jax.nnx.quantize(model, recipe_of(arm))
+        return model, fp8jax.nnx.Optimizer(model, _optimizer(arm), wrt=nnx.Param)
+
+    graph, _ = nnx.split(nnx.eval_shape(begun))
+
+    def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        model, optimizer = nnx.merge(graph, state)
+        read = fp8jax.nnx.quantize_weights(model, gradients="bfloat16") if arm.startswith(HELD) else model
+        value, grads = nnx.value_and_grad(lambda read: cross_entropy(read(inputs), labels))(read)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), value
+
+    return Training(lambda: nnx.state(begun()), step)
+
+
+def of_linen(shape: tuple[int, ...], arm: str) -> Training:
+    """With Flax's `TrainState` for bf16, `fp8jax.linen.TrainState` for the others."""
+    model: linen.Module = LinenLlama(*shape)
+    kind: Any = TrainState
+    if arm != BASE:
+        model, kind = fp8jax.linen.quantize(model, recipe_of(arm)), fp8jax.linen.TrainState
+    tx = _optimizer(arm)
+
+    def begin() -> Any:
+        params = model.init(_key(), jax.numpy.zeros((1, 8), "int32"))["params"]
+        return kind.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(params: Any) -> jax.Array:
+            return cross_entropy(state.apply_fn({"params": params}, inputs), labels)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return Training(begin, step)
+
+
+def of_equinox(shape: tuple[int, ...], arm: str) -> Training:
+    """With `eqx.filter_value_and_grad`, of `fp8jax.filter_transform`'s loss for others than bf16."""
+    import equinox as eqx
+
+    from experiments.models.plain_equinox import EquinoxLlama, in_bf16
+
+    def loss(model: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(jax.vmap(in_bf16(model))(inputs), labels)
+
+    kind: Any = EquinoxLlama
+    tx, of_loss = _optimizer(arm), loss if arm == BASE else fp8jax.filter_transform(loss, recipe_of(arm))
+    made = eqx.filter_eval_shape(lambda: kind(*shape, key=_key()))
+    _, static = eqx.partition(made, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+
+    def begin() -> Any:
+        arrays = eqx.filter(kind(*shape, key=_key()), eqx.is_array)
+        return arrays, tx.init(arrays)
+
+    def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        arrays, of_tx = state
+        value, grads = eqx.filter_value_and_grad(of_loss)(eqx.combine(arrays, static), inputs, labels)
+        grads = eqx.filter(grads, eqx.is_array)
+        if arm != BASE:
+            arrays, of_tx = tx.step(grads, of_tx, arrays)
+        else:
+            updates, of_tx = tx.update(grads, of_tx, arrays)
+            arrays = eqx.apply_updates(arrays, updates)
+        return (arrays, of_tx), value
+
+    return Training(begin, step)
