@@ -6,6 +6,8 @@ import importlib.util
 import json
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments import results
@@ -107,11 +109,23 @@ def test_other_writings_and_policies_train_in_both(name):
     assert found["bf16"] == pytest.approx(found["coat"], rel=0.02)
 
 
+def test_blocks_of_a_model_with_a_policy_are_checkpointed_and_each_writing_is_quantized():
+    """Read from programs, nothing runs."""
+    inputs, labels = jax.eval_shape(lambda: (jnp.zeros((2, 16), "int32"),) * 2)
+    for name in ("llama1b", "llama1b_dots", "llama1b_linen", "llama1b_equinox"):
+        for arm, eight in (("bf16", False), ("coat", True)):
+            training = models.MODELS[name].training(arm, 16, 64, True)
+            program = str(jax.make_jaxpr(training.step)(jax.eval_shape(training.begin), inputs, labels))
+            assert ("policy=" in program) == name.endswith("_dots")
+            assert ("WithProducts" in program) == (name.endswith("_dots") and eight)
+            assert ("f8_e4m3" in program) == eight
+
+
 @pytest.mark.slow
 def test_a_checkpointed_model_computes_the_same_and_two_gpus_have_a_batch_each():
     plain, dots = (small(models.MODELS[name].training) for name in ("llama1b", "llama1b_dots"))
     found = losses(plain, ["bf16"])["bf16"]
-    assert losses(dots, ["bf16"])["bf16"] == pytest.approx(found, rel=1e-4)
+    assert losses(dots, ["bf16"])["bf16"] == pytest.approx(found, rel=1e-3)
     wide = dataclasses.replace(plain, batch=4)
     assert losses(plain, ["coat"], gpus=2)["coat"] == pytest.approx(losses(wide, ["coat"])["coat"], rel=1e-2)
 
