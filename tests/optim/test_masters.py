@@ -176,6 +176,23 @@ def test_small_changes_are_kept(make, off):
         np.testing.assert_allclose(moved[master], 2e-4, rtol=off, atol=20 * 2.0 ** -(mantissa + 2))
     steps = moved["bf16+stochastic"]
     np.testing.assert_allclose(steps.mean(), 2e-4, rtol=off + 6 / np.sqrt(np.count_nonzero(steps)))
+    assert np.count_nonzero(steps) == pytest.approx(MOVED * steps.size, rel=0.3)
+
+
+# Of weights of one, whose bf16 step is 2^-8 below, those that moved in 20 steps of 1e-5, each with noise of its own.
+MOVED = 1 - (1 - 1e-5 * 2**8) ** 20
+
+
+def test_each_step_of_any_optimizer_has_its_own_noise():
+    tx = fp8jax.compress_state(optax.lion(1e-5, weight_decay=0.0), min_size=1024, master="bf16+stochastic")
+    own = {"w": jnp.ones((32, 256), jnp.bfloat16)}
+    state, update = jax.jit(tx.init)(own), jax.jit(tx.update)
+    for _ in range(20):
+        changes, state = update({"w": jnp.ones_like(own["w"])}, state, own)
+        own = optax.apply_updates(own, changes)
+    moved = 1 - np.asarray(own["w"], np.float64)
+    np.testing.assert_allclose(moved.mean(), 2e-4, rtol=6 / np.sqrt(np.count_nonzero(moved)))
+    assert np.count_nonzero(moved) == pytest.approx(MOVED * moved.size, rel=0.3)
 
 
 @pytest.mark.parametrize(
