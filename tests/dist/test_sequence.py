@@ -68,6 +68,27 @@ def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices)
     assert sum(size for *_, size in found) <= X.size // devices * (1 + 4 / 32)
 
 
+def test_a_sequence_is_cut_over_several_axes():
+    """Gathered as over one axis of as many devices, scattered as the gradient of that, which is bf16's sum."""
+    axes = ("outer", "inner")
+    two = jax.make_mesh((2, 4), axes, axis_types=(AxisType.Auto,) * 2)
+    cut = P(None, axes)
+
+    def both(x):
+        whole = gather_sequence(x, axes, how="e4m3", gradients="bf16")
+        codes = scatter_sequence(whole * 4.0 ** jax.lax.axis_index(axes), axes, how="e4m3")
+        return whole, scatter_sequence(whole, axes, how="bf16", gradients="bf16"), codes
+
+    run = jax.shard_map(both, mesh=two, in_specs=cut, out_specs=(WHOLE, cut, cut), check_vma=False)
+    whole, scattered, codes = jax.jit(run)(X)
+    want = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse("e4m3")))(X)
+    np.testing.assert_array_equal(np.asarray(whole), np.asarray(want))
+    np.testing.assert_allclose(np.asarray(scattered), 8 * np.asarray(want), rtol=2.0**-7)
+    assert relative(np.asarray(codes), sum(4.0**i for i in range(8)) * np.asarray(want)) < ROUNDING
+    grads = jax.jit(jax.grad(lambda x: jnp.sum(run(x)[0] * X)))(X)
+    np.testing.assert_allclose(np.asarray(grads), np.asarray(X), rtol=2.0**-7)
+
+
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_products_round_what_was_gathered_to_the_same_codes_again(name):
     """Inputs and gradients alike, decoded to bf16: for what reads the array and not the codes."""
