@@ -106,7 +106,7 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert [values[name, "seeds"] for name in (BASE, "coat", "coat_fast", "fp8_lm")] == [10, 5, 10, 5]
     assert {row["commit"] for row in content["rows"]} == {"c1"}
     told = " ".join(content["notes"])
-    assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each" in told
+    assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each (10 of bf16 and coat_fast), both losses" in told
     assert "Intervals are of 99.50% each" in told
     assert "fp8_lm ran on 2 devices" in told
     assert "coat_fast: " in told
