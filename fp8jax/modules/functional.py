@@ -84,7 +84,7 @@ def run(
     method: ModuleMethod,
     args: Any,
     kwargs: Any,
-    held: Callable[[Sequence[Any]], Mapping[str, ParameterState]],
+    held: Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, ParameterState]],
 ) -> Any:
     """The results of a call, and what its products observed, by the paths of parameters.
 
@@ -94,11 +94,12 @@ def run(
     Args:
         module: a module. method: one of its methods.
         args, kwargs: of the call: arrays, modules and settings in any structure. Python numbers are settings.
-        held: gives what the module holds for its parameters, by paths, of the leaves as variables.
+        held: gives what the module holds for its parameters, by paths, of the leaves as variables and of the
+            parameters, by paths.
     """
     with nnx.update_context(_TAG):
         call = _take_apart(module, method, args, kwargs)
-        results, noted = call.call.planned().with_held(held(call.variables))
+        results, noted = call.call.planned().with_held(held(call.variables, call.call.params))
         y = results.leave(call)
     return y, noted
 

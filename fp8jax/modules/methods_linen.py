@@ -87,7 +87,7 @@ def transformed(method: Callable, root: Root) -> Callable:
         for use, linear in planned.uses.items():
             if linear.states:
                 number, place = lifted.places[use.path]
-                held[use.path] = _read(others[number], place, linear, use)
+                held[use.path] = _read(others[number], place, linear, use, lifted.call.params.get(use.path))
         results, observed = planned.with_held(held)
         y, (params, written) = jax.tree.unflatten(results.structure, joined(results.leaves, iter(results.arrays)))
         written = tuple(unfreeze(collections) for collections in written)
@@ -306,8 +306,8 @@ def _watched() -> bool:
         return True
 
 
-def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use) -> ParameterState:
-    """What the variables of a scaling hold for the products with a parameter."""
+def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use, weight: Any) -> ParameterState:
+    """What the variables of a scaling hold for the products with a parameter, which is `weight` in this call."""
     path = variables_path(place)
     own, slot = _find(collections, SCALING, path), _find(collections, STATISTICS, path).get("slot")
     names = {operand: part.variable(operand) for operand, part in linear.states.items()}
@@ -316,7 +316,7 @@ def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use
     state = ScalingState(**{operand: own[name] for operand, name in names.items()})
     if linear.tracked and state.w is not None:
         layer, names_of = "/".join(place[:-1]) or "the layer", scaling_names(linear)
-        state = state._replace(w=training.observed(state.w, layer, names_of, "linen", training.BOUNDS))
+        state = state._replace(w=training.observed(state.w, layer, names_of, "linen", training.BOUNDS, weight))
     return ParameterState(linear, use.stacked, state, slot)
 
 

@@ -3,7 +3,7 @@
 import copyreg
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -97,9 +97,9 @@ def _method(written: Any, name: str, settings: QuantizedAs) -> Callable:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         holders: dict[str, Holder] = {}
 
-        def held(variables: Sequence[Any]) -> dict[str, ParameterState]:
+        def held(variables: Sequence[Any], weights: Mapping[str, Any]) -> dict[str, ParameterState]:
             holders.update(_holders(self, variables))
-            return {path: holder.given() for path, holder in holders.items()}
+            return {path: holder.given(weights.get(path)) for path, holder in holders.items()}
 
         try:
             y, noted = functional.run(self, method, args, kwargs, held)

@@ -101,7 +101,8 @@ class Holder(nnx.Module):
         codes: tuple[int, ...] = self.held.weight().forward.codes.shape
         return codes[:-2]
 
-    def given(self) -> ParameterState:
+    def given(self, weight: Any) -> ParameterState:
+        """What a call reads that has this weight."""
         return ParameterState(self.linear, self.stacked(), weight=None if self.held is None else self.held.weight())
 
     def note(self, observed: Noted) -> None:
@@ -165,12 +166,12 @@ class LayerScaling(Holder):
         shape: tuple[int, ...] = (self.slot if hasattr(self, "slot") else self.tracked()).shape
         return shape
 
-    def given(self) -> ParameterState:
+    def given(self, weight: Any) -> ParameterState:
         slot, state = self.slot[...] if hasattr(self, "slot") else None, self.state()
         if self.linear.tracked and state.w is not None and not self.use_running_average:
-            names = scaling_names(self.linear)
-            state = state._replace(w=training.observed(state.w, self.kind, names, call=training.BOUNDS))
-        return super().given()._replace(state=state, slot=slot)
+            of: Any = {"names": scaling_names(self.linear), "call": training.BOUNDS, "weight": weight}
+            state = state._replace(w=training.observed(state.w, self.kind, **of))
+        return super().given(weight)._replace(state=state, slot=slot)
 
     def note(self, observed: Noted) -> None:
         if self.use_running_average:

@@ -12,9 +12,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax import Array
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
+
+from fp8jax.ops.lora import AdaptedWeight
 
 # So many gradients outside of a program may be the microbatches of one step.
 _MICROBATCHES = 16
@@ -73,7 +76,9 @@ _WRITE = {
 }
 
 
-def observed(value: Array, layer: str, names: str, interface: str = "nnx", call: str = ADVANCE) -> Array:
+def observed(
+    value: Array, layer: str, names: str, interface: str = "nnx", call: str = ADVANCE, weight: Any = None
+) -> Array:
     """What a call of a layer observed or read, as it is; where the call is differentiated, for a warning.
 
     Args:
@@ -82,8 +87,11 @@ def observed(value: Array, layer: str, names: str, interface: str = "nnx", call:
         names: of its scalings.
         interface: of Flax, "nnx" or "linen".
         call: what advances the state, `ADVANCE` or `BOUNDS`.
+        weight: the weight that the bound is of: nothing is said of one that is not differentiated, which stays as it
+            is. None for observations.
     """
-    if call in _steps.settled:
+    weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
+    if call in _steps.settled or not (weight is None or isinstance(weight, jax.core.Tracer)):
         return value
     # As with JAX's record of a trace: where it has other names, nothing is said.
     trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
@@ -95,7 +103,8 @@ def observed(value: Array, layer: str, names: str, interface: str = "nnx", call:
     if not differentiated:
         return value
     if hasattr(outermost, "frame"):
-        result: Array = _LOOK.bind(value, layer=layer, names=names, interface=interface, call=call)
+        others, how = () if weight is None else (weight,), {"layer": layer, "names": names, "interface": interface}
+        result: Array = _LOOK.bind(value, *others, trained=weight is None, call=call, **how)
         return result
     if _steps.last is None or _steps.last() is not outermost:
         _steps.gradients, _steps.last = _steps.gradients + 1, weakref.ref(outermost)
@@ -116,14 +125,19 @@ def _look(layer: str, names: str, interface: str, call: str) -> None:
     )
 
 
-def _lowered(context: Any, value: Any, **how: Any) -> list[Any]:
-    _look(**how)
+def _lowered(context: Any, value: Any, *weight: Any, trained: bool, **how: Any) -> list[Any]:
+    if trained:
+        _look(**how)
     return [value]
 
 
 _LOOK = Primitive("fp8jax_observed")
-_LOOK.def_impl(lambda value, **_: value)
-_LOOK.def_abstract_eval(lambda value, **_: value)
-ad.primitive_jvps[_LOOK] = lambda primals, tangents, **how: (_LOOK.bind(*primals, **how), tangents[0])
+_LOOK.def_impl(lambda value, *_, **__: value)
+_LOOK.def_abstract_eval(lambda value, *_, **__: value)
+# JAX asks for it where the weight is differentiated, or what was observed.
+ad.primitive_jvps[_LOOK] = lambda primals, tangents, **how: (
+    _LOOK.bind(*primals, **how | {"trained": True}),
+    tangents[0],
+)
 batching.primitive_batchers[_LOOK] = lambda values, dims, **how: (_LOOK.bind(*values, **how), dims[0])
 mlir.register_lowering(_LOOK, _lowered)

@@ -104,12 +104,35 @@ def test_who_gives_bounds_in_the_step_is_told_nothing():
     assert told(lambda: step(model, nnx.Optimizer(model, tracked, wrt=nnx.Param), X)) == []
 
 
+@pytest.mark.parametrize("wraps", [lambda loss: loss, nnx.jit, nnx.remat], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize("model", MODELS)
+def test_bounds_of_weights_that_are_not_trained_are_not_asked_for(model, wraps):
+    """They stay what they are, and the optimizer follows none of them: the call would have raised."""
+    frozen = quantized("moss", model)
+    of_input, of_both = (nnx.jit(nnx.grad(wraps(loss), argnums=which)) for which in (1, (0, 1)))
+    assert told(lambda: of_input(frozen, X)) == []
+    assert len(told(lambda: of_both(frozen, X))) == 1
+
+
+def test_outside_of_programs_they_are_not_asked_for_either():
+    frozen = quantized("moss")
+    assert told(lambda: [nnx.grad(loss, argnums=1)(frozen, X) for _ in range(17)]) == []
+    assert len(told(lambda: [nnx.grad(loss)(frozen, X) for _ in range(17)])) == 1
+
+
 def test_linen_is_told_its_own_call():
     model = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", "moss"))
     variables = model.init(jax.random.key(0), X)
     step = jax.jit(jax.grad(lambda p: jnp.mean(model.apply({**variables, "params": p}, X) ** 2)))
     (message,) = told(lambda: step(variables["params"]))
     assert f"with automatic {MESSAGE}linen.set_weight_bounds: " in message
+
+
+def test_linen_is_told_nothing_of_weights_that_are_not_trained():
+    model = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", "moss"))
+    variables = model.init(jax.random.key(0), X)
+    step = jax.jit(lambda v, x: jax.grad(lambda x: jnp.mean(model.apply(v, x) ** 2))(x))
+    assert told(lambda: step(variables, X)) == []
 
 
 @pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
