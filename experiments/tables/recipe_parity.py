@@ -316,8 +316,8 @@ def notes(study: SeedStudy, files: Mapping[str, Mapping[str, Any]], judged: Judg
     return [
         f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x {setting.length} "
         f"bytes, text {one['text']} in every arm. Stated before the runs: the recipes {', '.join(study.recipes)}, "
-        f"{SEEDS} seeds each{study.more}, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the last "
-        f"{TAIL:.0%} of the steps.",
+        f"{SEEDS} seeds each{study.more}, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the "
+        f"last {TAIL:.0%} of the steps.",
         f"Intervals are of {study.confidence:.2%} each, Student's t of the paired seeds, so that all "
         f"{study.tests} of recipes and losses hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
         f"{study.tests} tests (recipes and losses); of other arms it is of that test alone.",
