@@ -83,11 +83,6 @@ class SeedStudy:
         return range(SEEDS * (2 if arm in self.doubled else 1))
 
     @property
-    def more(self) -> str:
-        """What is to be said of the number of seeds."""
-        return f" ({2 * SEEDS} of {' and '.join(self.doubled)})" if self.doubled else ""
-
-    @property
     def confidence(self) -> float:
         """Of each interval, that those of all recipes and losses hold together."""
         return 1 - FAMILY_ERROR / self.tests
@@ -312,12 +307,13 @@ def draw(judged: Judged) -> Figure:
 def notes(study: SeedStudy, files: Mapping[str, Mapping[str, Any]], judged: Judged) -> list[str]:
     """What was trained, how it is judged, and what came of it."""
     setting, one = Setting(**files[BASE]["setting"]), files[BASE]
+    more = f" ({2 * SEEDS} of {' and '.join(study.doubled)})" if study.doubled else ""
     replicated = {name: of["replicas"] for name, of in files.items() if of.get("replicas", 1) > 1}
     return [
         f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x {setting.length} "
         f"bytes, text {one['text']} in every arm. Stated before the runs: the recipes {', '.join(study.recipes)}, "
-        f"{SEEDS} seeds each{study.more}, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the "
-        f"last {TAIL:.0%} of the steps.",
+        f"{SEEDS} seeds each{more}, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the last "
+        f"{TAIL:.0%} of the steps.",
         f"Intervals are of {study.confidence:.2%} each, Student's t of the paired seeds, so that all "
         f"{study.tests} of recipes and losses hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
         f"{study.tests} tests (recipes and losses); of other arms it is of that test alone.",
