@@ -247,7 +247,9 @@ def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
 
 
 def _note_numbers(error: Exception, leaves: Sequence[tuple[Any, Any]], params: Sequence[int | str]) -> None:
-    """Adds to what a function raised in its trace which Python numbers it got as arrays: it may branch on them."""
+    """Adds to an error of a traced array which Python number a function got as one: it may branch on that."""
+    if "trace" not in str(error).lower():
+        return
     for path, x in leaves:
         if not isinstance(x, _NUMBERS) or isinstance(x, np.generic):
             continue
