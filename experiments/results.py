@@ -180,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
         fitting, jobs = jobs, [job for job in jobs if not options.only or job.name in options.only]
         if options.only and (left_out := set(options.only) - {job.name for job in fitting}):
-            needs = {job.name: f"{job.gpus} GPUs" if job.gpus else "--cpu" for some in JOBS.values() for job in some}
+            plain = "GPUs without --data" if options.data else "GPUs without --cpu" if options.cpu else "GPUs"
+            needs = {job.name: f"{job.gpus} {plain}" if job.gpus else "--cpu" for some in JOBS.values() for job in some}
             needs |= {job.name: f"--data and {job.gpus} GPUs" for job in TRAINED}
             told_of = "; ".join(f"{name} takes {needs[name]}" for name in sorted(left_out))
             parser.error(f"--only names what does not run here: {told_of}; there are {len(set(slots))} of {device}")
@@ -200,7 +201,8 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
     """
     start, left = time.monotonic(), dict[str, str]()
     logs = options.results / "logs"
-    print(f"{len(slots)} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
+    count = len(slots) // (SHARED if options.data else 1)
+    print(f"{count} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
 
     def folder(job: Job) -> Path:
         return options.results / record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)

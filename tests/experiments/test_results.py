@@ -196,15 +196,17 @@ def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
     monkeypatch.setattr(results, "TRAINED", [job("a", code="raise SystemExit(1)"), job("b", gpus=2, code="")])
     assert planted([], "--data", "x") == 1
     told = capsys.readouterr().out
+    assert told.startswith("1 x NVIDIA H9")
     assert "left: a (ended with code 1" in told
     for options, why in (
         (("--only", "b", "--data", "x"), "b takes --data and 2 GPUs; there are 1 of NVIDIA H9"),
         (("--only", "a"), "a takes --data and 1 GPUs"),
+        (("--only", "c", "--data", "x"), "c takes 1 GPUs without --data"),
         (("--data", "x", "--dry"), "--data trains on GPUs: leave out --dry and --cpu"),
         (("--data", "x", "--cpu"), "--data trains on GPUs: leave out --dry and --cpu"),
     ):
         with pytest.raises(SystemExit):
-            planted([], *options)
+            planted([job("c")], *options)
         assert why in capsys.readouterr().err
 
 
