@@ -28,8 +28,8 @@ never rounds a second moment to 0.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
-# Recipes that have changed, and the commits of files that measured what they were before.
-FORMER = {"coat_fast": ("a5c7820", "1fa4ef1", "183e7e5")}
+# Recipes that have changed: the commits of files that measured what they were before, and what that was.
+FORMER = {"coat_fast": (("a5c7820", "1fa4ef1", "183e7e5"), "summed all three products with fast accumulation")}
 START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
 _REQUIRED = {"bench", "versions", "command", "date", "rows"}
 _FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
@@ -207,11 +207,13 @@ def _check(result: Mapping[str, Any]) -> None:
 
 def renamed(result: dict[str, Any]) -> dict[str, Any]:
     """A result whose rows have the names that say what ran: those of a recipe that has changed since are "former"."""
+    notes = dict[str, None]()
     for row in result["rows"]:
-        for name, commits in FORMER.items():
-            if row["commit"].startswith(commits):
+        for name, (commits, was) in FORMER.items():
+            if row["commit"].startswith(commits) and name in row["case"] + row["impl"]:
                 row |= {field: row[field].replace(name, f"former {name}") for field in ("case", "impl")}
-    return result
+                notes[f"The former {name} {was}."] = None
+    return result | {"notes": [*result.get("notes", []), *notes]}
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:

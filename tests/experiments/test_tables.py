@@ -312,7 +312,10 @@ def test_claims_are_looked_up_in_the_rows_they_name():
 def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
-    found = report.renamed({"rows": rows})["rows"]
+    result = report.renamed({"rows": rows, "notes": ["one"]})
+    found = result["rows"]
+    assert result["notes"] == ["one", "The former coat_fast summed all three products with fast accumulation."]
+    assert report.renamed({"rows": rows[2:]})["notes"] == []
     former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
     assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
     h200 = report.read(ROOT / "results")["step"]["h200"]["rows"]
