@@ -182,6 +182,17 @@ def read_text(patterns: Sequence[str], setting: Setting) -> Text:
     return Text(tokens.train.astype(np.uint8), valid, tokens.fingerprint)
 
 
+def settings(recipe: fp8jax.Recipe) -> dict[str, str]:
+    """What a recipe sets, by "part.field", where that is no default: those of a recipe that changed differ."""
+    return {
+        f"{part.name}.{field.name}": str(value)
+        for part in dataclasses.fields(recipe)
+        if dataclasses.is_dataclass(of := getattr(recipe, part.name))
+        for field in dataclasses.fields(of)
+        if (value := getattr(of, field.name)) != field.default
+    }
+
+
 def train_arm(
     name: str,
     arm: ParityArm,
@@ -203,12 +214,13 @@ def train_arm(
         room: told how many seconds the last run took (0 before the first); False ends the work.
 
     Raises:
-        config.UserError: the file is of another setting, text or device.
+        config.UserError: the file is of another recipe, setting, text or device.
     """
-    header = {"arm": name, "setting": dataclasses.asdict(setting), "text": text.fingerprint,
-              "device": jax.devices()[0].device_kind}  # fmt: skip
+    header = {"arm": name, "recipe": settings(arm.recipe), "setting": dataclasses.asdict(setting),
+              "text": text.fingerprint, "device": jax.devices()[0].device_kind}  # fmt: skip
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else header | {"runs": {}}
-    changed = [key for key, value in header.items() if content.get(key) != value]
+    # Files of before recipes were written have none.
+    changed = [key for key, value in header.items() if content.get(key, value if key == "recipe" else None) != value]
     if changed:
         raise config.UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")
     missing = [seed for seed in seeds if str(seed) not in content["runs"]]

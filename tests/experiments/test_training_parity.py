@@ -192,6 +192,22 @@ def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
     assert again["runs"]["0"] == kept["runs"]["0"]
     with pytest.raises(UserError, match="another setting: delete it"):
         train([2], dataclasses.replace(TINY, lr=1e-4))
+    # A recipe that has changed is another one; of a file from before recipes were written nothing is known.
+    assert again["recipe"]["optimizer.mu"] == "fp32"
+    path.write_text(json.dumps(again | {"recipe": again["recipe"] | {"optimizer.mu": "e4m3"}}))
+    with pytest.raises(UserError, match="another recipe: delete it"):
+        train([2])
+    path.write_text(json.dumps({key: value for key, value in again.items() if key != "recipe"}))
+    train([0, 1])
+
+
+def test_each_part_of_a_recipe_tells_what_it_sets():
+    coat, fast = fp8jax.recipes.coat(), fp8jax.recipes.coat_fast()
+    told = {name: parity_runs.settings(of) for name, of in (("coat", coat), ("coat_fast", fast))}
+    assert told["coat_fast"].items() - told["coat"].items() == {("context.scales", "bound")}
+    head = parity_runs.settings(dataclasses.replace(coat, head=fp8jax.recipes.HEAD))
+    assert {name.partition(".")[0] for name in head.keys() - told["coat"].keys()} == {"head"}
+    assert parity_runs.settings(fp8jax.Recipe("plain")) == {}
 
 
 @pytest.mark.parametrize(("product", "grad"), [("forward", False), ("dgrad", True), ("wgrad", True)])
