@@ -92,7 +92,7 @@ def test_dead_members_leave_the_others_their_codes(b2, checks):
     for ours, exact in found:
         for which in (~dead, ~dead & ~small, ~dead & small):
             errors = error(ours, exact, which)
-            assert np.all(errors < 1.3 * errors[:, :1] + 0.002), (which.mean(), errors)
+            assert np.all(errors < 1.4 * errors[:, :1] + 0.002), (which.mean(), errors)
         assert np.abs(ours[:, dead]).max() < 2 * np.abs(exact[:, dead]).max() + 0.01
     late = found[-1][0]
     assert np.all(late[:, dead] == 0)
