@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.bench import record
-from experiments.tables import common, lookup
+from experiments.tables import common, lookup, report
 from experiments.tables.common import Row
 
 # Milliseconds of Table 6, on an H800, by (M, N, K).
@@ -168,7 +168,8 @@ def main() -> int:
         if (folder / "step.json").exists():
             gemm, step = (json.loads((folder / f"{name}.json").read_text()) for name in ("gemm", "step"))
             more = folder / "step_scaling.json"
-            write(options.results, gemm, step, snr, json.loads(more.read_text()) if more.exists() else None)
+            scaled = json.loads(more.read_text()) if more.exists() else None
+            write(options.results, gemm, report.renamed(step), snr, scaled)
     return 0
 
 
