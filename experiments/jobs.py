@@ -55,7 +55,7 @@ ONE_GPU = (
     bench("models", 240, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "coat", "coat_fast",
           "coat_fast, 8-bit head"),
     *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
-      for name, seconds in (("vitl", 165), ("gpt350m", 110), ("gpt124m", 100), ("llama1b_dots", 200),
+      for name, seconds in (("vitl", 165), ("gpt350m", 110), ("gpt124m", 90), ("llama1b_dots", 160),
                             ("llama1b_linen", 110), ("llama1b_equinox", 110))),
     bench("release", 110, "--rounds", "2"),
     bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat_optimizer, released, bf16+int8 masters",
@@ -69,13 +69,14 @@ ONE_GPU = (
     bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
           "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
     bench("layer", 110, "--lengths", "4096"),
+    bench("profile", 60),
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
     table("coat_speed", 100, "--hidden", "4096", gpus=1),
     bench("peers", 160),
     bench("step", 200, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
           "te_current, none of our kernels", file="step_more"),
-    bench("step", 130, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
+    bench("step", 120, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
           "coat, 8-bit head", "coat_fast, 8-bit head", file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
@@ -161,6 +162,12 @@ DERIVED = (
     table("int8_limit", 5),
     table("training_parity", 20, "--judge"),
     table("recipe_parity", 5, "--judge"),
+    Job(
+        "recipe_parity_intervals",
+        ("experiments.tables.recipe_parity", "--study", "intervals", "--judge", "--results"),
+        5,
+        gpus=0,
+    ),
 )
 
 

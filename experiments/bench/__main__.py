@@ -14,6 +14,7 @@ BENCHES = (
     "models",
     "release",
     "layer",
+    "profile",
     "optimizer",
     "gemm",
     "gemm_int8",

@@ -243,6 +243,13 @@ CLAIMS: list[Claim] = [
             "recipe_parity", above(name), "")
       for name, seeds in (("coat", 5), ("coat_fast", 10), ("fast", 5), ("int8_fallback", 5), ("fp8_lm", 5),
                           ("coat, fast accumulation", 5))),
+    *(Claim(f"Validation loss of `moss` above bf16's with the same seeds, 13 M parameters, 5 seeds, weights "
+            f"measured {text}",
+            "recipe_parity_intervals", above(name), paper)
+      for name, text, paper in (
+          ("moss_interval_1", "every step", "NumGLUE 59.3 % (bf16 58.7; MOSS, Table 9)"),
+          ("moss", "every 500 steps", "59.4 %"),
+          ("moss_interval_2000", "at the start only", "58.1 % (every 2,000 steps)"))),
     Claim("Answers after further training, `moss` less bf16, three kinds of sums in a model of 128 channels",
           "moss_accuracy", several(*(value("moss less bf16, larger", kind, "%")
                                    for kind in ("sums", "the largest of three", "remainders"))),
@@ -287,6 +294,10 @@ CLAIMS: list[Claim] = [
           "1.57, a step on an RTX 4090 (Table 2)",
           several(beside("measured", value("a layer of 7B, int8_fallback", "measured over bf16", "x", 2)),
                   beside("`fast` measured", value("a layer of 7B, fast", "measured over bf16", "x", 2)))),
+    Claim("A GPT-2 layer 4,096 wide, 16 x 1,024 tokens, over bf16: `int8_fallback`; `int8_block`", "int8_speed",
+          several(*(ratio(f"{name}, 4096 wide, both", "time") for name in ("int8_fallback", "int8_block"))),
+          "(Table 3, on an RTX 4090; our copy has no numbers)",
+          beside("`fast`", ratio("fast, 4096 wide, both", "time"))),
     Claim("Loss that scales of int8 blocks hide, which later tokens tell: `jetfire`, `int8_block`, `int8_fallback`",
           "int8_leak", several(*(value(name, "hidden: the last less the one before", "nats", 4)
                                  for name in ("jetfire", "int8_block", "int8_fallback"))), "(appendix E)"),

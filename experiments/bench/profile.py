@@ -1,0 +1,144 @@
+"""Where the time of a Llama layer goes, by kernel: products, attention, our passes and XLA's, forward and backward.
+
+The layer is that of `bench layer`. JAX's profiler records every kernel of some calls; what is told is its time a call,
+summed over a kind of kernels, and of the longest by name. A kind is told by the kernel's name: "8-bit products" are
+our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes and activates, "XLA's passes" all
+else that is no product and no attention. "gaps" is the time in which no kernel ran.
+"""
+
+import argparse
+import collections
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.profiler import ProfileData
+
+from experiments.bench import layer, timing
+
+ARMS = ("int8_fallback", "int8_block", "fast")
+CALLS, LONGEST = 5, 12
+EIGHT, SIXTEEN, ATTENTION, OURS, XLA = "8-bit products", "16-bit products", "attention", "our passes", "XLA's passes"
+# The first that a kernel's name matches. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
+KINDS = (
+    (EIGHT, r"(int8|fp8|mx)\w*_matmul|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
+    (SIXTEEN, r"nvjet|cutlass|gemm"),
+    (ATTENTION, r"cudnn|fmha|flash"),
+    (OURS, r"^_[a-z]"),
+)
+
+
+class KernelTime(NamedTuple):
+    """A kernel as the profiler saw it.
+
+    Attributes:
+        name: of the function.
+        start, end: in ns.
+    """
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Kernels of some equal calls, one after another.
+
+    Attributes:
+        kernels: of all calls.
+        calls: how many.
+    """
+
+    kernels: tuple[KernelTime, ...]
+    calls: int
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds a call of each kind of kernels, and of gaps."""
+        spent = dict.fromkeys([name for name, _ in KINDS] + [XLA], 0.0)
+        for kernel in self.kernels:
+            spent[kind(kernel.name)] += 1e-9 * (kernel.end - kernel.start) / self.calls
+        return spent | {"gaps": self.gaps}
+
+    def by_name(self) -> list[tuple[str, float, float]]:
+        """Name, seconds and launches a call of each kernel, the longest first."""
+        spent, launches = collections.Counter[str](), collections.Counter[str]()
+        for kernel in self.kernels:
+            spent[kernel.name] += kernel.end - kernel.start  # type: ignore[assignment]
+            launches[kernel.name] += 1
+        return [(name, 1e-9 * ns / self.calls, launches[name] / self.calls) for name, ns in spent.most_common()]
+
+    @property
+    def gaps(self) -> float:
+        """Seconds a call, from the first kernel to the last, in which none ran."""
+        idle, end = 0.0, float("inf")
+        for kernel in sorted(self.kernels, key=lambda kernel: kernel.start):
+            idle += max(0.0, kernel.start - end)
+            end = kernel.end if end == float("inf") else max(end, kernel.end)
+        return 1e-9 * idle / self.calls
+
+
+def kind(name: str) -> str:
+    """What a kernel is for, by its name."""
+    return next((of for of, pattern in KINDS if re.search(pattern, name)), XLA)
+
+
+def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
+    """The kernels of a profile's planes, those of streams of a GPU."""
+    for plane in planes:
+        for line in plane.lines if device in plane.name else ():
+            if device == "CPU" or "Stream" in line.name:
+                for event in line.events:
+                    yield KernelTime(event.name, event.start_ns, event.start_ns + event.duration_ns)
+
+
+def profile(call: Any) -> Profile:
+    """Records some calls of a compiled program, after one that is not recorded."""
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(CALLS):
+                out = call()
+            jax.block_until_ready(out)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = ProfileData.from_file(str(path)).planes
+        return Profile(tuple(kernels(planes, "CPU" if timing.dry() else "GPU")), CALLS)
+
+
+def rows(case: str, profiles: dict[str, Profile]) -> list[timing.Row]:
+    """A row a kind of kernels and arm, against bf16, with the sum; and the longest kernels of each arm."""
+    found, plain = list[timing.Row](), profiles[layer.BF16].by_kind()
+    for name, of in profiles.items():
+        spent = of.by_kind()
+        for what, base in (plain | {"all": sum(plain.values())}).items():
+            value = spent.get(what, sum(spent.values()))
+            ratio = base / value if value and base else None
+            found.append(timing.row(case, name, what, 1e3 * value, "ms", layer.BF16 if ratio else None, ratio))
+    for name, of in profiles.items():
+        for kernel, spent_by, launches in of.by_name()[:LONGEST]:
+            found.append(timing.row(f"{name}: {kernel[:60]}", name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
+    return found
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="profile", description=__doc__)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--only", nargs="+", choices=list(layer.recipes()), metavar="RECIPE", default=list(ARMS))
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args(argv)
+    timing.need_gpu()
+    length, config = options.length, layer.CONFIG
+    if timing.dry():
+        length, config = 16, dataclasses.replace(config, dim=256, heads=2, kv_heads=2, mlp_dim=512)
+    arms = layer.arms(length, config, options.only)
+    found = {}
+    for name in (layer.BF16, *options.only):
+        ready = timing.compiled({name: arms[name].three}, [arms[name].operands])
+        found[name] = profile(ready[name])
+    case = f"batch {layer.BATCH}, length {length}"
+    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    timing.write("profile", "Kernels of a Llama layer", rows(case, found), notes, {}, options.out)

@@ -1,0 +1,79 @@
+"""The profile of a layer: kernels are told apart by their names, times and gaps are summed by hand."""
+
+import types
+
+import pytest
+
+from experiments.bench import profile
+from experiments.bench.profile import ATTENTION, EIGHT, OURS, SIXTEEN, XLA, KernelTime, Profile
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("int8_matmul_block_mosaic_gpu_kernel", EIGHT),
+        ("fp8_matmul_mosaic_gpu_kernel", EIGHT),
+        ("fp8_matmul_mx_mosaic_gpu_kernel", EIGHT),
+        ("nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT", EIGHT),
+        ("nvjet_sm90_qrtst_128x160_128x4_2x1_v_bz_TNT", EIGHT),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", SIXTEEN),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", ATTENTION),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(", ATTENTION),
+        ("_quantize", OURS),
+        ("_fallback", OURS),
+        ("input_concatenate_fusion_2", XLA),
+        ("wrapped_add_1", XLA),
+        ("Memset 0", XLA),
+    ],
+)
+def test_a_kernel_is_told_by_its_name(name, kind):
+    assert profile.kind(name) == kind
+
+
+def plane(name, **lines):
+    def event(of):
+        name, start, duration = of
+        return types.SimpleNamespace(name=name, start_ns=start, duration_ns=duration)
+
+    made = [types.SimpleNamespace(name=line, events=[event(e) for e in events]) for line, events in lines.items()]
+    return types.SimpleNamespace(name=name, lines=made)
+
+
+def test_kernels_are_those_of_the_streams_of_a_gpu():
+    events = [("_quantize", 100.0, 50.0)]
+    planes = [plane("/device:GPU:0", Stream1=events, XLA_Ops=events), plane("/host:CPU", Stream2=events)]
+    assert list(profile.kernels(planes)) == [KernelTime("_quantize", 100.0, 150.0)]
+
+
+def test_times_are_a_call_and_gaps_those_without_any_kernel():
+    # Of two calls; the third kernel runs beside the second, and 1,000 and 3,000 ns lie between.
+    seen = [
+        ("_quantize", 5e3, 6e3),
+        ("nvjet_sm90_tst_x", 7e3, 12e3),
+        ("_quantize", 8e3, 10e3),
+        ("wrapped_add", 15e3, 16e3),
+    ]
+    of = Profile(tuple(KernelTime(*kernel) for kernel in seen[::-1]), 2)
+    assert of.gaps == pytest.approx(2e-6)
+    assert of.by_kind() == pytest.approx(
+        {EIGHT: 0, SIXTEEN: 2.5e-6, ATTENTION: 0, OURS: 1.5e-6, XLA: 0.5e-6, "gaps": 2e-6}
+    )
+    names, seconds, launches = zip(*of.by_name(), strict=True)
+    assert names == ("nvjet_sm90_tst_x", "_quantize", "wrapped_add")
+    assert seconds == pytest.approx((2.5e-6, 1.5e-6, 0.5e-6))
+    assert launches == (0.5, 1, 0.5)
+
+
+def test_rows_compare_kinds_with_bf16():
+    plain = Profile((KernelTime("nvjet_sm90_tst_x", 0.0, 6e6), KernelTime("wrapped_add", 6e6, 7e6)), 1)
+    ours = Profile((KernelTime("int8_matmul_mosaic", 0.0, 3e6), KernelTime("_quantize", 4e6, 5e6)), 1)
+    rows = profile.rows("case", {"bf16": plain, "fast": ours})
+    found = {(row["impl"], row["metric"]): (row["value"], row["ratio"]) for row in rows if row["case"] == "case"}
+    assert found["fast", EIGHT] == (pytest.approx(3), None)
+    assert found["fast", "gaps"] == (pytest.approx(1), None)
+    assert found["fast", SIXTEEN] == (0, None)
+    # From the first kernel to the last.
+    assert found["fast", "all"] == (pytest.approx(5), pytest.approx(7 / 5))
+    assert found["bf16", SIXTEEN] == (pytest.approx(6), 1)
+    (longest,) = [row for row in rows if row["case"] == "fast: int8_matmul_mosaic"]
+    assert (longest["metric"], longest["value"]) == ("1 launches", pytest.approx(3))
