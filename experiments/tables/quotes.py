@@ -197,6 +197,11 @@ QUOTES = (
     Quote("On four {card}s a step of 6.7 B parameters, FSDP, four sequences of 2,048 tokens a GPU, is {} times as fast "
           "in `coat` as in bf16, and {} times in `fp8_lm`",
           tuple(ratio("step_7b_four", name, "step", AGAIN) for name in ("coat", "fp8_lm"))),
+    Quote("On four {card}s means left as codes are {} times as fast as bf16's at 64 MiB and {} times at 1 GiB in one "
+          "phase, {} and {} times in two; at 16 MiB one phase takes longer than bf16, {} times as fast",
+          tuple(ratio("reduce_four", f"e4m3, {how}", "time", "bf16", f"{n} MiB, fp32") for how, n in
+                (("one phase, left as codes", 64), ("one phase, left as codes", 1024),
+                 ("two phases, left as codes", 64), ("two phases, left as codes", 1024), ("one phase", 16)))),
     Quote("with 13 B, as many as fit in 76 GB of each {card}, `coat` trains {} times as many tokens a second",
           (ratio("step_13b_four", "coat", "tokens/s", AGAIN),)),
     Quote("shares of the norm before {} ± {} % from the plain step's validation loss, two passes {} ± {} % "

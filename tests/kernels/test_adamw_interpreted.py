@@ -200,7 +200,9 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
         np.testing.assert_array_equal(kind(a), kind(b))
     # What is zero stays so; whether a small one is rounded to zero is noise, and a code's distance below.
     nothing = np.asarray((leaf[0] == 0) & (leaf[2].dequantize() == 0))
-    assert nothing.any() and not a[nothing].any() and not b[nothing].any()
+    assert nothing.any()
+    assert not a[nothing].any()
+    assert not b[nothing].any()
     same = np.ones(want[2].scale.shape, bool)
     if expand:
         same = np.asarray(want[2].expansion == got[2].expansion)
