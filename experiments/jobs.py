@@ -51,7 +51,8 @@ def table(name: str, seconds: float, *options: str, gpus: int = 0) -> Job:
 # In the order of their importance; seconds were seen on an H100, or are guesses on the safe side.
 STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
-    bench("step", 200, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
+    bench("step", 220, *STEP, "--torch", "torch bf16", "--arm", "bf16", "te_current", "coat", "coat_fast", "moss",
+          "fast"),
     bench("models", 240, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "coat", "coat_fast",
           "coat_fast, 8-bit head"),
     *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
@@ -74,7 +75,7 @@ ONE_GPU = (
     bench("gemm", 125, "--limit", "100"),
     table("coat_speed", 100, "--hidden", "4096", gpus=1),
     bench("peers", 160),
-    bench("step", 200, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
+    bench("step", 180, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
           "te_current, none of our kernels", file="step_more"),
     bench("step", 120, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
           "coat, 8-bit head", "coat_fast, 8-bit head", file="step_vocab"),
