@@ -6,6 +6,7 @@ code runs without its history, as on a machine that gets a copy of the files.
 
 import datetime
 import functools
+import json
 import os
 import platform
 import re
@@ -21,6 +22,10 @@ ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
 # What figures depend on, besides the benchmark itself.
 MEASURED = ("pallas_kernels", "fp8jax")
+# Recipes that have changed: the commits of files that measured what they were before, and what that was.
+FORMER = {"coat_fast": (("a5c7820", "1fa4ef1", "183e7e5"), "summed all three products with fast accumulation")}
+_REQUIRED = {"bench", "versions", "command", "date", "rows"}
+_FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "optax", "flax", "ml-dtypes", "numpy")
 
 
@@ -125,6 +130,40 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     report.write_json(path, content)
     return path
+
+
+def check(result: Mapping[str, Any]) -> None:
+    """Raises ValueError where a content is not of the schema; the message names what is missing."""
+    missing = _REQUIRED - set(result)
+    for row in result.get("rows", []):
+        missing |= _FIELDS - set(row)
+    if missing:
+        raise ValueError(f"{', '.join(sorted(missing))} missing")
+
+
+def renamed(result: dict[str, Any]) -> dict[str, Any]:
+    """A result whose rows have the names that say what ran: those of a recipe that has changed since are "former"."""
+    notes = dict[str, None]()
+    for row in result["rows"]:
+        for name, (commits, was) in FORMER.items():
+            if row["commit"].startswith(commits) and name in row["case"] + row["impl"]:
+                row |= {field: row[field].replace(name, f"former {name}") for field in ("case", "impl")}
+                notes[f"The former {name} {was}."] = None
+    return result | {"notes": [*result.get("notes", []), *notes]}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a results file, rows under the names that say what ran (`renamed`).
+
+    Raises:
+        ValueError: the file is no JSON or not of the schema; the message names it.
+    """
+    try:
+        content = json.loads(path.read_text())
+        check(content)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return renamed(content)
 
 
 def sources(result: Mapping[str, Any]) -> list[tuple[str, str]]:

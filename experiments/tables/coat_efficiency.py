@@ -4,7 +4,6 @@ It times nothing. Steps of Llama-2-7B over 2, 4 and 8 GPUs, each arm with the ba
 results/CARD/step_7b_fit.json, step_7b_fit_four.json and step_7b_fit_eight.json; what these lack is left out.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = common.parser(__doc__).parse_args(argv)
     for folder in sorted(path for path in options.results.iterdir() if path.is_dir()):
         paths = {count: folder / f"{name}.json" for count, name in FILES.items()}
-        files = {count: json.loads(path.read_text()) for count, path in paths.items() if path.exists()}
+        files = {count: record.load(path) for count, path in paths.items() if path.exists()}
         files = {count: file for count, file in files.items() if file.get("complete", True)}
         if files:
             write(options.results, files)

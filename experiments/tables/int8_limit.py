@@ -7,7 +7,6 @@ must read and write at a copy's speed, and of everything else as bf16 has it. ar
 on an RTX 4090, whose int8 units are four times as fast as its bf16 ones; Hopper's are twice.
 """
 
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -266,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in sorted(path.parent for path in options.results.glob("*/gemm_int8.json")):
         paths = {name: folder / f"{name}.json" for name in FILES}
         if all(path.exists() for path in paths.values()):
-            write(options.results, {name: json.loads(path.read_text()) for name, path in paths.items()})
+            write(options.results, {name: record.load(path) for name, path in paths.items()})
     return 0
 
 

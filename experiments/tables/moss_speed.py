@@ -5,7 +5,6 @@ scaled those of step_scaling.json, ratios of signal to noise those of results/cp
 out.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.bench import record
-from experiments.tables import common, lookup, report
+from experiments.tables import common, lookup
 from experiments.tables.common import Row
 
 # Milliseconds of Table 6, on an H800, by (M, N, K).
@@ -163,13 +162,13 @@ def draw(rows: list[Row]) -> Figure:
 def main() -> int:
     """Regenerates results/CARD/moss_speed.json and .png of each card that has what it is made of."""
     options = common.parse(__doc__)
-    snr = json.loads((options.results / "cpu" / "moss_snr.json").read_text())
+    snr = record.load(options.results / "cpu" / "moss_snr.json")
     for folder in sorted(path.parent for path in options.results.glob("*/gemm.json")):
         if (folder / "step.json").exists():
-            gemm, step = (json.loads((folder / f"{name}.json").read_text()) for name in ("gemm", "step"))
+            gemm, step = (record.load(folder / f"{name}.json") for name in ("gemm", "step"))
             more = folder / "step_scaling.json"
-            scaled = json.loads(more.read_text()) if more.exists() else None
-            write(options.results, gemm, report.renamed(step), snr, scaled)
+            scaled = record.load(more) if more.exists() else None
+            write(options.results, gemm, step, snr, scaled)
     return 0
 
 

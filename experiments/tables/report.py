@@ -7,7 +7,6 @@ the card and the commit that measured it; what changed since `python -m experime
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,11 +27,7 @@ never rounds a second moment to 0.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
-# Recipes that have changed: the commits of files that measured what they were before, and what that was.
-FORMER = {"coat_fast": (("a5c7820", "1fa4ef1", "183e7e5"), "summed all three products with fast accumulation")}
 START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
-_REQUIRED = {"bench", "versions", "command", "date", "rows"}
-_FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
 
 Result = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Result]]
@@ -126,7 +121,7 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
     title = next(iter(of_cards.values()))
     parts = [f"# {title.get('title', title['bench'])}", "[all results](../../RESULTS.md)"]
     for card, result in of_cards.items():
-        _check(result)
+        record.check(result)
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
         if len(of_cards) > 1:
@@ -197,25 +192,6 @@ def front(results: Results, pages: str) -> str:
     return "\n\n".join([HEAD.strip(), table(header, lines), "## Pages", "\n".join(listed)]) + "\n"
 
 
-def _check(result: Mapping[str, Any]) -> None:
-    missing = _REQUIRED - set(result)
-    for row in result.get("rows", []):
-        missing |= _FIELDS - set(row)
-    if missing:
-        raise ValueError(f"{', '.join(sorted(missing))} missing")
-
-
-def renamed(result: dict[str, Any]) -> dict[str, Any]:
-    """A result whose rows have the names that say what ran: those of a recipe that has changed since are "former"."""
-    notes = dict[str, None]()
-    for row in result["rows"]:
-        for name, (commits, was) in FORMER.items():
-            if row["commit"].startswith(commits) and name in row["case"] + row["impl"]:
-                row |= {field: row[field].replace(name, f"former {name}") for field in ("case", "impl")}
-                notes[f"The former {name} {was}."] = None
-    return result | {"notes": [*result.get("notes", []), *notes]}
-
-
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """The results files of a folder, FOLDER/CARD/NAME.json, by name and card.
 
@@ -228,12 +204,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*/*.json"), key=lambda path: (path.stem, path.parent.name)):
         if path.parent.name.startswith(RUNS):
             continue
-        try:
-            content = json.loads(path.read_text())
-            _check(content)
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path}: {error}") from None
-        results.setdefault(path.stem, {})[path.parent.name] = renamed(content)
+        results.setdefault(path.stem, {})[path.parent.name] = record.load(path)
     if not results:
         raise ValueError(f"--results {folder}: no results there (CARD/NAME.json)")
     return results

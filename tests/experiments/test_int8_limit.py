@@ -92,7 +92,7 @@ def test_a_page_is_made_of_a_cards_files_and_none_without_them(tmp_path):
     for name, listed in rows.items():
         assert int8_limit.main(["--results", str(tmp_path)]) == 0
         assert not (tmp_path / "h9" / "int8_limit.json").exists()
-        content = {"rows": listed, "date": "2026-01-01", "command": "c"}
+        content = {"bench": name, "versions": {}, "rows": listed, "date": "2026-01-01", "command": "c"}
         (tmp_path / "h9" / f"{name}.json").write_text(json.dumps(content))
     assert int8_limit.main(["--results", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "h9" / "int8_limit.json").read_text())

@@ -15,7 +15,7 @@ from flax import nnx
 import fp8jax
 from experiments import flags
 from experiments import results as runner
-from experiments.bench import cases
+from experiments.bench import cases, record
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables import (
     claims,
@@ -312,10 +312,10 @@ def test_claims_are_looked_up_in_the_rows_they_name():
 def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
-    result = report.renamed({"rows": rows, "notes": ["one"]})
+    result = record.renamed({"rows": rows, "notes": ["one"]})
     found = result["rows"]
     assert result["notes"] == ["one", "The former coat_fast summed all three products with fast accumulation."]
-    assert report.renamed({"rows": rows[2:]})["notes"] == []
+    assert record.renamed({"rows": rows[2:]})["notes"] == []
     former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
     assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
     h200 = report.read(ROOT / "results")["step"]["h200"]["rows"]
@@ -382,7 +382,7 @@ def test_coats_table_11_is_made_of_steps_of_several_gpus(tmp_path):
         rows = [ROW | {"impl": arm, "metric": metric, "value": value, "device": "2 x NVIDIA H9"}
                 for arm, *values in arms
                 for metric, value in zip(("tokens/s", "memory", "batch"), values, strict=False)]  # fmt: skip
-        return {"rows": rows, "command": "c", "date": "2026-01-01"}
+        return RESULT | {"rows": rows, "command": "c", "date": "2026-01-01"}
 
     step = result(("bf16, recomputed", 20_000.0, 79.0), ("coat", 36_000.0, 70.0, 10))
     rows = {(row.case, row.metric): row for row in coat_efficiency.rows(2, step)}
