@@ -20,6 +20,7 @@ from fp8jax.ops.chunks import TokenChunks
 from fp8jax.ops.cuts import WHOLE, Cut
 from fp8jax.ops.head import CODES_CUTS, Codes, beyond, codes_of, has_codes, head_of, logits_of, shape_of, steepest
 from fp8jax.ops.linear import stateless
+from fp8jax.ops.logits import LogitCotangents, Logits, exponentials, finite, picked_of
 from fp8jax.ops.partition import partitioned
 from fp8jax.ops.sharding import explicit_mesh, place, spec_of
 from fp8jax.recipes import linear_part, resolve
@@ -151,35 +152,43 @@ def _check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array |
 
 
 class _Softmax(NamedTuple):
-    """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp."""
+    """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp.
+
+    `own` are labels in the device's part of the vocabulary; `made` says that logits are as a product made them.
+    """
 
     z: Array
     hit: Array
     lse: Array
     known: Array
+    own: Array
+    made: bool
 
 
-def _values(loss: _Loss, cut: Cut, logits: Array, labels: Array) -> tuple[Array, _Softmax]:
+def _values(loss: _Loss, cut: Cut, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
     """The loss of each token, (...), of logits (..., a device's part of the vocabulary)."""
-    z = logits if loss.softcap is None else loss.softcap * jnp.tanh(logits / loss.softcap)
-    top = lax.stop_gradient(cut.maximum(jnp.max(z, axis=-1), "v"))
-    top = jnp.where(jnp.isfinite(top), top, 0.0)
-    lse = top + jnp.log(cut.total(jnp.sum(jnp.exp(z - top[..., None]), axis=-1), "v"))
+    if loss.softcap is not None:
+        logits = Logits(loss.softcap * jnp.tanh(logits.values / loss.softcap))
+    z, (largest, total) = logits.values, exponentials(logits)
+    top = finite(cut.maximum(largest, "v"))
+    lse = top + jnp.log(cut.total(total * jnp.exp(jnp.minimum(finite(largest) - top, 0.0)), "v"))
     first, vocabulary = cut.start("v", z.shape[-1]), z.shape[-1] * cut.devices("v")
-    hit = labels[..., None] - first == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
-    picked = (1 - loss.label_smoothing) * jnp.sum(jnp.where(hit, z, 0.0), axis=-1)
+    own = labels - first
+    hit = own[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
+    at_label = jnp.sum(jnp.where(hit, z, 0.0), axis=-1) if logits.made is None else picked_of(logits.made, own)
+    picked = (1 - loss.label_smoothing) * at_label
     if loss.label_smoothing:
         picked = picked + loss.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
     value = lse - cut.total(picked, "v")
     if loss.z_loss:
         value = value + loss.z_loss * lse**2
     known = (labels >= 0) & (labels < vocabulary)
-    return jnp.where(known, value, jnp.nan), _Softmax(z, hit, lse, known)
+    return jnp.where(known, value, jnp.nan), _Softmax(z, hit, lse, known, own, logits.made is not None)
 
 
 def _logit_cotangents(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> Array:
     """The gradient with respect to logits of the sum of `weights` times the losses; 0 where the weight is."""
-    z, hit, lse, known = parts
+    z, hit, lse, *_ = parts
     d = jnp.exp(z - lse[..., None])
     if loss.z_loss:
         d = d * (1 + 2 * loss.z_loss * lse)[..., None]
@@ -188,8 +197,22 @@ def _logit_cotangents(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) ->
         d = d - loss.label_smoothing / (z.shape[-1] * cut.devices("v"))
     if loss.softcap is not None:
         d = d * (1 - (z / loss.softcap) ** 2)
-    weights = jnp.where(known | (weights == 0), weights, jnp.nan)[..., None]
+    weights = _weights(parts, weights)[..., None]
     return jnp.where(weights == 0, 0.0, d * weights)
+
+
+def _weights(parts: _Softmax, weights: Array) -> Array:
+    """NaN where a label that counts is none."""
+    return jnp.where(parts.known | (weights == 0), weights, jnp.nan)
+
+
+def _origin(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> LogitCotangents | None:
+    """What `_logit_cotangents` are of logits as a product made them."""
+    if not parts.made:
+        return None
+    rest = loss.label_smoothing / (parts.z.shape[-1] * int(cut.devices("v")))
+    lse, labels, weights = (x.reshape(-1) for x in (parts.lse, parts.own, _weights(parts, weights)))
+    return LogitCotangents(lse, labels.astype(jnp.int32), weights, 2 * loss.z_loss, 1 - loss.label_smoothing, rest)
 
 
 def _cut(loss: _Loss, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> Any:
@@ -266,11 +289,12 @@ def _gradients(
         values, parts = _values(loss, cut, logits, labels)
         d = _logit_cotangents(loss, cut, parts, weights)
         if isinstance(w, Codes) and loss.z_loss and loss.softcap is None:
-            vocabulary = logits.shape[-1] * cut.devices("v")
+            vocabulary = logits.values.shape[-1] * cut.devices("v")
             over = beyond(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, parts.lse))
-            dx, dw = (over * part.astype(jnp.float32) for part in pull(d / over))
+            origin = _origin(loss, cut, parts, weights / over)
+            dx, dw = (over * part.astype(jnp.float32) for part in pull(d / over, origin))
         else:
-            dx, dw = pull(d)
+            dx, dw = pull(d, _origin(loss, cut, parts, weights))
         total, sum_w, sum_bias = sums
         if sum_bias is not None:
             sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))

@@ -17,20 +17,21 @@ from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.linear import linear
+from fp8jax.ops.logits import LogitCotangents, Logits, cotangent_codes
 from fp8jax.ops.matmul import matmul
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saved import from_bytes, to_bytes
 
-# The gradients of what the head reads and of its weight, of logits' cotangents in fp32.
-Pull = Callable[[Array], tuple[Array, Array]]
+# The gradients of what the head reads and of its weight, of logits' cotangents in fp32 and what is known of these.
+Pull = Callable[[Array, LogitCotangents | None], tuple[Array, Array]]
 
 
 class Head(Protocol):
     """What turns (..., channels) into logits."""
 
-    def logits(self, x: Array) -> tuple[Array, Pull]:
-        """Logits (..., vocabulary) in fp32, and what gives gradients of theirs: of `x`, and of the weight in fp32."""
+    def logits(self, x: Array) -> tuple[Logits, Pull]:
+        """Logits (..., vocabulary), and what gives gradients of theirs: of `x`, and of the weight in fp32."""
         ...
 
 
@@ -40,11 +41,11 @@ class PlainHead(NamedTuple):
     w: Array
     axis: int
 
-    def logits(self, x: Array) -> tuple[Array, Pull]:
+    def logits(self, x: Array) -> tuple[Logits, Pull]:
         axes = (x.ndim - 1,), (1 - self.axis,)
         z = lax.dot_general(x, self.w, (axes, ((), ())), preferred_element_type=jnp.float32)
 
-        def pull(d: Array) -> tuple[Array, Array]:
+        def pull(d: Array, origin: LogitCotangents | None) -> tuple[Array, Array]:
             d, tokens = d.astype(x.dtype), tuple(range(x.ndim - 1))
             dx = lax.dot_general(
                 d, self.w, (((x.ndim - 1,), (self.axis,)), ((), ())), preferred_element_type=jnp.float32
@@ -52,7 +53,7 @@ class PlainHead(NamedTuple):
             sides = (x, d) if self.axis else (d, x)
             return dx, lax.dot_general(*sides, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
 
-        return z, pull
+        return Logits(z), pull
 
 
 class LinearHead(NamedTuple):
@@ -71,15 +72,15 @@ class LinearHead(NamedTuple):
         codes = part.spec("w") is not None and part.spec("w_dgrad") is not None
         return cls(w, axis, part, quantize_weight(w, recipe=part) if codes else None, key)
 
-    def logits(self, x: Array) -> tuple[Array, Pull]:
+    def logits(self, x: Array) -> tuple[Logits, Pull]:
         multiply = functools.partial(linear, recipe=self.part, quantized=self.quantized, key=self.key)
         y, of_operands = jax.vjp(multiply, x, self.w)
 
-        def pull(d: Array) -> tuple[Array, Array]:
+        def pull(d: Array, origin: LogitCotangents | None) -> tuple[Array, Array]:
             dx, dw = of_operands(d.astype(x.dtype))
             return dx, (dw if self.axis else dw.T).astype(jnp.float32)
 
-        return y.astype(jnp.float32), pull
+        return Logits(y.astype(jnp.float32)), pull
 
 
 class Codes(NamedTuple):
@@ -145,7 +146,7 @@ class CodedHead(NamedTuple):
     axis: int
     part: Linear
 
-    def logits(self, x: Array) -> tuple[Array, Pull]:
+    def logits(self, x: Array) -> tuple[Logits, Pull]:
         """Logits are rounded to the dtype of `x`: in 16 bits by 2^-9, where codes have errors of 2^-5 an element."""
         part, codes = self.part, self.codes
         matrix = x.reshape(-1, x.shape[-1])
@@ -154,19 +155,18 @@ class CodedHead(NamedTuple):
         assert columns is not None
         z = matmul(rows, from_bytes(codes.forward), dtype=x.dtype, fast="forward" in part.fast_accumulation)
 
-        def pull(d: Array) -> tuple[Array, Array]:
-            same = part.spec("dy") == part.spec("dy_wgrad")
-            wgrad = "same" if same else part.spec("dy_wgrad")
-            flat = d.astype(x.dtype).reshape(-1, d.shape[-1])
-            d_rows, d_columns = quantize(flat, part.spec("dy"), wgrad, scale=codes.d)
-            assert d_rows is not None
-            assert d_columns is not None
+        def pull(d: Array, origin: LogitCotangents | None) -> tuple[Array, Array]:
+            dy, wgrad = part.spec("dy"), part.spec("dy_wgrad")
+            assert dy is not None
+            assert wgrad is not None
+            assert codes.d is not None
+            d_rows, d_columns = cotangent_codes(z, d.astype(x.dtype).reshape(z.shape), origin, dy, wgrad, codes.d)
             dx = matmul(d_rows, from_bytes(codes.dgrad), dtype=x.dtype, fast="dgrad" in part.fast_accumulation)
             sides = (columns, d_columns) if self.axis else (d_columns, columns)
             dw = matmul(*sides, dtype=jnp.float32, fast="wgrad" in part.fast_accumulation)
             return dx.reshape(x.shape), dw
 
-        return z.astype(jnp.float32).reshape(*x.shape[:-1], -1), pull
+        return Logits(z.astype(jnp.float32).reshape(*x.shape[:-1], -1), z), pull
 
 
 def steepest(vocabulary: int | Array, softcap: float | None, z_loss: float) -> float:
@@ -192,11 +192,11 @@ def head_of(w: Array | Codes, axis: int, part: Linear | None, key: Array | None,
     return CodedHead(w, axis, part) if isinstance(w, Codes) else LinearHead.of(w, axis, part, key)
 
 
-def logits_of(head: Head, x: Array, bias: Array | None) -> tuple[Array, Pull]:
-    """Logits with a bias, in fp32, and what gives the gradients of `x` and of the weight, of theirs."""
+def logits_of(head: Head, x: Array, bias: Array | None) -> tuple[Logits, Pull]:
+    """Logits with a bias, and what gives the gradients of `x` and of the weight, of theirs."""
     z, pull = head.logits(x)
     if bias is not None:
-        z = z + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(z.ndim - 1)))
+        z = Logits(z.values + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(z.values.ndim - 1))))
     return z, pull
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from fp8jax.core import formats
 from fp8jax.ops import quantize as op
-from tests.kernels import h200
+from tests.kernels import h200, logits_cases
 from tests.kernels import quantize_cases as cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -46,6 +46,7 @@ REGISTERS = {
     "tensor, sums": 64, "tensor, of maxima": 64, "weights, of maxima": 80, "maxima of parts": 128, "squares": 64,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
+    "exponentials": 64, "cotangents": 128,
 }  # fmt: skip
 
 
@@ -54,6 +55,7 @@ def registers() -> None:
     from pallas_kernels import (
         fallback_triton,
         fold_triton,
+        logits_triton,
         maxima_triton,
         quantize_rows_triton,
         quantize_triton,
@@ -94,6 +96,17 @@ def registers() -> None:
         "codes shifted": lambda x: transpose_triton.transpose(
             x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
         ),
+        "exponentials": lambda x: logits_triton.exponentials(x, **options),
+        "cotangents": lambda x: logits_triton.cotangent_codes(
+            x,
+            x[:, 0].astype(jnp.float32),
+            jnp.zeros(len(x), jnp.int32),
+            jnp.ones(len(x)),
+            rows=coding("tensor"),
+            columns=coding("tensor", e5m2),
+            scales=(one, one),
+            **options,
+        ),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
         "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, words=words, **options),
     }
@@ -118,6 +131,17 @@ def test_codes_equal_the_quantizers_on_a_gpu(case):
     # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
     for want, got in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
         check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", logits_cases.CASES, ids=str)
+def test_losses_and_cotangents_of_logits_are_those_in_float64_on_a_gpu(case):
+    assert not any(logits_cases.wrong(case, "triton").values())
+
+
+@pytest.mark.parametrize("case", logits_cases.CASES, ids=str)
+def test_losses_and_cotangents_of_logits_are_those_in_float64(case):
+    assert not any(logits_cases.wrong(case, "xla").values())
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from pallas_kernels import (
     quantize_triton,
     scaling_triton,
 )
-from tests.kernels import int8_cases
+from tests.kernels import int8_cases, logits_cases
 from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
@@ -219,6 +219,8 @@ def main() -> None:
     for name, error in cases.wrong_squares().items():
         if not error < 1e-6:
             wrong[f"squares {name}"] = [error]
+    for case in logits_cases.CASES:
+        wrong |= {f"logits {case}: {name}": [n] for name, n in logits_cases.wrong(case, "triton").items() if n}
     print(json.dumps(wrong))
 
 

@@ -1,0 +1,66 @@
+"""What a coded head's kernels are told of the logits, on one device and on a part of the vocabulary."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import fp8jax
+from fp8jax.ops import choice, head, logits
+from tests.distance import relative
+
+CHANNELS, VOCABULARY = 16, 48
+RNG = np.random.default_rng(0)
+X, W = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((3, 8, CHANNELS), (CHANNELS, VOCABULARY)))
+LABELS, WHERE = jnp.asarray(RNG.integers(0, VOCABULARY, (3, 8))), jnp.asarray(RNG.random((3, 8)) > 0.3)
+# Of logits of some hundreds the last one has cotangents beyond what is expected of a z-loss.
+VARIANTS = {"plain": {}, "smoothed": {"label_smoothing": 0.5}, "z_loss": {"z_loss": 1e-2}, "steep": {"z_loss": 1e-2}}
+
+
+def gradients(x, w, **options):
+    how = {"recipe": fp8jax.recipes.HEAD, "where": WHERE, "tokens_per_chunk": 10, **options}
+    return jax.value_and_grad(lambda x, w: fp8jax.linear_cross_entropy(x, w, LABELS, **how), (0, 1))(x, w)
+
+
+def by_origin(seen, z, _, origin, *how):
+    """Codes of the cotangents that the kernel makes of logits."""
+    seen.append(origin)
+    root, weights = origin.lse[:, None], origin.weights[:, None]
+    hit = origin.labels[:, None] == jnp.arange(z.shape[1])
+    d = jnp.exp(z - root) * (1 + origin.steeper * root) - origin.hit * hit - origin.rest
+    return logits.cotangent_codes(z, jnp.where(weights == 0, 0.0, weights * d), None, *how)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one device", "a vocabulary that two cut"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cotangents_are_what_their_origin_says(variant, cut, monkeypatch):
+    step, seen = functools.partial(gradients, **VARIANTS[variant]), []
+    x = X * (40 if variant == "steep" else 1)
+    wanted = step(x, W)
+    monkeypatch.setattr(head, "cotangent_codes", functools.partial(by_origin, seen))
+    if not cut:
+        given = step(x, W)
+    else:
+        mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+        put = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in ((x, P()), (W, P(None, "model")))]
+        with jax.set_mesh(mesh):
+            given = jax.device_get(jax.jit(step)(*put))
+    assert seen
+    # A cotangent that lies between two codes may go either way.
+    assert relative(given, wanted) < 2**-8
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+def test_kernels_read_logits_as_a_product_made_them():
+    """And not those to which a bias was added, or that are capped."""
+    bias = jnp.zeros(VOCABULARY)
+    for options, kernel in (({}, True), ({"bias": bias}, False), ({"softcap": 5.0}, False)):
+        with choice.target(capability=90), choice.listening() as told:
+            jax.eval_shape(lambda x, w, options=options: gradients(x, w, **options), X, W)
+        found = {name: how.impl for name, how in told if "of logits" in name}
+        assert found.pop("cotangents of logits") == ("triton" if kernel else "xla")
+        assert found == ({"softmax of logits": "triton"} if kernel else {})
