@@ -74,12 +74,10 @@ def part(cases: Sequence[Any], which: str) -> list[Any]:
 
 
 def prepare() -> None:
-    """Lets this process run the kernel in the interpreter, inline assembly as NumPy."""
+    """Lets this process run the kernel in the interpreter."""
     import triton.language as tl
-    from triton.runtime import interpreter
 
-    from pallas_kernels import adamw_tiles_triton, call_triton
-    from pallas_kernels import codec_triton as codec
+    from pallas_kernels import call_triton
     from tests.kernels import triton_interpreter as tools
 
     tools.patch_once()
@@ -97,36 +95,11 @@ def prepare() -> None:
         kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
         return [jnp.asarray(x) for x in made]
 
-    def add_noise_to_pairs(x: Any, noise: Any) -> Any:
-        odd = (tl.arange(0, x.shape[2]) & 1)[None, None, :] == 1
-        half = tl.where(odd, noise >> 16, noise & 0xFFFF).to(tl.int32, bitcast=True)
-        return ((x + half) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
-
-    def add_scaled_noise_to_pairs(x: Any, noise: Any, one: Any) -> Any:
-        odd = (tl.arange(0, x.shape[2]) & 1)[None, None, :] == 1
-        return x + tl.where(odd, noise >> 16, noise & 0xFFFF).to(tl.int32, bitcast=True) * int(one)
-
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
-    interpreter._convert_float = tools.convert
+    tools.arithmetic()
     call_triton.call, call_triton.check = call, lambda _: None
     adamw_fused._over_leading_axes = lambda local: local
     jax.custom_batching.sequential_vmap, partition.on_one_device = (lambda function: function), lambda: True
-    codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
-    # The hardware's NaN has all bits set, to which none can be added.
-    codec.exp2 = lambda x: tl.where(x == x, tl.exp2(x), codec.from_bits(tl.full(x.shape, 0x7FFFFFFF, tl.int32)))
-    codec.log2_abs = lambda x: tl.log2(tl.abs(x))
-    codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
-    codec.root = lambda x: tl.sqrt(x)
-    codec.smaller = lambda x, limit: tl.where(tl.abs(x) < limit, x, tl.where(x < 0, -limit, limit))
-    codec.bf16_twice = lambda x: codec.bits(x.to(tl.bfloat16).to(tl.float32)) | 1
-    codec.ends_of_inverted = lambda y, x: (y & 0x7FFFFFFE) | (~x & -0x7FFFFFFF)
-    codec.turned = lambda codes: codes ^ -128
-    codec.add_noise_to_pairs = add_noise_to_pairs
-    codec.add_scaled_noise_to_pairs = add_scaled_noise_to_pairs
-    codec.with_signs = lambda codes, signs: codes | (signs & -128)
-    codec.nan_where_not_finite = lambda x, other: (x.to(tl.float32) + other.to(tl.float32) * 0).to(tl.bfloat16)
-    codec.load_four = lambda pointer: tuple(tl.load(pointer + i) for i in range(4))
-    adamw_tiles_triton.look_up = lambda codes, table: tl.load(table + codes.to(tl.uint8, bitcast=True).to(tl.int32))
 
 
 def compare(

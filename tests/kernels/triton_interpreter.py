@@ -3,11 +3,12 @@
 A process of its own, since Triton decides when a kernel is defined: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
 tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference
 or, under given scales, from NumPy.
-What the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly) and NumPy (inline
-assembly).
+What the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly), and by
+`tests.kernels.ptx` (inline assembly, and multiplication with addition, which it rounds twice).
 """
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,18 +21,15 @@ from triton.runtime import interpreter
 from fp8jax.ops import partition
 from pallas_kernels import (
     call_triton,
-    codec_triton,
     encode_triton,
     matmul_int8_triton,
     operations_triton,
     quantize_triton,
-    scaling_triton,
 )
-from tests.kernels import int8_cases, logits_cases
+from tests.kernels import int8_cases, logits_cases, ptx
 from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
-TINY = float(np.finfo(np.float32).tiny)
 DTYPES = {
     "fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp8e4nv": ml_dtypes.float8_e4m3fn,
     "fp8e5": ml_dtypes.float8_e5m2,
@@ -64,29 +62,15 @@ def convert(values: np.ndarray, source: Any, target: Any, _: Any) -> np.ndarray:
     return x.astype(dtype).view(f"u{dtype.itemsize}").reshape(values.shape)
 
 
-def multiply_add(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, with subnormal operands and results as zeros."""
-    a = tl.where(tl.abs(a) < TINY, a * 0.0, a)
-    c = tl.full(a.shape, c, tl.float32) if isinstance(c, (float, tl.constexpr)) else c
-    y = tl.fma(a, b + tl.zeros_like(a), c)
-    return tl.where(tl.abs(y) < TINY, y * 0.0, y)
+def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
+    return interpreter.TensorHandle(ptx.fused(x.data, y.data, z.data), z.dtype.scalar)
 
 
-def inverse(scale: Any) -> Any:
-    y = 1.0 / scale.to(tl.float32)
-    return tl.where(y < TINY, 0.0, y)
-
-
-def fp32(x: Any, _: Any = True) -> Any:
-    return x.to(tl.float32)
-
-
-def ordered_pairs(x: Any, bias: Any) -> Any:
-    return (codec_triton.bits(x.to(tl.float32)) & 0x7FFFFFFF) + (int(bias) & 0x00800000)
-
-
-def insert(words: Any, codes: Any, j: Any, _: Any) -> Any:
-    return words | (codes.to(tl.uint32) << (8 * j))
+def create_inline_asm(_: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
+    dtypes = map(interpreter._get_np_dtype, types)
+    made = ptx.run(text, constraints, [value.data for value in values], list(dtypes), pack)
+    made = [interpreter.TensorHandle(x, dtype.scalar) for x, dtype in zip(made, types, strict=True)]
+    return SimpleNamespace(get_result=made.__getitem__)
 
 
 def call(
@@ -129,10 +113,6 @@ def call_any(
     return [jnp.asarray(x) for x in outputs]
 
 
-def narrowed(x: Any, dtype: int) -> Any:
-    return x.to((tl.float32, tl.bfloat16, tl.float16)[int(dtype)]).to(tl.float32)
-
-
 def patch_once() -> None:
     """Lets this process replace the functions of triton.language once, for good.
 
@@ -159,17 +139,20 @@ def patch_once() -> None:
     interpreter._patch_lang, interpreter.ReduceOps.apply_impl = once, apply
 
 
+def arithmetic() -> None:
+    """Lets this process compute in the interpreter what that cannot."""
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_fma = create_fma
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
+
+
 def prepare() -> None:
     """Lets this process, which is to do nothing else, run kernels in the interpreter."""
     patch_once()
     jax.custom_batching.sequential_vmap = lambda function: function
     partition.on_one_device = lambda: True
     jax.lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
-    interpreter._convert_float = convert
-    codec_triton.multiply_add, scaling_triton.inverse, codec_triton.fp32 = multiply_add, inverse, fp32
-    codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
-    scaling_triton.insert, scaling_triton.ordered_pairs = insert, ordered_pairs
-    operations_triton.narrowed = narrowed
+    arithmetic()
     quantize_triton.call, call_triton.call, call_triton.check = call, call_any, lambda _: None
 
 
