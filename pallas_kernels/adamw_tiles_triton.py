@@ -285,7 +285,7 @@ def ordinary(
     mu_scale, mu_exponent = tl.load(mu_scale_ptr + group), tl.load(mu_exponent_ptr + group)
 
     # A weight that is not finite makes its tile one for `careful`, where noise is added to NaN with care.
-    MARKED: tl.constexpr = (STOCHASTIC or REST > 0) and g.dtype == tl.bfloat16
+    MARKED: tl.constexpr = STOCHASTIC and g.dtype == tl.bfloat16
     g = codec.fp32(codec.nan_where_not_finite(g, w) if MARKED else g)
     # Looked up, since the unit that computes log2, exp2 and roots is close to its limit.
     logarithms = look_up(nu, table_ptr)

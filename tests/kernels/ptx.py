@@ -27,7 +27,7 @@ def _flushed(x: Array) -> Array:
     return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
 
 
-def _register(x: Array) -> Array:
+def register(x: Array) -> Array:
     """Bits of fp32; of NaN those that the hardware makes."""
     x = np.asarray(x, np.float32)
     return np.where(np.isnan(x), _NAN, x.view(np.uint32))
@@ -35,7 +35,7 @@ def _register(x: Array) -> Array:
 
 def _approximate(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     def run(a: Array) -> Array:
-        return _register(_flushed(function(_flushed(_number(a)).astype(np.float64)).astype(np.float32)))
+        return register(_flushed(function(_flushed(_number(a)).astype(np.float64)).astype(np.float32)))
 
     return run
 
@@ -47,12 +47,12 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def _multiply_add(a: Array, b: Array, c: Array) -> Array:
-    return _register(_flushed(fused(*(_flushed(_number(x)) for x in (a, b, c)))))
+    return register(_flushed(fused(*(_flushed(_number(x)) for x in (a, b, c)))))
 
 
 def _smaller(a: Array, b: Array) -> Array:
     """fmin takes the number of a number and NaN, as min does without .NaN."""
-    return _register(np.fmin(*(np.abs(_number(x)) for x in (a, b)))) | ((a ^ b) & 0x80000000)
+    return register(np.fmin(*(np.abs(_number(x)) for x in (a, b)))) | ((a ^ b) & 0x80000000)
 
 
 def _halves(x: Array) -> tuple[Array, Array]:

@@ -63,7 +63,7 @@ def convert(values: np.ndarray, source: Any, target: Any, _: Any) -> np.ndarray:
 
 
 def create_fma(_: Any, x: Any, y: Any, z: Any) -> Any:
-    return interpreter.TensorHandle(ptx.fused(x.data, y.data, z.data), z.dtype.scalar)
+    return interpreter.TensorHandle(ptx.register(ptx.fused(x.data, y.data, z.data)).view(np.float32), z.dtype.scalar)
 
 
 def create_inline_asm(_: Any, text: str, constraints: str, values: Any, types: Any, pure: bool, pack: int) -> Any:
