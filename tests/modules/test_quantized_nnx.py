@@ -398,6 +398,60 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
             fp8jax.nnx.quantize_weights(quantized, gradients=other)
 
 
+class Layers(nnx.Module):
+    """Layers of each kind, those in `HOLD` with weights that can be held."""
+
+    HOLD = ("linear", "bf16", "heads", "merged", "stack")
+
+    def __init__(self, rngs):
+        self.linear, self.bf16, self.half = (
+            nnx.Linear(WIDTH, WIDTH, dtype=dtype, rngs=rngs) for dtype in (None, jnp.bfloat16, None)
+        )
+        self.heads = nnx.LinearGeneral(WIDTH, (HEADS, WIDTH), rngs=rngs)
+        self.merged = nnx.LinearGeneral((HEADS, WIDTH), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.batched = nnx.LinearGeneral(WIDTH, WIDTH, batch_axis={0: len(X)}, rngs=rngs)
+        make = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+        self.stack = nnx.split_rngs(splits=2)(make)(rngs)
+
+    def __call__(self, x):
+        results = {name: getattr(self, name)(x) for name in ("linear", "bf16", "half", "heads", "batched")}
+        scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return {**results, "merged": self.merged(results["heads"]), "stack": scan(x, self.stack)}
+
+
+def test_layers_of_each_kind_hold_their_weights_where_both_products_read_codes():
+    half = dataclasses.replace(TE.linear, dy=None, w_dgrad=None, x_wgrad=None)
+    rules = [fp8jax.Rule("half", half), fp8jax.Rule("batched|linear|bf16|heads|merged|stack", TE)]
+    quantized = fp8jax.nnx.quantize(Layers(nnx.Rngs(0)), rules)
+    want = quantized(X)
+
+    def differ(copy):
+        """Layers whose results follow the weights of the copy no longer."""
+        got = copy(X)
+        assert {name: y.dtype for name, y in got.items()} == {name: y.dtype for name, y in want.items()}
+        assert max(relative(got[name], want[name]) for name in want) < 1e-6
+        for name in want:
+            kernel = getattr(copy, name).kernel
+            kernel[...] = 0 * kernel[...]
+        return {name for name, y in copy(X).items() if name == "merged" or relative(y, want[name]) < 1e-6}
+
+    assert differ(fp8jax.nnx.quantize_weights(quantized)) == set(Layers.HOLD)
+    assert differ(fp8jax.nnx.quantize_weights(quantized, gradients="bfloat16")) == set(Layers.HOLD)
+    seen = {}
+
+    def own(path, w, linear, scale):
+        seen[path] = w.shape
+        return fp8jax.quantize_weight(w, recipe=linear, scale=scale) if path == "heads" else None
+
+    assert differ(fp8jax.nnx.quantize_weights(quantized, own)) == {"heads", "merged"}
+    wide = HEADS * WIDTH
+    shapes = {name: (WIDTH, WIDTH) for name in ("linear", "bf16", "stack")}
+    assert seen == shapes | {"heads": (WIDTH, wide), "merged": (wide, WIDTH)}
+    fp8jax.nnx.quantize_weights(quantized, lambda *_: None)  # nothing is held, as was asked for
+    with pytest.raises(ValueError, match="no layer with a quantized weight"):
+        fp8jax.nnx.quantize_weights(Layers(nnx.Rngs(0)))
+
+
 class Kind(nnx.Module):
     def __init__(self, rngs):
         self.dense, self.kind = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Variable(1)
