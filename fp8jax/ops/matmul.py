@@ -65,8 +65,7 @@ def matmul(
             fastest there (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a
             Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.partition`); for two of int8 a kernel where
             there is one: on Hopper for scales of tensors and rows, from Ampere on for blocks of 128; for other operands
-            the reference. "mosaic" is the kernel. `fp8jax.ops.choice.listening` tells what was chosen. The sums of a
-            narrow weight's gradient cuBLASLt takes in parts along the contraction, which are added in fp32.
+            the reference. "mosaic" is the kernel. `fp8jax.ops.choice.listening` tells what was chosen.
         fast: fast accumulation, where the GPU has it.
         exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
             under a level 1 scale are first folded (`fp8jax.ops.fold.refold`, with a copy of them for the time of the

@@ -1,7 +1,6 @@
 """Which kernel multiplies two quantized matrices on a GPU, and how it is called."""
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,8 +21,7 @@ from fp8jax.ops.matmul_shared import base, shared
 
 HOPPER, MICROSCALING = 90, 100
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
-_K_MAJOR, _IN_PARTS = (((1,), (1,)), ((), ())), (((2,), (2,)), ((1,), (1,)))
-_TILE, _MULTIPROCESSORS = 128, 132  # of an H100 or H200
+_K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right", "int8"]
 
 
@@ -203,29 +201,8 @@ def _cublas(fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     wide, out = jnp.bfloat16, jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
     left, right = (c.astype(wide) * s.astype(wide) for c, s in zip(codes, scales, strict=True))
-    if (parts := parts_of_sums(a.shape[0], a.shape[1], b.shape[0])) > 1:
-        left, right = (x.reshape(x.shape[0], parts, -1) for x in (left, right))
-        each = dot_general(left, right, _IN_PARTS, precision=precision(fast), preferred_element_type=jnp.float32)
-        return jnp.sum(each, axis=0).astype(dtype)
     y = dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=out)
     return y.astype(dtype)
-
-
-def parts_of_sums(m: int, k: int, n: int) -> int:
-    """In how many parts cuBLASLt sums an (M, N) product over K: a power of two that divides K; 1 of sizes not known.
-
-    A multiprocessor takes a tile of 128 x 128. Where a result has fewer than half as many tiles as there are
-    multiprocessors, and sums are long, as those of a narrow weight's gradient are, each part is a product of a batch,
-    which takes no copies, and fp32 results of the parts are added. cuBLASLt by itself takes the 32 tiles of
-    2,048 x 256 at a sixth of its rate.
-    """
-    if not all(isinstance(size, int) for size in (m, k, n)):
-        return 1
-    tiles, parts = math.ceil(m / _TILE) * math.ceil(n / _TILE), 1
-    shortest = 2 * max(m, n, 1024)
-    while 2 * parts * tiles <= _MULTIPROCESSORS and k % (32 * parts) == 0 and k // (2 * parts) >= shortest:
-        parts *= 2
-    return parts
 
 
 def row_scales(q: QTensor) -> Array:
