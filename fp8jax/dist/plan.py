@@ -95,8 +95,8 @@ def plan(
     With a partition each device along "data" updates its part of the parameters, and new ones are gathered over "data",
     as they are held. XLA then scatters gradients of slices; those of whole tensors it sums.
 
-    Left out are single numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table
-    cost that XLA does not gather.
+    Left out are single numbers, largest magnitudes of tensors or of a few hundred parts of each, histories of delayed
+    scaling, and what lookups in a table cost that XLA does not gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.

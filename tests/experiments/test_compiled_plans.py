@@ -10,7 +10,7 @@ import pytest
 from tests.kernels import h200
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-# All-reduces of single numbers, which a plan leaves out: the loss, norms, largest magnitudes of tensors, and keys.
+# All-reduces of single numbers, which a plan leaves out: the loss, norms, and keys.
 NUMBERS, ALONE = 1024, (("all-reduce", "f32"), ("all-reduce", "u32"))
 # Gradients of norms: XLA sums them at once over "tensor" and over another axis.
 NORMS = 4 * 5 * 256
