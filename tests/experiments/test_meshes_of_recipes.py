@@ -19,7 +19,7 @@ import fp8jax
 from experiments import config, mesh, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
-from fp8jax.recipes import Comm
+from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
 
 pytestmark = pytest.mark.usefixtures("small_on_meshes")
@@ -31,18 +31,29 @@ MESHES = {"data": (8, 1), "fsdp": (1, 8), "both": (2, 4)}
 KINDS = (AxisType.Auto, AxisType.Explicit)
 # A sum in another order is off by the square root of its length in units of the last place; its square by twice that.
 ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
-# How many of the optimizer's codes may be others: those of sums that lie as near to a tie. A step of e4m3 is 2^-3.
+# How many codes may be others: those of sums that lie as near to a tie. A step of e4m3 is 2^-3.
 TIES = 1e-3
+# How far moments may lie apart in which a hundredth of the codes are a step off: also those of a group of 128 whose
+# exponent of expansion, in bf16, lies near a tie. Of other groups all codes would be others.
+MOVED = 2.0**-3 * 0.01**0.5
 # How far results may then lie apart: two roundings, in four tokens of all; their squares twice as far.
 FLIPPED = 2 * 2**0.5 * 2.0**-4 / 3**0.5 * (4 / TOKENS[:, 1:].size) ** 0.5
-# Auto axes and several microbatches are in test_contracts, which is run each time.
-ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]
+# Auto axes and several microbatches are in test_contracts, which is run each time. A mesh of both axes has what one of
+# either has; a recipe of tensors and one of blocks with keys and thresholds show that neither axis needs the other.
+# FP8-LM's masters of 16 bits have no products in fp32; it is in test_contracts, too.
+ALONE = ("te_current", "int8_fallback")
+ALL = [
+    (name, where, kind)
+    for name in fp8jax.recipes.NAMES
+    for where in MESHES
+    for kind in KINDS
+    if (where == "both" or name in ALONE) and not name.startswith("fp8_lm")
+]
 
 
 def build(name, devices=None):
     # Gradients that travel in 8 bits are not those of one device: see test_parallel.
-    recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm())
-    recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, compute="fp32"))
+    recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(), weights=Weights("fp32", "fp32"))
     rows = None if devices is None else mesh.batches(devices)
     return Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
 
@@ -86,11 +97,14 @@ def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
     assert metrics["healthy"]
     for metric, near in (("loss", forward), ("grad_norm", backward)):
         np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=near)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(want), strict=True):
-        x, label = np.asarray(x), jax.tree_util.keystr(path)
-        if "opt_state" in label and x.dtype.itemsize == 1:
-            assert np.mean(x != y) <= TIES, label
+    coded = {"is_leaf": lambda x: isinstance(x, fp8jax.QTensor)}
+    found = jax.tree_util.tree_leaves_with_path(jax.device_get(after), **coded)
+    for (path, x), y in zip(found, jax.tree.leaves(want, **coded), strict=True):
+        label = jax.tree_util.keystr(path)
+        if isinstance(x, fp8jax.QTensor):
+            assert x.spec == y.spec
+            assert relative(x.dequantize(), y.dequantize()) <= MOVED, label
         elif jnp.issubdtype(x.dtype, np.floating):
-            assert np.linalg.norm(x.astype(np.float64) - y) <= backward * np.linalg.norm(y.astype(np.float64)), label
+            assert np.linalg.norm(np.float64(x) - y) <= backward * np.linalg.norm(np.float64(y)), label
         else:
             np.testing.assert_array_equal(x, y, err_msg=label)
