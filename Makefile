@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train test results pages docs release stacks check clean
+.PHONY: help train test slow results pages docs release stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -26,6 +26,9 @@ train: .venv/train.stamp ## train a small Llama on text found on this machine, w
 
 test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
 	FP8JAX_TEST_COMPILE=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+slow: ## run the tests that `make test` leaves out: before a release
+	$(MAKE) test ARGS="-m slow $(ARGS)"
 
 results: .venv/test.stamp ## measure what README and RESULTS quote on this host's GPUs, file by file (ARGS=--list says what there is)
 	$(BIN)/python -m experiments.results $(ARGS)

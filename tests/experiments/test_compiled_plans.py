@@ -46,7 +46,7 @@ def report(steps, module="compiled_steps"):
 
 
 @pytest.mark.parametrize(
-    "steps", [FAST, *(pytest.param(SLOW[i : i + 2], marks=pytest.mark.slow) for i in range(0, len(SLOW), 2))], ids=str
+    "steps", [FAST, *(pytest.param(SLOW[i : i + 6], marks=pytest.mark.slow) for i in range(0, len(SLOW), 6))], ids=str
 )
 def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
     for step, (program, planned) in report(steps).items():

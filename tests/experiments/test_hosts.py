@@ -128,7 +128,7 @@ def test_one_of_two_dies_and_the_other_says_so(argv, which, at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("which", "at"), [(0, 0), (1, 0), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("which", "at"), [(1, 0), (0, 2)])
 def test_so_it_is_on_a_cluster(argv, which, at):
     command = [*argv, "--recipe", "bf16", "--layers", "1", "--run", f"job_{which}_{at}", "--mesh", "fsdp=2"]
     check_dies(start(2, command, stop=(which, at, signal.SIGKILL), cluster=True), which)
@@ -140,13 +140,12 @@ def test_without_a_cluster_auto_says_so(argv, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", range(4))
-@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize(("which", "at"), [(2, 0), (0, 5)])
 def test_one_of_four_dies_the_others_end_and_the_restart_resumes(argv, out, which, at):
     run = f"killed_{which}_{at}"
     command = [*argv, *MANY, "--run", run, "--mesh", "data=2,fsdp=2"]
     check_dies(start(4, command, stop=(which, at, signal.SIGKILL)), which)
-    if at and which in (0, 3):
+    if at:
         codes, said, complaints = end(start(4, command))
         assert codes == [0] * 4, complaints
         assert "resuming from step 4" in said[0]
@@ -197,7 +196,7 @@ def test_processes_that_differ_end_with_the_same_message(argv, differs, message)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["coat", "fp8_lm", "moss", "int8_fallback"])
+@pytest.mark.parametrize("recipe", ["fp8_lm", "int8_fallback"])  # with a state of factors and of thresholds
 def test_recipes_train_in_two_processes(argv, out, recipe):
     command = [*argv, "--recipe", recipe, "--steps", "3", "--run", f"two_{recipe}", "--mesh", "fsdp=2"]
     codes, _, complaints = end(start(2, command))
