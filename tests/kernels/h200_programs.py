@@ -48,10 +48,6 @@ def promoted() -> Program:
     return lambda a, b, s: matmul(a, b, scale=s, fast=False), (*CODES, Shape((), F32))
 
 
-def promoted_rarely() -> Program:
-    return lambda a, b, s: matmul(a, b, scale=s, fast=False, promoted=2048), (*CODES, Shape((), F32))
-
-
 def promoted_everything() -> Program:
     def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
         return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x, fast=False)
@@ -149,7 +145,6 @@ ALL = [
     everything,
     everything_in_a_shared_tile,
     promoted,
-    promoted_rarely,
     promoted_everything,
     float32_output,
     vocabulary,

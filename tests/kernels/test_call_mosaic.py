@@ -53,7 +53,6 @@ TILE = matmul_mosaic.best_tile(M, N, K)
 PROGRAMS = {
     "plain": (_plain(), (A, B), {}),
     "promoted": (_plain(fast=False), (A, B), {}),
-    "promoted more often": (_plain(fast=False, promoted=256), (A, B), {}),
     "fp32": (_plain(out_dtype=jnp.float32), (A, B), {}),
     "other tile": (_plain(tile=dataclasses.replace(TILE, raster=TILE.raster // 2)), (A, B), {}),
     "e5m2": (_plain(), (A, _shape(N, K, dtype=jnp.float8_e5m2)), {}),

@@ -72,7 +72,6 @@ class Plain:
     out: Any = BF16
     terms: tuple[str, ...] = ("scale",)
     fast: bool = True
-    promoted: int = 512
 
 
 PLAIN = [
@@ -85,7 +84,7 @@ PLAIN = [
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
     Plain(140, 140, 300, Tile(128, 64, None, 2, cluster="N"), terms=("row_scale", "residual")),
     Plain(140, 70, 900, Tile(64, 64, "M", 3, lead=2), left=E5M2, fast=False),
-    Plain(70, 140, 1100, Tile(64, 64, "M", 3, lead=2), out=F32, fast=False, promoted=1024),
+    Plain(70, 140, 1100, Tile(64, 64, "M", 3, lead=2), out=F32, fast=False),
     Plain(140, 70, 700, Tile(64, 64, "M", 3, lead=1)),
     Plain(140, 270, 200, Tile(64, 128, "M", 3, slots=3), out=F32, terms=("residual",)),
     Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M", lead=4), out=F32, terms=("row_scale", "residual"), fast=False),
@@ -113,21 +112,20 @@ def test_matmul(case: Plain, implementation: str) -> None:
     if implementation == "reference":
         out = reference.matmul(**arguments, out_dtype=case.out, fast=case.fast)
     else:
-        settings = {"out_dtype": case.out, "fast": case.fast, "promoted": case.promoted, "tile": case.tile}
+        settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
         out = interpreted(matmul_mosaic.matmul, **arguments, **settings)
     assert out.dtype == case.out
     assert error(out, want) < tolerance(case.out)
 
 
-@pytest.mark.parametrize(("promoted", "lost"), [(256, 1), (512, 3)])
-def test_sums_are_promoted_as_often_as_asked(promoted: int, lost: int) -> None:
-    """Of four slices whose sums are 2^24, 1, 1 and 1, a sum of fp32 loses what is added to the first one."""
-    a, b = np.zeros((64, 512)), np.zeros((64, 512))
+def test_sums_of_512_are_promoted() -> None:
+    """Of eight slices whose sums are 2^24 and 1, a sum of fp32 loses what is added to the first one alone."""
+    a, b = np.zeros((64, 1024)), np.zeros((64, 1024))
     a[:, :128], b[:, :128] = 256, 512
     a[:, 128::128] = b[:, 128::128] = 1
-    settings: Any = {"out_dtype": F32, "fast": False, "promoted": promoted, "tile": Tile(64, 64, "M", 3)}
+    settings: Any = {"out_dtype": F32, "fast": False, "tile": Tile(64, 64, "M", 3)}
     out = interpreted(matmul_mosaic.matmul, jnp.asarray(a, E4M3), jnp.asarray(b, E5M2), **settings)
-    assert np.all(np.asarray(out) == 2**24 + 3 - lost)
+    assert np.all(np.asarray(out) == 2**24 + 4)
 
 
 def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.Array], np.ndarray]:
@@ -279,7 +277,6 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: matmul(a[None], b), ValueError, "use vmap"),
         (lambda a, b: matmul(a[:0], b), ValueError, "must be positive"),
         (lambda a, b: matmul(a, b, out_dtype=jnp.float16), TypeError, "out_dtype float16"),
-        (lambda a, b: matmul(a, b, promoted=200), ValueError, "promoted is 200: .* a multiple of 128"),
         (lambda a, b: matmul(a, b, scale=ONES((1,))), ValueError, r"scale has shape \(1,\); expected \(\)"),
         (lambda a, b: matmul(a, b, row_scale=ONES(64, BF16)), TypeError, "row_scale has dtype bfloat16"),
         (lambda a, b: matmul(a, b, bias=ONES(64)), ValueError, r"bias has shape \(64,\); expected \(32,\)"),
