@@ -34,6 +34,19 @@ def number(name: str, given: Any, low: float = -np.inf, high: float = np.inf) ->
         raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {given}")
 
 
+def constant(name: str, given: Any, high: float = np.inf) -> None:
+    """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; errors as of `number`.
+
+    In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
+    """
+    if getattr(given, "dtype", None) in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"{name} is in {given.dtype}, which rounds 0.999 or 1e-8 away: give it in float32, as by "
+            "optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), which takes the parameters' dtype by itself"
+        )
+    number(name, given, 0, high)
+
+
 def positive(name: str, given: Any) -> None:
     """Refuses what is no number (TypeError), and one that is not above 0, such as NaN (ValueError)."""
     x = value(name, given)

@@ -179,7 +179,8 @@ def compressed_adamw(
         A transformation with state `CompressedAdamState`, of masters by parts `MasterAdamState`, and
         `step(grads, state, params) -> (params, state)`, which updates the parameters themselves. Updates have the dtype
         of the parameters; of bf16 and fp16 ones with `master` they are fp32, and nothing may change them before they
-        are added.
+        are added, to the very parameters that the update was given (not so in `optax.lookahead` or `schedule_free`).
+        `optax.apply_if_finite` around such a one wants gradients in fp32, the dtype of what it takes in their place.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
@@ -285,7 +286,7 @@ def _adam(
 ) -> tuple[Callable, Callable]:
     """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.number(name, value, 0, high)
+        checks.constant(name, value, high)
     size, smallest = (
         moments.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )

@@ -166,7 +166,7 @@ def fp8lm_adamw(
         6.0
     """
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.number(name, value, 0, high)
+        checks.constant(name, value, high)
     checks.number("weight_decay", weight_decay, 0)
     checks.rate(learning_rate)
     if mu not in ("e4m3", "e5m2"):

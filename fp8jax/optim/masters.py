@@ -178,6 +178,9 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         The tree of the parameters: masters by parts joined, scaled ones decoded, and parameters that are their own
         masters as they are.
 
+    Raises:
+        ValueError: the state has masters of other parameters, as inside of `optax.flatten`.
+
     Examples:
         >>> import fp8jax, jax.numpy as jnp
         >>> tx = fp8jax.compressed_adamw(3e-4, master="bf16+int8")
@@ -186,17 +189,25 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         >>> fp8jax.master_weights(state, params)["w"].dtype
         dtype('float32')
     """
-    bare, found = variables.bare(params), None
+    paths, _ = jax.tree_util.tree_flatten_with_path(variables.bare(params))
+    values = dict(paths)
     for node in _records(variables.bare(state)):
-        if getattr(node, "remainder", None) is not None:
-            found = joined(bare, node.remainder)
-        elif hasattr(node, "master"):
-            found = node.master
-    if found is None:
-        return params
-    values = [load(x) if moments.is_quantized(x) else x.astype(jnp.float32) if _is_master(x) else x
-              for x in jax.tree.leaves(found, is_leaf=lambda x: moments.is_quantized(x) or _is_master(x))]  # fmt: skip
-    return variables.structured(values, params)
+        remainder = getattr(node, "remainder", None)
+        stored = getattr(node, "master", None) if remainder is None else remainder
+        # A wrapper, as optax.partition, may hold several states, each with parts of the parameters.
+        for path, part in jax.tree_util.tree_leaves_with_path(stored, is_leaf=moments.is_quantized):
+            if path not in values:
+                where = jax.tree_util.keystr(path)
+                raise ValueError(f"the state has master weights of other parameters: {where or 'one'} is in none given")
+            values[path] = _wide(part if remainder is None else MasterWeight(values[path], part))
+    return variables.structured([values[path] for path, _ in paths], params)
+
+
+def _wide(weight: Any) -> Array:
+    """A master in fp32, or as it is where it is neither quantized nor of two parts."""
+    if moments.is_quantized(weight):
+        return load(weight)
+    return weight.astype(jnp.float32) if _is_master(weight) else weight
 
 
 def _records(tree: Any) -> Any:

@@ -110,6 +110,16 @@ def test_static_hyperparameters_are_named_where_they_cannot_be_traced():
         jax.jit(make()(1e-3, group_size=64).init)(p)
 
 
+@pytest.mark.parametrize("make", [fp8jax.compressed_adamw, fp8jax.fp8lm_adamw])
+def test_constants_that_were_rounded_to_16_bits_are_refused(make):
+    """optax.inject_hyperparams stores settings in the parameters' dtype: 0.999 is 1 in bf16, traced or not."""
+    p = {"w": jnp.ones((8, 128), jnp.bfloat16)}
+    for init in (lambda tx: tx.init, lambda tx: jax.jit(tx.init)):
+        with pytest.raises(TypeError, match=r"b1 is in bfloat16.* hyperparam_dtype=jnp.float32"):
+            init(optax.inject_hyperparams(make)(1e-3))(p)
+    optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(1e-3).init(p)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("tx", [ADAMW(), SCALE()], ids=["adamw", "scale"])
 def test_updates_keep_the_dtype_of_the_parameters(dtype, tx):

@@ -288,6 +288,41 @@ def test_inside_optaxs_wrappers():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["compressed_adamw", "fp8lm_adamw"])
+def test_masters_of_parts_of_the_parameters_are_read_together(name):
+    """`optax.partition` holds a state for each label, with nothing in the places of all others."""
+    w = {"a": {"w": jnp.full((8, 128), 1.1)}, "c": jnp.full((8, 128), 0.7), "d": jnp.ones(4)}
+    high, rest = split(w, "bf16+int16")
+    high["d"] = w["d"]
+    labels = {"a": "x", "c": "y", "d": "plain"}
+    tx = optax.partition({k: made(name, "bf16+int16") for k in "xy"} | {"plain": optax.set_to_zero()}, labels)
+    state = tx.init(high)
+    out = optax.MaskedNode()
+    parts = {"x": rest | {"c": out, "d": out}, "y": rest | {"a": out, "d": out}}
+    inner = {k: optax.tree.set(state.inner_states[k], remainder=part) for k, part in parts.items()}
+    found = fp8jax.master_weights(state._replace(inner_states=state.inner_states | inner), high)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, w)
+    flat = optax.flatten(made(name, "bf16+int16"))
+    with pytest.raises(ValueError, match="master weights of other parameters"):
+        fp8jax.master_weights(flat.init({"w": high["c"]}), {"w": high["c"]})
+
+
+def test_a_scaled_master_of_a_part_is_read_beside_others():
+    params = {"a": jnp.full((8, 128), 1.1), "c": jnp.full((8, 128), 0.7)}
+    tx = optax.masked(fp8jax.fp8lm_adamw(1e-3), {"a": True, "c": False})
+    found = fp8jax.master_weights(tx.init(params), params)
+    np.testing.assert_allclose(found["a"], 1.1, rtol=1e-3)  # fp16 has 11 bits
+    assert found["c"] is params["c"]
+
+
+def test_gradients_in_fp32_go_through_apply_if_finite():
+    tx = optax.apply_if_finite(made("compressed_adamw", "bf16+int16"), 3)
+    params = {"w": jnp.ones((8, 128), jnp.bfloat16)}
+    changes, state = jax.jit(tx.update)({"w": jnp.ones((8, 128))}, tx.init(params), params)
+    assert changes["w"].dtype == jnp.float32
+    assert jnp.all(state.inner_state.remainder["w"] != 0)
+
+
 class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
