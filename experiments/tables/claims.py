@@ -92,6 +92,11 @@ CLAIMS: list[Claim] = [
     *(Claim(f"The same of a user's {text}: `coat_fast`; and where the host reads the loss after each step", name,
             several(*(ratio("coat_fast", f"step{how}", "bf16", case) for how in ("", ", synchronised"))))
       for name, (case, text) in USERS.items()),
+    Claim("The same Llama written in Linen: `coat`", "models_llama1b_linen",
+          ratio("coat", "step", "bf16", "Llama 1.1B in Linen")),
+    Claim("The same in Equinox", "models_llama1b_equinox", ratio("coat", "step", "bf16", "Llama 1.1B in Equinox")),
+    Claim("The same in NNX with blocks checkpointed by `dots_with_no_batch_dims_saveable`: `coat`, `coat_fast`",
+          "models_llama1b_dots", several(*(ratio(name, "step", "bf16") for name in ("coat", "coat_fast")))),
     Claim("Memory to train all of a Llama-2-7B on one GPU, 1 x 2,048 tokens: `coat`; updated in the backward pass "
           "(`fp8jax.release`); that with weights in bf16", "release",
           several(*(value(f"coat{how}", "memory", "GB") for how in ("", ", released")),

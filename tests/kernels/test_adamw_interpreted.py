@@ -171,13 +171,9 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
     got[2].validate()
     a, b, c = (np.asarray(x[2].codes).astype(np.float32) for x in (want, got, nearest))
-    for kind in (np.isnan, np.isinf, np.signbit):
+    # The sign of NaN says nothing: XLA's on a GPU has one.
+    for kind in (np.isnan, np.isinf, lambda x: x == 0, lambda x: np.signbit(x) & ~np.isnan(x)):
         np.testing.assert_array_equal(kind(a), kind(b))
-    # What is zero stays so; whether a small one is rounded to zero is noise, and a code's distance below.
-    nothing = np.asarray((leaf[0] == 0) & (leaf[2].dequantize() == 0))
-    assert nothing.any()
-    assert not a[nothing].any()
-    assert not b[nothing].any()
     same = np.ones(want[2].scale.shape, bool)
     if expand:
         same = np.asarray(want[2].expansion == got[2].expansion)
