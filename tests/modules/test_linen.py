@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 import fp8jax
 from fp8jax.modules.linen import DotGeneral
 from fp8jax.ops import cotangent
+from fp8jax.ops.linear import content_key
 from tests.modules import architectures
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo, train, within_noise
 from tests.programs import dots, residuals
@@ -202,7 +203,9 @@ def test_a_quantized_model_may_be_part_of_another():
         def __call__(self, x):
             return nn.Dense(4)(self.inner(x))
 
-    plain, quantized = Outer(Stack()), Outer(fp8jax.linen.quantize(Stack(), fp8jax.Rule("blocks_0/.*", TE)))
+    part = fp8jax.linen.quantize(Stack(name="left"), fp8jax.Rule("blocks_0/.*", TE))
+    assert part.name == "left"
+    plain, quantized = Outer(Stack()), Outer(part)
     v = plain.init(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, v, quantized.init(KEY, X))
     assert eight_and_wide(quantized.apply, v, X)[0] == 6
@@ -233,6 +236,15 @@ def test_one_layer_by_its_own_field():
     v = layer.init(KEY, X)
     assert eight_and_wide(layer.apply, v, X) == (1, 0)
     np.testing.assert_array_equal(layer.apply(v, X), fp8jax.linen.quantize(nn.Dense(8), TE).apply(v, X))
+    # Gradients that are rounded stochastically, by a key from the data.
+    layer = nn.Dense(8, use_bias=False, dot_general_cls=fp8jax.linen.make_dot_general_cls("jetfire"))
+    w, key = v["params"]["kernel"], content_key(X)
+    calls = [
+        lambda w: layer.apply({"params": {"kernel": w}}, X),
+        lambda w: fp8jax.linear(X, w, recipe="jetfire", key=key),
+    ]
+    a, b = (jax.jit(jax.grad(lambda w, call=call: jnp.sum(call(w) ** 3)))(w) for call in calls)
+    np.testing.assert_array_equal(a, b)
 
 
 def test_wrong_models_are_refused():
