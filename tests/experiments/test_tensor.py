@@ -12,11 +12,12 @@ from flax import nnx
 import fp8jax
 from experiments import config, mesh, parallel, plan, tensor, train
 from experiments.adapters import joined
+from experiments.form import Form
 from experiments.models.llama import LlamaConfig
 from experiments.sections import Lora
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
-from fp8jax.recipes import Comm, Weights
+from fp8jax.recipes import Comm, Linear, Weights
 from fp8jax.rewrite import weighing
 from tests.distance import order, relative
 from tests.rows import slow
@@ -159,6 +160,38 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
         tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:block16", 4)
     tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:group32", 2)
     tensor.check_base(LLAMA, "e4m3:block128", 4)  # one block each: all parts have its scale
+
+
+def test_what_devices_cannot_share_is_told_with_what_they_can():
+    for llama, devices, message in (
+        (LLAMA, 3, r"3 devices along tensor do not divide 4 query heads; tensor may be \[1, 2, 4\]"),
+        (dataclasses.replace(LLAMA, qk_norm="width"), 2, "qk_norm 'width'. is not shared: take tensor=1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tensor.of_device(Form(llama, recipe_of("bf16"), False), devices)
+    llama, lora = dataclasses.replace(LLAMA, kv_heads=4), Lora(4, base="e4m3:group64")
+    with pytest.raises(ValueError, match=r"16 of 64 channels of all heads each.* group of 64"):
+        tensor.of_device(Form(llama, recipe_of("bf16"), False, lora=lora), 4)
+
+
+@pytest.mark.parametrize(
+    ("linear", "unit"),
+    [
+        (Linear(), 1),
+        (Linear(*["e4m3:tensor"] * 3), 1),
+        (Linear("int8:block32", "int8:block32", "int8:block16"), 32),
+        (Linear("int8:block16", "int8:block16", "int8:block32"), 32),
+        (Linear("int8:block16", "int8:block16", "int8:block32+stochastic"), 16),  # which travels as values
+        (fp8jax.recipes.deepseek().linear, 1),  # groups along channels
+    ],
+    ids=str,
+)
+def test_tokens_of_devices_are_whole_blocks_of_the_codes_that_travel(linear, unit):
+    recipe = dataclasses.replace(recipe_of("bf16"), linear=linear)
+    tensor.check_tokens(recipe, 2, 6 * unit)
+    for tokens in {6 * unit + 1, 5 * unit}:
+        with pytest.raises(ValueError, match=f"multiples of {2 * unit}$"):
+            tensor.check_tokens(recipe, 2, tokens)
 
 
 @pytest.mark.parametrize(
