@@ -169,8 +169,8 @@ def test_what_devices_cannot_share_is_told_with_what_they_can():
     ):
         with pytest.raises(ValueError, match=message):
             tensor.of_device(Form(llama, recipe_of("bf16"), False), devices)
-    llama, lora = dataclasses.replace(LLAMA, kv_heads=4), Lora(4, base="e4m3:group64")
-    with pytest.raises(ValueError, match=r"16 of 64 channels of all heads each.* group of 64"):
+    llama, lora = dataclasses.replace(LLAMA, kv_heads=4), Lora(4, base="e4m3:group32")
+    with pytest.raises(ValueError, match=r"16 of 64 channels of all heads each.* group of 32"):
         tensor.of_device(Form(llama, recipe_of("bf16"), False, lora=lora), 4)
 
 

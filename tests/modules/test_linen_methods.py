@@ -269,7 +269,12 @@ def test_copies_of_models_are_equal_and_quantized(dumps):
         module = pytest.importorskip(dumps)
         again = pickle.loads(module.dumps(model))
     assert again == model != Nested()
-    assert eight(functools.partial(again.apply, mutable=["cache"]), Nested().init(KEY, X), X) == 2
+    variables = Nested().init(KEY, X)
+    assert eight(functools.partial(again.apply, mutable=["cache"]), variables, X) == 2
+    if dumps == "pickle":
+        assert type(model).__doc__ == Nested.__doc__
+        with pytest.raises(TypeError, match="bound to variables is not pickled"):
+            module.dumps(model.bind(variables))
 
 
 def test_the_way_back():
