@@ -110,6 +110,7 @@ BROKEN = {
     "text": ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
     "half a layer": ({"num_hidden_layers": 1.5}, r"num_hidden_layers is 1\.5, not a whole number"),
     "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a number"),
+    "no number but a truth": ({"num_key_value_heads": True}, "num_key_value_heads is True, not a number"),
     "rope number": ({"rope_parameters": {"rope_theta": "big"}}, "rope settings .*'big'.* are not numbers"),
     "tied text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
     "architectures": ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
@@ -161,6 +162,7 @@ def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
         "_name_or_path": "x",
         "unk_token_id": 0,
         "transformers.js_config": {},
+        "unknown": None,  # says nothing
     }
     (folder / "config.json").write_text(json.dumps(made["config"] | besides))
     assert load(folder).config == plain

@@ -449,13 +449,18 @@ def test_blocks_of_any_shape_are_decoded(tmp_path):
 
 
 def test_codes_of_what_is_no_linear_layer_are_refused(eight_folder, tmp_path):
-    folder = shutil.copytree(eight_folder, tmp_path / "in")
-    weights = load_file_of_codes(folder)
-    weights["model.norm.weight"] = weights["model.norm.weight"].astype(quantized.CODES)
-    weights["model.norm.weight_scale"] = np.ones(1, np.float32)
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.norm\.weight is stored in 8 bits, but only linear layers can be"):
-        load(folder)
+    content = json.loads((eight_folder / "config.json").read_text())["quantization_config"]
+    for case, name in (("llama3", "model.norm.weight"), ("llama3", "lm_head.weight"), ("gpt2", "h.0.mlp.c_fc.weight")):
+        folder = checkpoint(tmp_path / name, case)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": content}))
+        weights = load_file_of_codes(folder)
+        (name,) = (full for full in weights if full.endswith(name))
+        weights[name] = weights[name].astype(quantized.CODES)
+        weights[f"{name.removesuffix('weight')}weight_scale"] = np.ones(1, np.float32)
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(UserError, match=rf"{name} is stored in 8 bits, but only linear layers can be"):
+            load(folder)
 
 
 def load_file_of_codes(folder):
