@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -64,6 +65,7 @@ def prepare() -> None:
     from tests.kernels import test_adamw_interpreted as interpreted
     from tests.kernels import triton_interpreter as tools
 
+    alone = threading.Lock()  # The interpreter keeps the number of a program in a global; devices have threads.
     several, sequential = partition.on_one_device, jax.custom_batching.sequential_vmap
     interpreted.prepare()
     partition.on_one_device, jax.custom_batching.sequential_vmap = several, sequential
@@ -82,7 +84,8 @@ def prepare() -> None:
             # What is not written stays NaN.
             made = [aliased.get(i, np.full(x.shape, np.nan, x.dtype)) for i, x in enumerate(results)]
             given += [1] * len(aliased) + [x for i, x in enumerate(made) if i not in aliased]
-            kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
+            with alone:
+                kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
             return made
 
         values = [args[i] for i in arrays]
