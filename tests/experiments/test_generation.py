@@ -11,6 +11,7 @@ import tokenizers
 from flax import nnx
 
 from experiments import generate, sampling
+from experiments.hub import tokenizer
 from experiments.hub.load import load
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.sampling import TokenChoice
@@ -191,9 +192,24 @@ def test_wrong_input_is_one_line_and_a_code(folder, capsys, flags, change, messa
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder, capsys):
-    content = json.loads((folder / "tokenizer.json").read_text())
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    longer = tokenizers.Tokenizer.from_file(str(path))
+    longer.add_tokens([*"012", "zebra"])
     content["model"]["vocab"]["zebra"] = 40
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    code, _, err = run(capsys, "--model", str(folder), "--prompt", "a")
-    assert code == 2
-    assert "tokenizer.json has ids up to 40 ('zebra'), but the checkpoint's embedding table has 40 rows" in err
+    for text in (json.dumps(content), longer.to_str()):
+        path.write_text(text)
+        code, _, err = run(capsys, "--model", str(folder), "--prompt", "a")
+        assert code == 2
+        assert "tokenizer.json has ids up to 40 ('zebra'), but the checkpoint's embedding table has 40 rows" in err
+
+
+def test_the_first_file_that_names_ends_of_texts_says_which(tmp_path):
+    for generation, config, ends in (
+        ({"eos_token_id": [4, 39]}, {"eos_token_id": 2}, (4, 39)),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, (2,)),
+        ({}, {}, ()),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert tokenizer.ends(tmp_path) == ends

@@ -428,6 +428,17 @@ def test_scales_that_are_none_are_refused(eight_folder, tmp_path, bad):
         load(folder)
 
 
+def test_scales_of_16_bits_are_read_in_32(eight_folder, tmp_path):
+    folder = shutil.copytree(eight_folder, tmp_path / "in")
+    weights = load_file_of_codes(folder)
+    weights = {n: x.astype(ml_dtypes.bfloat16) if n.endswith("weight_scale") else x for n, x in weights.items()}
+    save_file(weights, folder / "model.safetensors")
+    scale = load(folder, codes=True).params["layers"]["mlp"]["up"]["kernel"].codes.scale
+    want = [weights[f"model.layers.{i}.mlp.up_proj.weight_scale"].astype(np.float32) for i in range(2)]
+    assert scale.dtype == np.float32
+    np.testing.assert_array_equal(np.ravel(scale), np.ravel(want))
+
+
 def test_blocks_of_any_shape_are_decoded(tmp_path):
     blocks = quantized.EightBits("compressed-tensors", "block", (2, 3))
     codes, scale = np.arange(1, 36).reshape(5, 7).astype(quantized.CODES), np.exp2(np.arange(9.0)).reshape(3, 3)

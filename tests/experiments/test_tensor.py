@@ -159,6 +159,7 @@ def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
     with pytest.raises(ValueError, match="channels of key heads"):
         tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:block16", 4)
     tensor.check_base(dataclasses.replace(LLAMA, mlp_dim=64), "e4m3:group32", 2)
+    tensor.check_base(LLAMA, "e4m3:group16", 4)  # half a group of key heads' outputs, along which none runs
     tensor.check_base(LLAMA, "e4m3:block128", 4)  # one block each: all parts have its scale
 
 

@@ -211,6 +211,7 @@ def test_a_quantized_model_may_be_part_of_another():
     assert eight_and_wide(quantized.apply, v, X)[0] == 6
     around = fp8jax.linen.quantize(quantized, fp8jax.Rule("Dense_0", DEEPSEEK))
     assert eight_and_wide(around.apply, v, X)[0] == 7
+    assert eight_and_wide(around.inner.apply, {"params": v["params"]["inner"]}, X)[0] == 6
 
 
 def test_einsum_has_its_bias_where_flax_has_it():
