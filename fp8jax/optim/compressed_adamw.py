@@ -264,6 +264,11 @@ def compressed_adamw(
     ) -> tuple[optax.Params, CompressedAdamState]:
         if key is not None and of_master is not None:
             raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
+        if max_direction is not None and of_master is not None and of_master.stochastic:
+            raise ValueError(
+                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.tracked follows; take "
+                "bf16+int8, or chain fp8jax.track_weights() without a limit, which measures updates"
+            )
         scalars = {"factor": factor, "applied": applied, "max_direction": max_direction}
         return descend(adamw.step, grads, state, params, key=key, part=part, **scalars)
 

@@ -191,7 +191,7 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(variables.bare(params))
     values = dict(paths)
-    for node in _records(variables.bare(state)):
+    for node in records(variables.bare(state)):
         remainder = getattr(node, "remainder", None)
         stored = getattr(node, "master", None) if remainder is None else remainder
         # A wrapper, as optax.partition, may hold several states, each with parts of the parameters.
@@ -210,13 +210,13 @@ def _wide(weight: Any) -> Array:
     return weight.astype(jnp.float32) if _is_master(weight) else weight
 
 
-def _records(tree: Any) -> Any:
+def records(tree: Any) -> Any:
     """The named tuples of a state, outer ones first."""
     for node in jax.tree.leaves(tree, is_leaf=_is_record):
         if _is_record(node):
             yield node
             for field in node:
-                yield from _records(field)
+                yield from records(field)
 
 
 def _is_record(node: Any) -> bool:

@@ -1,7 +1,7 @@
 """Bounds on weights from what an optimizer applies, for automatic scaling (MOSS, section 3.2, equation 10)."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.optim import checks, moments, variables
+from fp8jax.optim import checks, masters, moments, variables
 from fp8jax.optim.fused import FusedTransformation
 
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
@@ -38,6 +38,23 @@ class WeightBounds(NamedTuple):
     bounds: Any
 
 
+class _Parts(NamedTuple):
+    """A weight that is the high part of a master: its bound is one of the master times what rounding may add.
+
+    Attributes:
+        rounding: largest relative change by rounding a master to the weight.
+        step: the same of rounding a master to its own bits, once a step.
+    """
+
+    rounding: float
+    step: float
+
+    def grow(self, bound: Array, moved: Array) -> Array:
+        """The bound after `moved` at most was added to each master, which is rounded to its own bits."""
+        total = (bound + moved * np.float32(1 + self.rounding)) * np.float32(1 + self.step)
+        return total * np.float32(1 + 2.0**-22)
+
+
 def track_weights(
     interval: int | np.integer = Automatic.interval, limit: Limit | None = None, *, axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -55,7 +72,9 @@ def track_weights(
     the cost of a reduction over the updates, 2 or 4 bytes a parameter unless XLA fuses it with what makes or adds them.
     With a limit, M comes from that, and updates beyond it are cut to it, element by element, in the pass that adds
     them: no reduction. `adam_limit` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments in
-    8 bits, rounding may exceed it. Inside `optax.multi_transform` each group may have a tracker, with its own limit.
+    8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured: they
+    are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
+    group may have a tracker, with its own limit.
 
     Parameters must only change by these updates. Where others are loaded, call `measure_weights`; where the parameters
     come back as they were (a checkpoint of both), nothing. Not for `compressed_adamw(...).step`, which applies itself:
@@ -94,7 +113,8 @@ def tracked(
     parameters and moments: no updates are written, and nothing is reduced but every `interval` steps.
 
     Args:
-        tx: `compressed_adamw`, or `fp8jax.optimizer` of a recipe without master weights.
+        tx: `compressed_adamw`, also of masters by parts. Their bounds are those of the masters, and of what rounding to
+            the parameters adds.
         limit: `adam_limit` of the same rate, decays and weight decay.
         interval, axis_name: as of `track_weights`.
 
@@ -113,6 +133,10 @@ def tracked(
     init, update, follow = _tracker(interval, limit, axis_name)
     chain = optax.chain(tx, optax.GradientTransformationExtraArgs(init, update))
 
+    def begin(params: optax.Params) -> tuple[optax.OptState, WeightBounds]:
+        inner, bounds = chain.init(params)
+        return inner, _widened(bounds, _parts(inner, params))
+
     def step(
         grads: optax.Updates,
         state: tuple[optax.OptState, WeightBounds],
@@ -126,10 +150,10 @@ def tracked(
             raise ValueError("tracked bounds weights that are rounded to nearest: leave out key, or hold them in fp32")
         longest = limit.direction(variables.bare(state[1].count))
         new, inner = tx.step(grads, state[0], params, factor=factor, applied=applied, max_direction=longest)
-        _, bounds = follow(params, state[1], params, applied=applied)
+        _, bounds = follow(params, state[1], params, parts=_parts(state[0], params), applied=applied)
         return new, (inner, bounds)
 
-    return FusedTransformation(chain.init, chain.update, step)
+    return FusedTransformation(begin, chain.update, step)
 
 
 def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
@@ -150,16 +174,22 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
         return moments.beside(params, WeightBounds(jnp.zeros([], jnp.int32), bounds))
 
     def advance(
-        state: WeightBounds, tree: Any, weights: list[Array], moved: Callable[[int, Array], Array]
+        state: WeightBounds,
+        tree: Any,
+        weights: list[Array],
+        moved: Callable[[int, Array], Array],
+        parts: Sequence[_Parts | None] | None = None,
     ) -> WeightBounds:
-        """The state after a step that moved the elements of weight i by `moved(i, bound)` at most."""
+        """The state after a step that moved the elements of weight i, or its master's, by `moved(i, bound)` at most."""
         known = tree.flatten_up_to(state.bounds)
         counted = [i for i, p in enumerate(weights) if _counts(p)]
-        bounds = [known[i] for i in counted]
+        bounds, by = [known[i] for i in counted], parts or [None] * len(weights)
         due = (state.count > 0) & (state.count % part.interval == 0)
-        bounds = lax.cond(due, lambda: [measure(weights[i]) for i in counted], lambda: bounds)
+        measured = lambda: [_wider(measure(weights[i]), by[i]) for i in counted]  # noqa: E731
+        bounds = lax.cond(due, measured, lambda: bounds)
         for i, bound in zip(counted, bounds, strict=True):
-            known[i] = part.grow(bound, moved(i, bound), weights[i].dtype)
+            master, most = by[i], moved(i, bound)
+            known[i] = part.grow(bound, most, weights[i].dtype) if master is None else master.grow(bound, most)
         return WeightBounds(optax.safe_increment(state.count), jax.tree.unflatten(tree, known))
 
     def update(
@@ -169,23 +199,30 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
         if params is None:
             raise ValueError("track_weights needs the parameters: call update(grads, state, params)")
         tree: Any = jax.tree.structure(updates)
-        flat = jax.tree.leaves(updates)
+        flat, weights = jax.tree.leaves(updates), tree.flatten_up_to(params)
 
         def moved(i: int, bound: Array) -> Array:
-            if limit is None:
+            # Of more bits than the weight has, it is the difference of two rounded ones.
+            if limit is None or flat[i].dtype.itemsize > weights[i].dtype.itemsize:
                 return over_shards(part.measure(flat[i]))
             most = limit(state.count, bound).astype(flat[i].dtype)
             flat[i] = _cut(flat[i], most)
             return most.astype(jnp.float32)
 
-        new = advance(state, tree, tree.flatten_up_to(params), moved)
+        new = advance(state, tree, weights, moved)
         return jax.tree.unflatten(tree, flat), new
 
     def follow(
-        _: Any, state: WeightBounds, params: optax.Params, applied: ArrayLike | None = None
+        _: Any,
+        state: WeightBounds,
+        params: optax.Params,
+        *,
+        parts: Sequence[_Parts | None],
+        applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, WeightBounds]:
         assert limit is not None
-        new = advance(state, jax.tree.structure(params), jax.tree.leaves(params), lambda i, b: limit(state.count, b))
+        tree, leaves = jax.tree.structure(params), jax.tree.leaves(params)
+        new = advance(state, tree, leaves, lambda i, b: limit(state.count, b), parts)
         if applied is not None:
             new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
         return params, new
@@ -283,12 +320,13 @@ def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_nam
     """
     weight_bounds(opt_state)
     weights = _by_path(params)
+    parts = dict(zip(weights, _parts(opt_state, params), strict=True))
 
     def measure(path: Any, bound: Any) -> Any:
         name = _names(path)
         if name not in weights:
             raise ValueError(f"{'/'.join(name)} is followed by track_weights and missing in the parameters")
-        maximum = Automatic().measure(weights[name])
+        maximum = _wider(Automatic().measure(weights[name]), parts[name])
         maximum = maximum if axis_name is None else lax.pmax(maximum, axis_name)
         return jax.tree.map(lambda _: maximum, bound)
 
@@ -298,6 +336,37 @@ def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_nam
         return node._replace(bounds=jax.tree.map_with_path(measure, node.bounds, is_leaf=variables.is_box))
 
     return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
+
+
+def _parts(state: Any, params: optax.Params) -> list[_Parts | None]:
+    """By parameter, whether its master is in two parts, one of them in the optimizer's state."""
+    rest: dict[Any, Array] = {}
+    for node in masters.records(variables.bare(state)):
+        rest |= dict(jax.tree.leaves_with_path(getattr(node, "remainder", None)))
+    paths = jax.tree.leaves_with_path(variables.bare(params))
+    return [_parts_of(high.dtype, rest[path].dtype) if path in rest else None for path, high in paths]
+
+
+def _parts_of(high: Any, remainder: Any) -> _Parts:
+    half = float(jnp.finfo(high).eps) / 2
+    return _Parts(half, half * 2.0 ** -(8 * jnp.dtype(remainder).itemsize))
+
+
+def _wider(bound: Array, master: _Parts | None) -> Array:
+    """The bound of a weight that was measured: its master may be larger, and round to a larger one."""
+    return bound if master is None else bound * np.float32((1 + master.rounding) ** 2)
+
+
+def _widened(state: WeightBounds, parts: Sequence[_Parts | None]) -> WeightBounds:
+    """All bounds as measured ones, of weights some of which have masters by parts."""
+    left = iter(parts)
+
+    def widened(bound: Any) -> Any:
+        master = next(left)
+        return bound if isinstance(bound, optax.MaskedNode) else _wider(bound, master)
+
+    bounds = jax.tree.map(widened, state.bounds, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    return state._replace(bounds=bounds)
 
 
 def _counts(x: Any) -> bool:

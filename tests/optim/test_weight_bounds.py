@@ -83,6 +83,10 @@ CASES = {
     "fused": (fused(0.999, mu="fp32", nu="fp32"), 0.999, jnp.float32),
     "fused, quantized moments": (fused(0.95), 0.95, jnp.float32),
     "fused, bf16": (fused(0.95, mu="fp32", nu="fp32"), 0.95, jnp.bfloat16),
+    "fused, masters in 16 bits": (fused(0.95, mu="fp32", nu="fp32", master="bf16+int8"), 0.95, jnp.bfloat16),
+    "fused, masters in 24 bits": (fused(0.95, master="bf16+int16"), 0.95, jnp.bfloat16),
+    "masters in 16 bits": (adamw(0.95, fp8jax.compressed_adamw, min_size=0, master="bf16+int8"), 0.95, jnp.bfloat16),
+    "noise": (adamw(0.95, fp8jax.compressed_adamw, min_size=0, master="bf16+stochastic"), 0.95, jnp.bfloat16),
     "adamw": (adamw(0.999), 0.999, jnp.float32),
     "quantized moments": (adamw(0.95, fp8jax.compressed_adamw, min_size=0), 0.95, jnp.float32),
     "sgd, measured": (optax.chain(optax.sgd(1e-3, 0.9), fp8jax.track_weights(INTERVAL)), 0.95, jnp.float32),
@@ -103,6 +107,50 @@ def test_no_weight_exceeds_its_bound(case):
         again = bounds[name][INTERVAL] / largest[name][INTERVAL].astype(np.float32)
         assert (again < 1.3).all()
         assert (bounds[name][INTERVAL - 1] > bounds[name][INTERVAL]).all() or case == "sgd, measured"
+
+
+def test_a_bound_follows_a_master_whose_weight_has_not_moved():
+    """Steps of a fiftieth of a bf16's distance: 200 of them move the weight, and none does alone."""
+    rate, ones = 1e-4, {"w": jnp.ones((8, 8), jnp.bfloat16)}
+    tx = fp8jax.tracked(
+        fp8jax.compressed_adamw(rate, 0.9, 0.95, weight_decay=0.0, min_size=0, master="bf16+int8"),
+        fp8jax.adam_limit(rate, 0.9, 0.95),
+        interval=50,
+    )
+    grads, step = {"w": -ones["w"]}, jax.jit(tx.step)
+    params, state = ones, tx.init(ones)
+    for _ in range(200):
+        params, state = step(grads, state, params)
+        master = fp8jax.master_weights(state, params)["w"]
+        assert jnp.maximum(master.max(), params["w"].max()) <= state[1].bounds["w"]
+    assert params["w"].max() > 1
+    # What a step may move, and a bf16's rounding twice.
+    assert state[1].bounds["w"] < 1 + 1.2 * 200 * rate + 3 * 2.0**-8
+
+
+@pytest.mark.parametrize("master", ["bf16+int8", "bf16+stochastic"])
+def test_what_moves_rounded_weights_is_not_cut_to_a_limit(master):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    adamw = fp8jax.compressed_adamw(1e-4, 0.9, 0.95, min_size=0, master=master)
+    limit = fp8jax.adam_limit(1e-4, 0.9, 0.95)
+    found = [params, params]
+    for i, tx in enumerate((adamw, optax.chain(adamw, fp8jax.track_weights(limit=limit)))):
+        state = tx.init(params)
+        for _ in range(20):
+            updates, state = tx.update(params, state, found[i])
+            found[i] = optax.apply_updates(found[i], updates)
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (params, found[0])), strict=True))
+
+
+def test_loaded_weights_with_masters_have_the_bounds_of_these():
+    tx = fp8jax.tracked(
+        fp8jax.compressed_adamw(1e-4, 0.9, 0.95, min_size=0, master="bf16+int8"), fp8jax.adam_limit(1e-4, 0.9, 0.95)
+    )
+    high, remainder = fp8jax.split_masters({"w": jnp.full((8, 8), 1.003)}, "bf16+int8")
+    state = optax.tree.set(tx.init(high), remainder=remainder)
+    state, params = fp8jax.measure_weights(state, high), high
+    assert params["w"].max() < fp8jax.master_weights(state, params)["w"].max() <= state[1].bounds["w"]
 
 
 def test_the_limit_is_reached_and_more_than_a_learning_rate():
@@ -194,5 +242,9 @@ def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
     tx = fp8jax.tracked(fp8jax.compressed_adamw(1e-3, b2=0.95), limit)
     with pytest.raises(ValueError, match="leave out key"):
         tx.step(PARAMS, tx.init(PARAMS), PARAMS, key=jax.random.key(0))
+    tx = fp8jax.tracked(fp8jax.compressed_adamw(1e-3, b2=0.95, master="bf16+stochastic"), limit)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    with pytest.raises(ValueError, match=r"master .bf16.stochastic. rounds weights up as well as down"):
+        tx.step(params, tx.init(params), params)
     with pytest.raises(ValueError, match="interval must be a positive number"):
         fp8jax.tracked(fp8jax.compressed_adamw(1e-3), limit, 0)
