@@ -83,6 +83,8 @@ class QuantSpec:
     exact: bool = False
 
     def __post_init__(self) -> None:
+        if re.search("[:+]", str(self.format)):
+            raise ValueError(f"{self.format!r} is a whole spec, and no format: take QuantSpec.parse({self.format!r})")
         fmt = formats.get(self.format)
         check_expand(self.expand)
         if not fmt.scaled:

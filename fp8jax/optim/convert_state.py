@@ -40,6 +40,7 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
         A state of `tx`, placed as `tx.init(params)`.
 
     Raises:
+        TypeError: `tx` is no optimizer.
         ValueError: the states have not as many Adams, or moments of other parameters; or arrays of the old state, such
             as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
 
@@ -51,6 +52,8 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
         >>> fp8jax.convert_state(state, tx, params).mu["w"].codes.dtype
         dtype(float8_e4m3fn)
     """
+    if not hasattr(tx, "init"):
+        raise TypeError(f"convert_state takes (state, tx, params), where tx is an optimizer, not a {type(tx).__name__}")
     template = tx.init(params)
     (old, _), (new, counted) = (_uncounted(variables.bare(x)) for x in (state, template))
     olds, news = (jax.tree_util.tree_leaves_with_path(x, is_leaf=moments.is_quantized) for x in (old, new))

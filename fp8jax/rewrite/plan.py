@@ -163,6 +163,9 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     if node.sealed or primitives.unread(node.eqn):
         why = "has a derivative of its own" if node.sealed else "is not read"
         return f"inside {node.kind}, which {why}" if matrices else ""
+    typed = [v.dtype for v in node.operands[:2] if v.weight is not None and not jnp.issubdtype(v.dtype, jnp.floating)]
+    if typed and not sides:
+        return f"its parameter is {typed[0]}"
     if len(sides) != 1 or not data[1 - sides[0]]:
         return _unnamed(node.operands[:2])
     if primitives.differentiated(f"{around}/{node.scope}"):

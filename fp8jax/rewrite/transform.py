@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.core.recipe import Linear
@@ -54,15 +55,26 @@ class Transformed:
         rules: Ordered,
         params: tuple[int | str, ...],
         static: tuple[int | str, ...],
-        caller: Callable[[Any], Caller] = lambda results: Caller(),
+        caller: Callable[[Any], Caller] | None = None,
         traced: tuple[type, ...] = (*_ARRAYS, *_NUMBERS),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._traced_types = traced
-        self._caller = caller
+        self._caller = caller or _from_outside
         self._fn, self._rules, self._params, self._static = fn, rules, params, static
+        self._forget()
+
+    def _forget(self) -> None:
         self._calls: dict[Hashable, Callable] = {}
         self._plans: dict[Hashable, tuple[Any, CallPlan]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What makes it; programs that it knows are traced again by a copy."""
+        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_plans")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
         call = self.planned(*args, **kwargs)
@@ -205,7 +217,11 @@ class Transformed:
 
     def _make(self, program: Any, paths: Sequence[str | None], shapes: Any, kinds: Sequence[Any]) -> CallPlan:
         graph = read(program, paths, kinds)
-        entries, uses = plan(graph, self._rules, self._caller(shapes))
+        try:
+            entries, uses = plan(graph, self._rules, self._caller(shapes))
+        except ValueError as error:
+            _note_own_arrays(error, program.consts)
+            raise
         structure = jax.tree.structure(shapes)
         made = schedule(graph)
 
@@ -258,6 +274,21 @@ def _note_numbers(error: Exception, leaves: Sequence[tuple[Any, Any]], params: S
         fix = "fp8jax.filter_transform takes numbers in a model" if within else "static= takes arguments"
         error.add_note(f"fp8jax.transform traced {where} as an array, as jax.jit does; {fix} for settings")
         return
+
+
+def _note_own_arrays(error: ValueError, consts: Sequence[Any]) -> None:
+    """Adds to an error of a function without products that it has matrices of its own: maybe its weights."""
+    own = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
+    if own and "no product of data with a parameter" in str(error):
+        error.add_note(
+            f"the function has {len(own)} matrices that it does not get as arguments, one of shape {own[0]}: what a "
+            "recipe may quantize is in the arguments of params=, by default the first one"
+        )
+
+
+def _from_outside(results: Any) -> Caller:
+    """Who calls a function that is no method of a model."""
+    return Caller()
 
 
 def _over_arrays(fn: Callable, structure: Any, count: int, fixed: dict[int, Any]) -> Callable:

@@ -41,6 +41,7 @@ def test_malformed_strings_are_refused_with_the_form(text):
         ({"format": "e3m4"}, "unknown number format 'e3m4'; formats are e4m3"),
         ({"format": "fp32"}, "'fp32' is stored by a cast"),
         ({"granularity": "groups"}, "unknown granularity 'groups'"),
+        ({"format": "e4m3:group128"}, r"is a whole spec, and no format: take QuantSpec.parse\('e4m3:group128'\)"),
         ({"granularity": "group"}, "positive group_size, not None"),
         ({"granularity": "group", "group_size": 0}, "positive group_size, not 0"),
         ({"granularity": "group", "group_size": -128}, "positive group_size, not -128"),

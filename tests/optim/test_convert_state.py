@@ -127,6 +127,8 @@ def test_states_of_flax_are_converted_with_their_variables():
 
 def test_what_cannot_be_converted_is_refused():
     p = params()
+    with pytest.raises(TypeError, match="tx is an optimizer, not a dict"):
+        fp8jax.convert_state({}, {}, {})
     with pytest.raises(ValueError, match="the old state has 0 parts with count, mu, nu"):
         fp8jax.convert_state(optax.sgd(1e-2).init(p), OURS["compressed"](), p)
     with pytest.raises(ValueError, match="of other parameters"):

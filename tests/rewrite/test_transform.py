@@ -1,7 +1,9 @@
 """`fp8jax.transform`: functions of plain arrays and of other frameworks, rules, heads, settings, errors."""
 
+import copy
 import dataclasses
 import functools
+import pickle
 import re
 from typing import NamedTuple
 
@@ -641,6 +643,20 @@ def test_bad_input():
         fp8jax.transform(lambda p, x: x, "coat")(P, X)
     with pytest.raises(ValueError, match="params=3"):
         fp8jax.transform(mlp, "coat", params=3)(P, X)
+    with pytest.raises(ValueError, match=r"up \(its parameter is complex64\) at"):
+        fp8jax.transform(lambda p, x: x @ p["up"], "coat")({"up": P["up"].astype(jnp.complex64)}, X)
+    with pytest.raises(ValueError, match="has no product of data with a parameter") as told:
+        fp8jax.transform(lambda x: mlp(P, x), "coat")(X)
+    assert "2 matrices that it does not get as arguments" in "".join(told.value.__notes__)
+
+
+def test_a_copy_computes_the_same_and_knows_no_programs():
+    """Also where it has been called, and so holds programs, which cannot be copied."""
+    fast = fp8jax.transform(mlp, "te_current")
+    want = fast(P, X)
+    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert not again._calls
+        np.testing.assert_array_equal(again(P, X), want)
 
 
 def test_several_arguments_of_parameters():
