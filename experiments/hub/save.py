@@ -176,7 +176,7 @@ def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], 
         group = next((group for group in FUSED if own in group), (own,))
         return [f"{block}.{other}" for other in group]
 
-    return [name for name in linear if not all(linear.get(other, True) for other in fused(name))]
+    return [name for name in linear if not all(linear[other] for other in fused(name))]
 
 
 def _parts(
@@ -277,7 +277,7 @@ def of_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: boo
     """
     spec = recipe.linear.spec("w")
     strategies = {fp8jax.QuantSpec.parse(text): name for name, text in quantized.SPECS.items()}
-    name = strategies.get(dataclasses.replace(spec, axis=-1)) if spec is not None else None
+    name = None if spec is None else strategies.get(spec)
     if name is None:
         raise UserError(
             f"recipe {recipe.name} multiplies by weights in {spec or 'the format of computation'}, which no format "

@@ -340,8 +340,11 @@ def test_recipes_without_such_codes_are_refused(recipe, message):
         of_recipe(fp8jax.recipes.get(recipe))
     with pytest.raises(UserError, match="unknown 8-bit format 'int4'; the formats are tensor, channel, block,"):
         eight_bits("int4")
-    with pytest.raises(UserError, match="has a scale a tensor, and the deepseek format one a block"):
-        of_recipe(fp8jax.recipes.te_current(), deepseek=True)
+    recipe = fp8jax.recipes.te_current()
+    for spec, name in (("e4m3:tensor", "tensor"), ("e4m3:token", "channel")):
+        linear = dataclasses.replace(recipe.linear, w=spec, dy=None, w_dgrad=None, x_wgrad=None)
+        with pytest.raises(UserError, match=f"has a scale a {name}, and the deepseek format one a block"):
+            of_recipe(dataclasses.replace(recipe, linear=linear), deepseek=True)
 
 
 def test_gpt2_has_no_layers_that_the_formats_know(tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -151,6 +152,25 @@ def test_adapters_are_those_of_one_device_beside_parts_of_the_base(where, llama,
     parts = MESHES[where][1] * MESHES[where][2]
     assert len(held) == (6 if llama is GPT else 7)
     assert all(x.addressable_shards[0].data.size * parts == x.size for x in held)
+
+
+def test_parameters_outside_of_layers_travel_in_the_dtype_of_computation():
+    """Gradients that all devices have a part of are summed in fp32."""
+    x = np.float32(1 + np.arange(8) / 1024)  # no bf16 numbers
+    places = {"embed": {"embedding": jax.P("tensor")}, "norm": {"scale": jax.P()}}
+    whole = mesh.make(1, 1, tensor=4)
+    params = jax.tree.map(lambda place: jax.device_put(x, jax.NamedSharding(whole, place)), places)
+
+    def run(fn, out):
+        return jax.jit(jax.shard_map(fn, mesh=whole, in_specs=(places,), out_specs=out, check_vma=False))(params)
+
+    gathered = run(lambda params: tensor.gathered(params, places, "bf16"), jax.P())
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+    np.testing.assert_array_equal(gathered["embed"]["embedding"], rounded)
+    np.testing.assert_array_equal(gathered["norm"]["scale"], x)
+    summed = run(lambda params: tensor.summed({**params, "embed": {"embedding": x}}, places, "bf16"), places)
+    np.testing.assert_array_equal(summed["embed"]["embedding"], 4 * rounded)
+    np.testing.assert_array_equal(summed["norm"]["scale"], 4 * x)
 
 
 def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
