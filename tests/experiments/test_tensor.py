@@ -171,6 +171,13 @@ def test_parameters_outside_of_layers_travel_in_the_dtype_of_computation():
     summed = run(lambda params: tensor.summed({**params, "embed": {"embedding": x}}, places, "bf16"), places)
     np.testing.assert_array_equal(summed["embed"]["embedding"], 4 * rounded)
     np.testing.assert_array_equal(summed["norm"]["scale"], 4 * x)
+    assert {a.dtype for a in jax.tree.leaves((gathered, summed))} == {jnp.dtype("float32")}
+
+    def narrow(_):
+        g = jnp.where(jax.lax.axis_index("tensor") == 0, 256, 1).astype(jnp.bfloat16)
+        return tensor.summed({"scale": g}, {"scale": jax.P()}, "bf16")["scale"]
+
+    assert run(narrow, jax.P()) == 260  # of 259; in bf16 at most 258
 
 
 def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
