@@ -58,7 +58,8 @@ def kept_bytes(entries: Sequence[Entry]) -> str:
     if not each:
         return ""
     most = ", ".join(f"{path} {_size(size)}" for size, path in each[:3])
-    return f"kept of inputs for the backward pass: {_size(sum(size for size, _ in each))}, most of it by {most}"
+    whole = _size(sum(size for size, _ in each))
+    return f"kept of inputs for the backward pass: {whole}, most of it by {most}; what is not listed keeps its own"
 
 
 def _size(count: int) -> str:

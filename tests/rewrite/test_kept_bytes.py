@@ -105,9 +105,10 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         made("head", choice=None, again=True),
     ]
     told = explanation.kept_bytes(parts)
-    assert told == "kept of inputs for the backward pass: 2.5 KiB, most of it by a 1.5 KiB, b 1023 B, norm 1 B"
+    own = "; what is not listed keeps its own"
+    assert told == f"kept of inputs for the backward pass: 2.5 KiB, most of it by a 1.5 KiB, b 1023 B, norm 1 B{own}"
     told = explanation.kept_bytes([part._replace(bytes=3 << 30) for part in parts[:2]] + [parts[0]] * 3)
-    assert told.endswith("6 GiB, most of it by b 3 GiB, a 3 GiB, a 1.5 KiB")
+    assert told.endswith(f"6 GiB, most of it by b 3 GiB, a 3 GiB, a 1.5 KiB{own}")
     gained = "8 bits gain about 2.8 ms a step in 2 products, by rates of an H100"
     assert explanation.gained(parts) == (
         f"{gained}; b gains nothing at 512 tokens: give Rule('b', None), or take fp8jax.recipes.for_shapes(recipe)"
