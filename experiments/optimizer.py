@@ -35,23 +35,23 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
         weight_decay=optim.weight_decay,
         mask=decay_mask,
     )
-    adamw = make(stacked=parallel.stacked)
     if optim.release:
         if recipe.linear.states or recipe.comm.gradients is not None:
             what = "scalings with a state" if recipe.linear.states else "sums of gradients of its own"
             raise UserError(
                 f"--release {optim.release}: recipe {recipe.name} has {what}; take coat, fast or te_current"
             )
+        adamw = make(stacked=parallel.stacked)
         return ReleasedOptimizer(make(stacked=np.int32(1)), adamw, optim.clip, optim.release == "twice")
-    if not recipe.linear.tracked:
-        return fp8jax.clipped(optim.clip, adamw)
+    # Of others no step is followed.
+    follows = optim.b1**2 < optim.b2 and not recipe.scaled_per_tensor and recipe.weights.master != "bf16+stochastic"
+    if not recipe.linear.tracked or follows:
+        return make(stacked=parallel.stacked, clip=optim.clip)
     limit = None
     if optim.b1**2 < optim.b2:
         limit = fp8jax.adam_limit(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
-    if limit is not None and not recipe.scaled_per_tensor:
-        return fp8jax.clipped(optim.clip, fp8jax.tracked(adamw, limit, recipe.linear.interval))
     tracker = fp8jax.track_weights(recipe.linear.interval, limit)
-    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
+    return optax.chain(optax.clip_by_global_norm(optim.clip), make(stacked=parallel.stacked, track=False), tracker)
 
 
 def with_head(recipe: fp8jax.Recipe, head: str) -> fp8jax.Recipe:

@@ -15,6 +15,7 @@ from fp8jax.optim.clipped import clipped
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.weight_bounds import adam_limit, tracked
 
 
 def optimizer(
@@ -31,11 +32,13 @@ def optimizer(
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
     stacked: Any = NONE_STACKED,
+    track: bool = True,
 ) -> FusedTransformation:
     """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
 
     A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`; one whose moments have one
-    scale a tensor, such as `fp8_lm`, gets `fp8lm_adamw`.
+    scale a tensor, such as `fp8_lm`, gets `fp8lm_adamw`. One with automatic weight scaling, such as `moss`, gets an
+    optimizer that follows how large weights can have become, `fp8jax.tracked`.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
@@ -43,12 +46,15 @@ def optimizer(
             nothing about moments that are not quantized.
         clip: largest global norm of the gradients, as of `fp8jax.clipped`; None does not clip.
         stacked: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
+        track: follow the weights of a recipe with automatic scaling; False for a chain that ends with
+            `fp8jax.track_weights`.
 
     Returns:
         As `compressed_adamw`, or with `clip` as `fp8jax.clipped`.
 
     Raises:
-        ValueError: no recipe has this name, `clip` is not positive, or as `compressed_adamw`.
+        ValueError: no recipe has this name, `clip` is not positive, or as `compressed_adamw`; a recipe with automatic
+            weight scaling has moments or masters, or there are decays, that no fused step is followed with.
         TypeError: `recipe` is neither.
 
     Examples:
@@ -68,4 +74,24 @@ def optimizer(
     else:
         common |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
     tx = make(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **common)
+    if track and recipe.linear.tracked:
+        tx = _tracked(recipe, tx, learning_rate, b1, b2, weight_decay)
     return tx if clip is None else clipped(clip, tx)
+
+
+def _tracked(
+    recipe: Recipe, tx: FusedTransformation, rate: ScalarOrSchedule, b1: float, b2: float, decay: float
+) -> FusedTransformation:
+    """An optimizer of a recipe with automatic weight scaling, made to follow the weights."""
+    advice = "give track=False, and fp8jax.track_weights() last in an optax.chain, which measures updates"
+    for what, there in (
+        ("moments with one scale a tensor", recipe.scaled_per_tensor),
+        ("weights rounded stochastically", recipe.weights.master == "bf16+stochastic"),
+    ):
+        if there:
+            raise ValueError(f"{recipe.name} has automatic weight scaling and {what}, which no step follows; {advice}")
+    try:
+        limit = adam_limit(rate, b1, b2, decay)
+    except ValueError as error:
+        raise ValueError(f"{error}; with fp8jax.optimizer, {advice}") from None
+    return tracked(tx, limit, recipe.linear.interval)

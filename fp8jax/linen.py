@@ -3,10 +3,10 @@
 from fp8jax.modules.linen import make_dot_general_cls as make_dot_general_cls
 from fp8jax.modules.linen import quantize as quantize
 from fp8jax.modules.linen import unquantize as unquantize
+from fp8jax.modules.optimizers import FusedTrainState as _FusedTrainState
 from fp8jax.modules.scaled_linen import advance_scaling as advance_scaling
 from fp8jax.modules.scaled_linen import measure_weights as measure_weights
 from fp8jax.modules.scaled_linen import set_weight_bounds as set_weight_bounds
-from fp8jax.optim.fused_flax import FusedTrainState as _FusedTrainState
 
 TrainState = _FusedTrainState
 

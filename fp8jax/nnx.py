@@ -5,6 +5,7 @@ from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora
 from fp8jax.modules.nnx import quantize as quantize
 from fp8jax.modules.nnx import unquantize as unquantize
+from fp8jax.modules.optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
 from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
@@ -13,7 +14,6 @@ from fp8jax.modules.scaled import measure_weights as measure_weights
 from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
 from fp8jax.modules.untrained import UntrainedVariable as UntrainedVariable
 from fp8jax.modules.weights import quantize_weights as quantize_weights
-from fp8jax.optim.fused_flax import FusedOptimizer as _FusedOptimizer
 
 Optimizer = _FusedOptimizer
 

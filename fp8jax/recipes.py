@@ -65,9 +65,10 @@ def moss() -> Recipe:
     bit. It runs as fast as FP8 does and keeps no exponents; `moss_mx` multiplies two-level codes. Level 1 of a row
     needs no pass over the tensor and no scale that spans tokens. Of gradients the paper says nothing; they are scaled
     likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling needs
-    `fp8jax.track_weights` last in the optimizer's chain, and its bounds in the model after each update
-    (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training program does: a model that never gets them
-    quantizes by the bound of its first weights.
+    an optimizer that follows weights, as `fp8jax.optimizer` of this recipe is (or `fp8jax.track_weights` last in a
+    chain), and its bounds in the model after each update: `fp8jax.nnx.Optimizer` does so, elsewhere
+    `fp8jax.nnx.set_weight_bounds` and `fp8jax.linen`'s. A model that never gets them quantizes by the bound of its
+    first weights.
     """
     return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 

@@ -249,6 +249,8 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: AxisNames
 def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
     """Gives the layers of a model with automatic weight scaling their bounds, in place: call it after each update.
 
+    `fp8jax.nnx.Optimizer` does so by itself. For Flax's:
+
         optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weights()), wrt=nnx.Param)
         optimizer.update(model, grads)
         fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
@@ -264,8 +266,20 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
     """
     training.settles(training.BOUNDS)
     for path, layer in _tracked(model):
-        variable = layer.tracked()
-        variable[...] = stacked_bound(bounds.get(path), "/".join(path), variable[...].shape)
+        _set_bound(layer, path, bounds.get(path))
+
+
+def give_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
+    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds."""
+    training.settles(training.BOUNDS)
+    for path, layer in _tracked(model):
+        if path in bounds:
+            _set_bound(layer, path, bounds[path])
+
+
+def _set_bound(layer: LayerScaling, path: Sequence[str], bound: Array | None) -> None:
+    variable = layer.tracked()
+    variable[...] = stacked_bound(bound, "/".join(path), variable[...].shape)
 
 
 def measure_weights(model: nnx.Module) -> None:
@@ -278,9 +292,7 @@ def measure_weights(model: nnx.Module) -> None:
     """
     weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     for path, layer in _tracked(model):
-        variable = layer.tracked()
-        measured = Automatic().measure(weights[path][...])
-        variable[...] = stacked_bound(measured, "/".join(path), variable[...].shape)
+        _set_bound(layer, path, Automatic().measure(weights[path][...]))
 
 
 def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:

@@ -70,7 +70,7 @@ _WRITE = {
     (ADVANCE, "linen"): "scaling = fp8jax.linen.advance_scaling(scaling, seen), for the collection that apply has "
     "written",
     (BOUNDS, "nnx"): "fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state)) after the "
-    "optimizer's update",
+    "optimizer's update (fp8jax.nnx.Optimizer does so with fp8jax.optimizer of the recipe)",
     (BOUNDS, "linen"): "scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state)) after the "
     "optimizer's update",
 }

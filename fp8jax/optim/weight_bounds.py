@@ -307,6 +307,11 @@ def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
     return bounds
 
 
+def is_tracked(opt_state: optax.OptState) -> bool:
+    """Whether a state of an optimizer holds bounds."""
+    return bool(_trackers(opt_state))
+
+
 def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None) -> optax.OptState:
     """The state of an optimizer with the bounds of parameters that it did not come to by updates, such as loaded ones.
 

@@ -18,6 +18,9 @@ def test_moments_are_stored_as_the_recipe_says(name):
     recipe = fp8jax.recipes.get(name)
     for given in (name, recipe):
         state = jax.eval_shape(fp8jax.optimizer(given, 1e-3).init, PARAMS)
+        if recipe.linear.tracked:
+            state, bounds = state
+            assert bounds.bounds["w"].shape == ()
         for moment in ("mu", "nu"):
             stored = getattr(state, moment)["w"]
             assert (stored.spec if isinstance(stored, fp8jax.QTensor) else None) == recipe.optimizer.spec(moment)
@@ -42,6 +45,35 @@ def test_every_setting_arrives():
             u, state = jax.jit(a.update)(PARAMS, state, PARAMS)
             v, reference = jax.jit(b.update)(PARAMS, reference, PARAMS)
             chex.assert_trees_all_equal(u, v)
+
+
+def test_weights_of_a_recipe_with_automatic_scaling_are_followed():
+    """As `tracked` does, with the limit of the same settings and the recipe's interval; or not."""
+    moss = fp8jax.recipes.moss()
+    recipe = dataclasses.replace(moss, linear=dataclasses.replace(moss.linear, interval=2))
+    settings = {"b1": 0.8, "b2": 0.9, "weight_decay": 0.3}
+    plain = fp8jax.optimizer(recipe, 1e-2, track=False, **settings)
+    by_hand = fp8jax.tracked(plain, fp8jax.adam_limit(1e-2, 0.8, 0.9, 0.3), 2)
+    found = []
+    for tx in (fp8jax.optimizer(recipe, 1e-2, clip=0.5, **settings), fp8jax.clipped(0.5, by_hand)):
+        params, state = PARAMS, tx.init(PARAMS)
+        for _ in range(4):
+            params, state = jax.jit(tx.step)(PARAMS, state, params)
+        found.append((params, fp8jax.weight_bounds(state)))
+    chex.assert_trees_all_equal(*found)
+    with pytest.raises(ValueError, match="follows no weights"):
+        fp8jax.weight_bounds(plain.init(PARAMS))
+    advice = "give track=False, and fp8jax.track_weights"
+    with pytest.raises(ValueError, match=rf"b1=0\.95 and b2=0\.9 .*{advice}"):
+        fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9)
+    assert fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9, track=False)
+    scaled = dataclasses.replace(
+        moss, optimizer=fp8jax.recipes.fp8_lm().optimizer, weights=fp8jax.recipes.fp8_lm().weights
+    )
+    noisy = dataclasses.replace(moss, weights=dataclasses.replace(moss.weights, master="bf16+stochastic"))
+    for refused, what in ((scaled, "moments with one scale a tensor"), (noisy, "weights rounded stochastically")):
+        with pytest.raises(ValueError, match=f"{what}.*{advice}"):
+            fp8jax.optimizer(refused, 1e-2)
 
 
 def test_what_is_no_recipe_is_refused():

@@ -152,3 +152,64 @@ def test_optimizer_clips(recipe):
     assert np.abs(np.asarray(given["w"]) - np.asarray(unclipped["w"])).max() > 1e-3
     with pytest.raises(ValueError, match="max_norm must be positive"):
         fp8jax.optimizer(recipe, 1e-2, clip=0.0)
+
+
+WIDE = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+
+
+def scaled_run(recipe, make, tx, end, steps=3, wrt=nnx.Param):
+    """A model of two layers by a recipe after some steps; `end` is what is called around the optimizer's update."""
+    layers = nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 32, rngs=nnx.Rngs(1))
+    model = fp8jax.nnx.quantize(nnx.Sequential(*layers), recipe)
+    optimizer = make(model, tx, wrt=wrt)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(loss, argnums=nnx.DiffState(0, WIDE))(model)
+        end(model, optimizer, grads)
+
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def alone(model, optimizer, grads):
+    optimizer.update(model, grads)
+
+
+def advanced(model, optimizer, grads):
+    optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+
+
+def bounded(model, optimizer, grads):
+    optimizer.update(model, grads)
+    fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "by_hand"), [("te_delayed", advanced), ("int8_fallback", advanced), ("moss", bounded)]
+)
+def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand):
+    """As what is called by hand beside Flax's own optimizer, which does not; called beside ours it changes nothing."""
+    tx = fp8jax.optimizer(recipe, 1e-2, b2=0.95)
+    first = nnx.state(scaled_run(recipe, fp8jax.nnx.Optimizer, tx, alone, steps=0)[0], fp8jax.nnx.ScalingVariable)
+    runs = [scaled_run(recipe, fp8jax.nnx.Optimizer, tx, end)[0] for end in (alone, by_hand)]
+    kinds = fp8jax.nnx.ScalingVariable, nnx.Param
+    ours, both = ([nnx.state(model, kind) for kind in kinds] for model in runs)
+    chex.assert_trees_all_equal(ours, both)
+    theirs, _ = scaled_run(recipe, nnx.Optimizer, tx, by_hand)
+    close(nnx.state(runs[0], fp8jax.nnx.ScalingVariable), nnx.state(theirs, fp8jax.nnx.ScalingVariable))
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (first, ours[0])), strict=True))
+
+
+def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
+    tx = fp8jax.optimizer("moss", 1e-2, b2=0.95)
+    second = nnx.All(nnx.Param, nnx.filterlib.PathContains(2))
+    (model, optimizer), (before, _) = (
+        scaled_run("moss", fp8jax.nnx.Optimizer, tx, alone, steps, second) for steps in (3, 0)
+    )
+    ((_, bound),) = fp8jax.weight_bounds(optimizer.opt_state).items()
+    kinds = [dict(nnx.to_flat_state(nnx.state(m, fp8jax.nnx.ScalingVariable))) for m in (model, before)]
+    (frozen, trained) = sorted(kinds[0], key=str)
+    assert kinds[0][trained][...] == bound > kinds[1][trained][...]
+    assert kinds[0][frozen][...] == kinds[1][frozen][...]

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
+from fp8jax.modules.scaled import GradientStatistic, LayerScaling, advance_scaling, give_bounds, observed_operands
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.weight_bounds import is_tracked, weight_bounds
 
 
 def _fused(tx: Any, whose: str) -> FusedTransformation:
@@ -25,6 +28,11 @@ class FusedOptimizer(nnx.Optimizer):
 
     State and checkpoints are those of Flax's class, so that one takes the place of the other. There updates are written
     to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter.
+
+    A step ends for the model's scalings, too. Statistics among the gradients enter its states, as by
+    `advance_scaling`, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a
+    tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, as by `set_weight_bounds`. Calling these besides changes
+    nothing.
 
     Args:
         model: the module whose variables are trained.
@@ -49,15 +57,26 @@ class FusedOptimizer(nnx.Optimizer):
 
         Args:
             model: the module that the optimizer was made of.
-            grads: gradients of the variables in `wrt`.
+            grads: gradients of the variables in `wrt`, with or without those of `GradientStatistic`.
             arguments: of the step: `key`, `factor`, `applied`.
         """
         how = {"graph": self.graph} if hasattr(self, "graph") else {}
+        layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
+        if jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or any(map(_keeps_thresholds, layers)):
+            grads = advance_scaling(model, grads)
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
         params, state = self.tx.step(gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(arguments))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, **how))
         self.step[...] += 1
+        if any(layer.linear.tracked for layer in layers) and is_tracked(state):
+            give_bounds(model, weight_bounds(state))
+
+
+def _keeps_thresholds(layer: LayerScaling) -> bool:
+    """Whether all that a layer observes moves thresholds; where nothing was seen since a step's end, none moves."""
+    seen = observed_operands(layer.linear)
+    return bool(seen) and all(layer.linear.states[operand].decides for operand in seen)
 
 
 class FusedTrainState(train_state.TrainState):
