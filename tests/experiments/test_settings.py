@@ -18,6 +18,7 @@ from experiments import config, data, form, optimizer, report, train
 from experiments import loop as loops
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tokenizer import Bytes
+from fp8jax import from_recipe
 
 SHAPE = LlamaConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
 STEPS, WARMUP, LR, FINAL, B1, B2, EPS, DECAY, CLIP = 5, 2, 3e-2, 0.3, 0.7, 0.8, 1e-3, 2.0, 0.3
@@ -301,9 +302,10 @@ def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
 @pytest.mark.parametrize("plain", [False, True])
 def test_bounds_of_weights_follow_the_settings_of_the_optimizer(plain, monkeypatch):
     given = {}
-    for name in ("adam_limit", "tracked", "track_weights"):
-        real = getattr(fp8jax, name)
-        monkeypatch.setattr(fp8jax, name, lambda *a, name=name, real=real: given.update({name: a}) or real(*a))
+    for module in (fp8jax, from_recipe):
+        for name in {"adam_limit", "tracked", "track_weights"} & vars(module).keys():
+            real = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, name=name, real=real: given.update({name: a}) or real(*a))
     linear = dataclasses.replace(fp8jax.recipes.moss().linear, interval=7)
     recipe = dataclasses.replace(fp8jax.recipes.fp8_lm() if plain else fp8jax.recipes.moss(), linear=linear)
     # b1 is above b2 and its square below: the limit is known.
@@ -314,3 +316,8 @@ def test_bounds_of_weights_follow_the_settings_of_the_optimizer(plain, monkeypat
     given.clear()
     optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.97, b2=0.92)), recipe)
     assert given == {"track_weights": (7, None)}
+    noisy = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master="bf16+stochastic"))
+    if not plain:
+        given.clear()
+        optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92)), noisy)
+        assert set(given) == {"adam_limit", "track_weights"}
