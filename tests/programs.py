@@ -39,6 +39,11 @@ def count(fn: Callable, primitive: str, *args: Any) -> int:
     return sum(1 for _ in _walk(jax.make_jaxpr(fn)(*args).jaxpr, primitive))
 
 
+def transposed(fn: Callable, *args: Any) -> list[tuple[int, ...]]:
+    """The permutations of all transpositions in the jaxpr of `fn`, loops and calls included, once each."""
+    return [eqn.params["permutation"] for eqn in _walk(jax.make_jaxpr(fn)(*args).jaxpr, "transpose")]
+
+
 def outputs(fn: Callable, dtype: Any, *args: Any) -> list[tuple[int, ...]]:
     """Shapes of what the conversions to a dtype in the jaxpr of `fn` make, loops and calls included, once each."""
     casts = _walk(jax.make_jaxpr(fn)(*args).jaxpr, "convert_element_type")

@@ -13,9 +13,8 @@ from fp8jax.core import blocks, derivatives
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.frozen import FrozenWeight
 from fp8jax.ops.inputs import Input, input_source
-from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import QuantizedWeight, multiply, output_spec, product
-from fp8jax.ops.saved import BLANK, Known, Origin
+from fp8jax.ops.saved import BLANK, Known, LaidOut, Origin
 from fp8jax.ops.sharding import OutSharding, merge, merged, place, product_sharding, spec_of, split, turn
 from fp8jax.recipes import linear_part
 
@@ -123,7 +122,10 @@ def dot_general(
         view = last and c == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
         if w is not rhs:
-            laid = (laid or LaidOut(rhs)).then(lambda w: merge(weight_in_order(w, dimension_numbers), c, len(outputs)))
+            laid = laid or LaidOut(rhs)
+            turned = rhs.ndim == 2 and not laid.turned
+            laid = laid.then(lambda w: merge(weight_in_order(w, dimension_numbers), c, len(outputs)))
+            laid = laid._replace(turned=turned)
         how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on, "laid": laid}
         y = product(Input(x, lhs, view, known) if last else Input(x, None, view), w, part, key, **how)
     return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)

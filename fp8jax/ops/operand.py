@@ -45,7 +45,7 @@ from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import BESIDE, INPUT, named
-from fp8jax.ops.saved import NOTHING, Gradient, Origin, Remade, from_bytes, to_bytes
+from fp8jax.ops.saved import NOTHING, Gradient, Layout, Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import rows_of
 
 # What a forward product reads.
@@ -91,31 +91,21 @@ def weight_side(recipe: Linear) -> Side:
     return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.own_strategy("w"))
 
 
-Layout = Callable[[Any], Array]
-
-
-class LaidOut(NamedTuple):
-    """What a weight is made of, which is saved in its place: `layout(parts)` is the weight."""
-
-    parts: Any
-    layout: Layout = lambda parts: parts
-
-    def then(self, step: Layout) -> "LaidOut":
-        return LaidOut(self.parts, lambda parts: step(self.layout(parts)))
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["used", "layout"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["used", "layout", "turned"]
+)
 @dataclasses.dataclass(frozen=True)
 class Matrix:
     """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
 
-    `used` says whether codes were made under that.
+    `used` says whether codes were made under that, `turned` as of `Plain`.
     """
 
     values: Any
     scale: Array | None
     used: bool
     layout: Layout | None = None
+    turned: bool = False
     token_scale = None
 
     def __str__(self) -> str:
@@ -123,7 +113,7 @@ class Matrix:
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         values = self.values if self.layout is None else self.layout(self.values)
-        how: Any = {"scale": self.scale, "used": self.used}
+        how: Any = {"scale": self.scale, "used": self.used, "turned": self.turned}
         return encode(values, side.backward, side.strategy, **how, transposed=not side.transposed)
 
 
@@ -205,27 +195,30 @@ class Ready:
         return from_bytes(self.codes)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout", "turned"])
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
 
     Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
-    parameter is saved, of which the layout makes it again.
+    parameter is saved, of which the layout makes it again. `turned` says that the matrix is the transpose of what lies
+    in memory, as of `LaidOut`: that is what is quantized then, and no transposed copy of the values is made.
     """
 
     scale: Array | None = None
     values: Any = None
     layout: Layout | None = None
+    turned: bool = False
 
     def forward(self, matrix: Array, side: Side) -> Forward:
-        return encode(matrix, side.forward, side.strategy, scale=self.scale, transposed=side.transposed)
+        how: Any = {"scale": self.scale, "transposed": side.transposed, "turned": self.turned}
+        return encode(matrix, side.forward, side.strategy, **how)
 
     def residual(self, matrix: Array, operand: Forward, side: Side) -> Matrix:
         shared = side.one_scale and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
         scale = operand.scale if shared else given(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return Matrix(values, named(scale, BESIDE), shared, self.layout)
+        return Matrix(values, named(scale, BESIDE), shared, self.layout, self.turned)
 
 
 @jax.tree_util.register_dataclass
@@ -379,11 +372,15 @@ def encode(
     used: bool = False,
     transposed: bool = False,
     part: fused.Output | None = None,
+    turned: bool = False,
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
 
-    `used` says of a scale that codes were made under it before.
+    `used` says of a scale that codes were made under it before; `turned`, that the matrix is a transpose itself, which
+    XLA takes back.
     """
+    if turned and spec is not None:
+        x, transposed = x.T, not transposed
     if spec is None:
         return x.T if transposed else x
     if spec.folds:

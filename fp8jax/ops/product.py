@@ -26,11 +26,11 @@ from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.gradients import Gradients
 from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import HeldWeight, LaidOut, Plain, Residual, Source, given, input_side, make_codes, weight_side
+from fp8jax.ops.operand import HeldWeight, Plain, Residual, Source, given, input_side, make_codes, weight_side
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import NOTHING, Gradient, Origin, mapped_alike, to_bytes
+from fp8jax.ops.saved import NOTHING, Gradient, LaidOut, Origin, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, OutSharding, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 

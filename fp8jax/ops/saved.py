@@ -74,6 +74,23 @@ def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
 
 
+Layout = Callable[[Any], Array]
+
+
+class LaidOut(NamedTuple):
+    """What a weight is made of, which is saved in its place: `layout(parts)` is the weight.
+
+    `turned` says that the last step transposes a matrix (outputs, inputs).
+    """
+
+    parts: Any
+    layout: Layout = lambda parts: parts
+    turned: bool = False
+
+    def then(self, step: Layout) -> "LaidOut":
+        return self._replace(layout=lambda parts: step(self.layout(parts)))
+
+
 @jax.jit  # traced once for all arrays of these shapes
 def mapped_alike(x: Array, y: Array) -> Array:
     """`x`, which `jax.vmap` maps where it maps `y`.

@@ -12,9 +12,8 @@ from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.inputs import Input, fall_back
 from fp8jax.ops.linear import output_spec, rows
-from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import QuantizedWeight, Scales, multiply, product
-from fp8jax.ops.saved import BLANK, Known
+from fp8jax.ops.saved import BLANK, Known, LaidOut
 from fp8jax.ops.sharding import OutSharding
 from fp8jax.recipes import linear_part
 

@@ -15,10 +15,9 @@ from fp8jax.ops.activation import activate
 from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import dot_general, in_order, output_spec, rows, weight_in_order
 from fp8jax.ops.norm import normalize
-from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import product
 from fp8jax.ops.ragged import ragged_dot
-from fp8jax.ops.saved import ITSELF, Origin
+from fp8jax.ops.saved import ITSELF, LaidOut, Origin
 from fp8jax.ops.scaled import Observed, scaled_linear
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 from fp8jax.rewrite.entries import ReadWeight
@@ -57,6 +56,7 @@ class ProductOperation:
         use: which product with the parameter it is, if that has one matrix.
         params: of the product's equation.
         bias: a parameter with an element for each output, which is added; or None.
+        turned: whether the result has outputs last where the equation, of a parameter on the left, has them first.
     """
 
     recipe: Recipe
@@ -69,6 +69,7 @@ class ProductOperation:
     use: Use | None = None
     params: Mapping[str, Any] = MappingProxyType({})
     bias: Value | None = None
+    turned: bool = False
 
     @property
     def linear(self) -> Linear:
@@ -139,7 +140,7 @@ class ProductOperation:
             of = self.use.key  # type: ignore[union-attr]
             running.seen |= {(of, o): v for o, v in seen._asdict().items() if o != "dy" and v is not None}
         y = split(y, (*left.shape[:lead], *right.shape[n:]), spec)
-        if self.side == 0:
+        if self.side == 0 and not self.turned:
             y = jnp.moveaxis(y, range(lead), range(y.ndim - lead, y.ndim))
         return y.astype(result.dtype)
 
@@ -158,7 +159,9 @@ class ProductOperation:
     def _laid_out(self, running: Any) -> LaidOut:
         """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
         parts = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
-        return LaidOut([running.array(value) for value in parts], functools.partial(_lay_out, self.layout))
+        last = self.layout[-1].node if self.layout else None
+        turned = last is not None and last.kind == "transpose" and last.results[0].aval.ndim == 2
+        return LaidOut([running.array(value) for value in parts], functools.partial(_lay_out, self.layout), turned)
 
     def _product(self, x: Array, w: Array, how: dict[str, Any]) -> Array:
         contract, batch = self._contracted(), self.params["dimension_numbers"][1]
@@ -170,7 +173,7 @@ class ProductOperation:
         n = len(batch[0])
         own = x.ndim - len(contract[0]) - n
         y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **how)
-        return jnp.moveaxis(y, range(n, n + own), range(y.ndim - own, y.ndim))
+        return y if self.turned else jnp.moveaxis(y, range(n, n + own), range(y.ndim - own, y.ndim))
 
 
 @dataclasses.dataclass(eq=False)

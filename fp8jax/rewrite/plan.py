@@ -278,20 +278,31 @@ def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     kept = _kept(p) if p.choice.context.saved is not None and "x" not in linear.states else None
     w, layout = _made_of(p)
     contract, batch = p.node.eqn.params["dimension_numbers"]
-    bias = None
-    if p.side == 1 and not batch[0]:
-        outputs = p.node.operands[1].aval.ndim - len(contract[1])
-        bias = biases.find(p.node, outputs, alone.get(p.node.results[0]))
-    node = p.node if bias is None else bias.sum
+    outputs, bias = p.node.operands[p.side].aval.ndim - len(contract[p.side]), None
+    # Of a parameter on the left, as `jax.vmap` makes of `w @ x`, the transposition that follows is part of the product.
+    made = p.node if p.side == 1 or batch[0] else _turned(p.node, outputs, alone) or p.node
+    turned = made is not p.node
+    if (p.side == 1 or turned) and not batch[0]:
+        bias = biases.find(made, outputs, alone.get(made.results[0]))
+    node = made if bias is None else bias.sum
     value = None if bias is None else bias.value
     data, params = p.data, p.node.eqn.params
     operation = ProductOperation(
-        p.choice.recipe, data, w, layout, p.side, origin_of(data), kept, params=params, bias=value
+        p.choice.recipe, data, w, layout, p.side, origin_of(data), kept, params=params, bias=value, turned=turned
     )
     others = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.place = operation, node
     node.operands = [kept or data, w, *others, *([] if value is None else [value])]
     return kept is not None
+
+
+def _turned(node: Node, outputs: int, alone: Mapping[Value, Node]) -> Node | None:
+    """What puts the outputs of a product, its first axes, behind all others, and alone reads it; or None."""
+    reader, rank = alone.get(node.results[0]), node.results[0].aval.ndim
+    if reader is None or reader.kind != "transpose" or reader.operation is not None:
+        return None
+    behind = (*range(outputs, rank), *range(outputs))
+    return reader if tuple(reader.eqn.params["permutation"]) == behind else None
 
 
 def _replace_held(p: ReadWeight, entry: Entry) -> Entry:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from tests.programs import dots
+from tests.programs import count, dots, transposed
 from tests.rows import slow
 
 eqx = pytest.importorskip("equinox")
@@ -50,7 +50,7 @@ def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(
     np.testing.assert_array_equal([value, inside], [want, want])
     for each in (grads, again):
         assert jax.tree.structure(each) == jax.tree.structure(by_hand)
-        jax.tree.map(np.testing.assert_array_equal, each, by_hand)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), each, by_hand)
     assert dots(lambda p: fast(eqx.combine(p, rest), X), params).count(FP8) == 2
 
 
@@ -81,3 +81,37 @@ def test_rules_go_by_the_paths_of_fields():
     assert [e.path for e in explained.quantized] == ["layers/1"]
     with pytest.raises(TypeError, match="takes a function"):
         fp8jax.filter_transform(3, "te_current")
+
+
+WEIGHTS = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER), "bias": (INNER,)}
+
+
+def mapped(p, x):
+    """A gated perceptron of one token under `jax.vmap`, its matrices on the left, as Equinox has them."""
+
+    def one(x):
+        return p["down"] @ (jax.nn.silu(p["gate"] @ x + p["bias"]) * (p["up"] @ x))
+
+    return jnp.mean((x + jax.vmap(jax.vmap(one))(x)) ** 2)
+
+
+def at_once(p, x):
+    """The same of all tokens."""
+    return jnp.mean((x + (jax.nn.silu(x @ p["gate"].T + p["bias"]) * (x @ p["up"].T)) @ p["down"].T) ** 2)
+
+
+def test_matrices_on_the_left_of_mapped_vectors_are_products_of_all_tokens():
+    """No activation and no cotangent is transposed, so that what is known of each is not lost; bias and all."""
+    keys = jax.random.split(jax.random.key(0), len(WEIGHTS))
+    p = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, WEIGHTS.items(), strict=True)}
+    x = jnp.stack([X, X[::-1]])
+    found = []
+    for f in (mapped, at_once):
+        step = jax.value_and_grad(fp8jax.transform(f, "coat"))
+        assert not [axes for axes in transposed(step, p, x) if len(axes) > 2]
+        found.append((*jax.jit(step)(p, x), count(step, "reduce_sum", p, x)))
+    (value, grads, sums), (want, wanted, fewest) = found
+    assert sums == fewest, "a bias is summed in the pass over its product's cotangent"
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    for name in WEIGHTS:
+        np.testing.assert_allclose(grads[name], wanted[name], rtol=1e-5, atol=1e-5)
