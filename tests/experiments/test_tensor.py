@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -173,11 +174,23 @@ def test_parameters_outside_of_layers_travel_in_the_dtype_of_computation():
     np.testing.assert_array_equal(summed["norm"]["scale"], 4 * x)
     assert {a.dtype for a in jax.tree.leaves((gathered, summed))} == {jnp.dtype("float32")}
 
-    def narrow(_):
-        g = jnp.where(jax.lax.axis_index("tensor") == 0, 256, 1).astype(jnp.bfloat16)
-        return tensor.summed({"scale": g}, {"scale": jax.P()}, "bf16")["scale"]
+    narrow = {"scale": jnp.asarray(x, jnp.bfloat16)}, {"scale": jax.P()}
+    sums = jax.shard_map(
+        lambda g: tensor.summed(g, narrow[1], "bf16"),
+        mesh=whole,
+        in_specs=narrow[1:],
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    program = str(jax.make_jaxpr(sums)(narrow[0]))
+    assert re.findall(r"(\w+)\[8\] = psum", program) == ["f32"]
 
-    assert run(narrow, jax.P()) == 260  # of 259; in bf16 at most 258
+
+def test_what_recomputes_layers_does_not_send_its_sums_again():
+    llama = dataclasses.replace(LLAMA, layers=1)
+    sent = [totals(program("bf16", "tensor", llama, remat=remat)[0]) for remat in (False, "products", True)]
+    sums = [counted["reduce-scatter", "f32", 2] for counted in sent]
+    assert sums[0] == sums[1] < sums[2]
 
 
 def test_a_part_of_a_base_does_not_end_within_a_group_of_its_codes():
