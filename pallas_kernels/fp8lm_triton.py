@@ -117,8 +117,9 @@ def _rounded(y: tl.tensor, noise: tl.tensor) -> tl.tensor:
     # Powers of two: the step and one over it.
     step = step - (_FP16_MANTISSA << 23)
     drawn = (noise.to(tl.float32) + 0.5) * 0.0000152587890625
-    rounded = tl.floor(y * codec.from_bits((254 << 23) - step) + drawn) * codec.from_bits(step)
-    rounded = tl.minimum(tl.maximum(rounded, -_FP16_MAX), _FP16_MAX)
+    scaled = y * codec.from_bits((254 << 23) - step)
+    below = tl.floor(scaled)
+    rounded = (below + tl.where(scaled - below + drawn >= 1.0, 1.0, 0.0)) * codec.from_bits(step)
     return tl.where(magnitude < _INF, rounded, y)
 
 

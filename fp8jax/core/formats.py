@@ -152,11 +152,11 @@ class Format:
         if self.codebook is not None:
             return _index(finite, self, noise)
         if not self.is_float:
-            rounded = jnp.round(finite) if noise is None else jnp.floor(finite + noise)
+            rounded = jnp.round(finite) if noise is None else _drawn(finite, noise)
             return where(~jnp.isnan(y), rounded, 0).astype(self.dtype)
         if noise is not None:
             step = _step(finite, self)
-            finite = jnp.clip(jnp.floor(finite / step + noise) * step, -self.max, self.max)
+            finite = _drawn(finite / step, noise) * step
         if self.bits < 16 and not self.is_fp8 and noise is None:
             # Some emitters of XLA cast to others than the two by way of fp16, and so round twice.
             step = _step(finite, self)
@@ -260,6 +260,12 @@ def round_up(x: Array, fmt: Format) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << lost) - 1)
     up = jax.lax.bitcast_convert_type(bits & -(1 << lost), jnp.float32)
     return round_to(jnp.where(jnp.isnan(x), x, up), fmt)
+
+
+def _drawn(y: Array, noise: Array) -> Array:
+    """Integers around y, up or down by noise: beside 10 bits of y fp32 has no place for all of the noise's."""
+    below = jnp.floor(y)
+    return below + (y - below + noise >= 1)
 
 
 def encode_e8m0(y: Array, rounding: str) -> Array:

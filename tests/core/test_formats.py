@@ -85,6 +85,16 @@ def test_stochastic_rounding_leaves_representable_values_alone(fmt):
     np.testing.assert_array_equal(np.asarray(fmt.decode(fmt.encode(jnp.asarray(grid), jax.random.key(1)))), grid)
 
 
+@pytest.mark.parametrize("fmt", [formats.FP16, formats.INT8, formats.INT10], ids=lambda f: f.name)
+def test_the_largest_noise_takes_no_representable_value_up(fmt):
+    """Of fp16 and of ten bits too: in fp32 their sums with noise are rounded up, the largest beyond its format."""
+    grid = np.arange(2**16, dtype=np.uint16).view(np.float16) if fmt.is_float else np.arange(-fmt.max, fmt.max + 1)
+    grid = grid[np.isfinite(grid)].astype(np.float32)
+    for noise in (0.0, 1 - 2.0**-17, 1 - 2.0**-24):
+        drawn = fmt.encode(jnp.asarray(grid), noise=jnp.full(grid.shape, noise, jnp.float32))
+        np.testing.assert_array_equal(np.asarray(fmt.decode(drawn)), grid)
+
+
 def test_scaled_says_which_formats_lack_the_range_of_fp32():
     assert {f.name for f in formats.ALL if not f.scaled} == {"bf16", "fp32"}
 
