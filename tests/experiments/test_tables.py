@@ -309,6 +309,18 @@ def test_claims_are_looked_up_in_the_rows_they_name():
     assert claims.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
 
 
+def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
+    bench, commit, impl, metric, why = record.WRONG[0]
+    row = ROW | {"commit": commit, "impl": impl, "metric": metric}
+    sound = [row | change for change in ({"commit": "a"}, {"impl": "ours"}, {"metric": "error"})]
+    path = tmp_path / "x.json"
+    for name, rows, told in ((bench, [row, *sound], [why]), (bench, sound, []), ("other", [row], [])):
+        path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
+        found = record.load(path)
+        assert found["rows"] == (sound if name == bench else [row])
+        assert found["notes"] == told
+
+
 def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
