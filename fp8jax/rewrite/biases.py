@@ -49,13 +49,13 @@ def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
 
 def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:
     """What is spread over the first axes of a shape and has the elements of the others, in their order."""
-    value, wanted = before(value, MARKS), [i for i in range(lead, len(shape)) if shape[i] > 1]
+    value, wanted = before(value, MARKS), [i for i in range(lead, len(shape)) if shape[i] != 1]
     places: Sequence[int] = range(value.aval.ndim)
     if value.kind == "broadcast_in_dim" and value.node is not None:
         places = value.node.eqn.params["broadcast_dimensions"]
         (value,) = value.node.operands
     # Its other axes are of one element, which JAX spreads.
-    wide = [place for place, n in zip(places, value.shape, strict=True) if n > 1]
+    wide = [place for place, n in zip(places, value.shape, strict=True) if n != 1]
     return before(value, (*MARKS, *RESHAPES), in_order) if wide == wanted != [] else None
 
 

@@ -107,7 +107,7 @@ def _of_rows(eqn: Any, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether a layout leaves rows and channels what they are: axes of one element come and go, and rows are spread
     over channels that are alike."""
     if eqn.primitive.name != "broadcast_in_dim":
-        return [n for n in before if n > 1] == [n for n in after if n > 1]
+        return [n for n in before if n != 1] == [n for n in after if n != 1]
     places = eqn.params["broadcast_dimensions"]
     leading = list(places) == list(range(len(before)))
     return leading and all(n == after[i] for n, i in zip(before[: len(after) - 1], places, strict=False))

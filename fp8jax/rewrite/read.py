@@ -165,7 +165,7 @@ def _laid_out(weight: Weight, node: Node) -> Weight | None:
         plain = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
         return weight if plain else dataclasses.replace(weight, moved=True)
     # Data may say which of stacked matrices it is; a row that they pick is data.
-    picked = node.kind == "dynamic_slice" and sum(n > 1 for n in node.results[0].shape) > 1
+    picked = node.kind == "dynamic_slice" and sum(n != 1 for n in node.results[0].shape) > 1
     data = any(value.data for value in node.operands[1:]) and not picked
     if node.kind not in (*LAYOUTS, *PARTS, "stop_gradient") or data:
         return None

@@ -405,8 +405,20 @@ def test_a_gradient_inside_of_a_loss_is_that_of_first_order():
     assert 0 < relative(got[1], want[1]) < 0.2
 
 
-def test_a_model_is_exported_for_batches_of_any_size():
-    model = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH), nn.silu, nn.Dense(WIDTH)]), fp8jax.Rule(".*", TE))
+class Residual(nn.Module):
+    """What is added to a product may be a bias: its axes are looked at, and those of heads."""
+
+    @nn.compact
+    def __call__(self, x):
+        heads = nn.Dense(WIDTH)(nn.RMSNorm()(x)).reshape(*x.shape[:-1], 2, WIDTH // 2)
+        return x + nn.Dense(WIDTH, use_bias=False)(nn.silu(heads.reshape(x.shape)))
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"), [(nn.Sequential([nn.Dense(WIDTH), nn.silu, nn.Dense(WIDTH)]), TE), (Residual(), "coat")]
+)
+def test_a_model_is_exported_for_batches_of_any_size(model, recipe):
+    model = fp8jax.linen.quantize(model, [fp8jax.Rule(".*", recipe)])
     variables = model.init(KEY, X[0])
     (batch,) = export.symbolic_shape("batch")
     shape = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
