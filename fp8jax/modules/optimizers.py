@@ -31,8 +31,8 @@ class FusedOptimizer(nnx.Optimizer):
 
     A step ends for the model's scalings, too. Statistics among the gradients enter its states, as by
     `advance_scaling`, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a
-    tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, as by `set_weight_bounds`. Calling these besides changes
-    nothing.
+    tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, as by `set_weight_bounds`, when the optimizer is made, too.
+    Calling these besides changes nothing.
 
     Args:
         model: the module whose variables are trained.
@@ -51,6 +51,8 @@ class FusedOptimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **how: Any) -> None:
         super().__init__(model, _fused(tx, "fp8jax.nnx.Optimizer"), wrt=wrt, **how)
+        # Weights may have been loaded since they were measured.
+        _give(model, self.opt_state)
 
     def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
         """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
@@ -69,8 +71,14 @@ class FusedOptimizer(nnx.Optimizer):
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, **how))
         self.step[...] += 1
-        if any(layer.linear.tracked for layer in layers) and is_tracked(state):
-            give_bounds(model, weight_bounds(state))
+        _give(model, state)
+
+
+def _give(model: Any, opt_state: Any) -> None:
+    """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
+    layers = (module for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling))
+    if any(layer.linear.tracked for layer in layers) and is_tracked(opt_state):
+        give_bounds(model, weight_bounds(nnx.as_pure(opt_state)))
 
 
 def _keeps_thresholds(layer: LayerScaling) -> bool:

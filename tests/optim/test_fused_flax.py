@@ -213,3 +213,13 @@ def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
     (frozen, trained) = sorted(kinds[0], key=str)
     assert kinds[0][trained][...] == bound > kinds[1][trained][...]
     assert kinds[0][frozen][...] == kinds[1][frozen][...]
+
+
+def test_weights_loaded_before_the_optimizer_is_made_are_within_their_bounds():
+    model = fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "moss")
+    right = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+    for each in (model, right):
+        each.kernel[...] *= 4
+    cut = np.linalg.norm(model(X) - right(X)) / np.linalg.norm(right(X))
+    fp8jax.nnx.Optimizer(model, fp8jax.optimizer("moss", 1e-2), wrt=nnx.Param)
+    assert np.linalg.norm(model(X) - right(X)) / np.linalg.norm(right(X)) < 0.05 < cut
