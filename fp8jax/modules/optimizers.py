@@ -1,5 +1,6 @@
 """Flax's optimizers with the fused step: new weights are written where moments are, and no updates in between."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,9 +9,10 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
+from fp8jax.core.recipe import Linear
 from fp8jax.modules.scaled import GradientStatistic, LayerScaling, advance_scaling, give_bounds, observed_operands
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.weight_bounds import is_tracked, weight_bounds
+from fp8jax.optim.weight_bounds import bounds_of
 
 
 def _fused(tx: Any, whose: str) -> FusedTransformation:
@@ -63,8 +65,8 @@ class FusedOptimizer(nnx.Optimizer):
             arguments: of the step: `key`, `factor`, `applied`.
         """
         how = {"graph": self.graph} if hasattr(self, "graph") else {}
-        layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
-        if jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or any(map(_keeps_thresholds, layers)):
+        layers = [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
+        if jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(layers):
             grads = advance_scaling(model, grads)
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
         params, state = self.tx.step(gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(arguments))
@@ -76,15 +78,15 @@ class FusedOptimizer(nnx.Optimizer):
 
 def _give(model: Any, opt_state: Any) -> None:
     """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
-    layers = (module for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling))
-    if any(layer.linear.tracked for layer in layers) and is_tracked(opt_state):
-        give_bounds(model, weight_bounds(nnx.as_pure(opt_state)))
+    bounds, modules = bounds_of(nnx.as_pure(opt_state)), (module for _, module in nnx.iter_modules(model))
+    if bounds is not None and any(isinstance(module, LayerScaling) and module.linear.tracked for module in modules):
+        give_bounds(model, bounds)
 
 
-def _keeps_thresholds(layer: LayerScaling) -> bool:
-    """Whether all that a layer observes moves thresholds; where nothing was seen since a step's end, none moves."""
-    seen = observed_operands(layer.linear)
-    return bool(seen) and all(layer.linear.states[operand].decides for operand in seen)
+def _keep_thresholds(layers: Sequence[Linear]) -> bool:
+    """Whether all that layers observe moves thresholds; where nothing was seen since a step's end, none moves."""
+    seen = [layer.states[operand] for layer in layers for operand in observed_operands(layer)]
+    return bool(seen) and all(state.decides for state in seen)
 
 
 class FusedTrainState(train_state.TrainState):

@@ -1,7 +1,7 @@
 """Bounds on weights from what an optimizer applies, for automatic scaling (MOSS, section 3.2, equation 10)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -39,20 +39,33 @@ class WeightBounds(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A weight that is the high part of a master: its bound is one of the master times what rounding may add.
+    """A weight that is the high part of a master: its bound is one of the master and of what rounding may add.
 
     Attributes:
         rounding: largest relative change by rounding a master to the weight.
         step: the same of rounding a master to its own bits, once a step.
+        least: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
     """
 
     rounding: float
     step: float
+    least: float
+
+    @classmethod
+    def of(cls, high: Any, remainder: Any) -> "_Parts":
+        kind, finer = jnp.finfo(high), 2.0 ** -(8 * jnp.dtype(remainder).itemsize)
+        least = float(kind.smallest_subnormal) / 2 if kind.tiny > jnp.finfo(jnp.float32).tiny else 0.0
+        half = float(kind.eps) / 2
+        return cls(half, half * finer, least)
+
+    def measured(self, bound: Array) -> Array:
+        """The bound where the weight was measured: its master may be larger, and round to a larger one."""
+        return bound * np.float32((1 + self.rounding) ** 2) + np.float32(3 * self.least)
 
     def grow(self, bound: Array, moved: Array) -> Array:
         """The bound after `moved` at most was added to each master, which is rounded to its own bits."""
         total = (bound + moved * np.float32(1 + self.rounding)) * np.float32(1 + self.step)
-        return total * np.float32(1 + 2.0**-22)
+        return total * np.float32(1 + 2.0**-22) + np.float32(2 * self.least * self.step / self.rounding)
 
 
 def track_weights(
@@ -135,7 +148,8 @@ def tracked(
 
     def begin(params: optax.Params) -> tuple[optax.OptState, WeightBounds]:
         inner, bounds = chain.init(params)
-        return inner, _widened(bounds, _parts(inner, params))
+        parts = _parts(inner, params)
+        return inner, _each_bound(bounds, lambda name, bound: _wider(bound, parts.get(name)))
 
     def step(
         grads: optax.Updates,
@@ -217,12 +231,12 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
         state: WeightBounds,
         params: optax.Params,
         *,
-        parts: Sequence[_Parts | None],
+        parts: Mapping[tuple[str, ...], _Parts],
         applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, WeightBounds]:
         assert limit is not None
-        tree, leaves = jax.tree.structure(params), jax.tree.leaves(params)
-        new = advance(state, tree, leaves, lambda i, b: limit(state.count, b), parts)
+        tree, own = jax.tree.structure(params), _by_path(params)
+        new = advance(state, tree, [*own.values()], lambda i, b: limit(state.count, b), [*map(parts.get, own)])
         if applied is not None:
             new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
         return params, new
@@ -254,6 +268,11 @@ def adam_limit(
     checks.rate(learning_rate)
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("weight_decay", weight_decay, np.inf)):
         checks.number(name, value, 0, high)
+    if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
+        raise ValueError(
+            "the limit of Adam needs b1 and b2 that stay as they are, not traced ones: name both in static_args of "
+            "optax.inject_hyperparams"
+        )
     if b1 > 0 and b1 * b1 >= b2:
         raise ValueError(
             f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
@@ -296,20 +315,20 @@ def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
     Raises:
         ValueError: there is no `track_weights` in the optimizer, or two that follow the same parameter.
     """
-    bounds: dict[tuple[str, ...], Array] = {}
-    for state in _trackers(opt_state):
-        own = _by_path(state.bounds)
-        if both := set(bounds) & set(own):
-            raise ValueError(f"two trackers follow {'/'.join(both.pop())}: put track_weights into the chain once")
-        bounds |= own
-    if not bounds:
+    if not (bounds := bounds_of(opt_state)):
         raise ValueError("the optimizer follows no weights: put fp8jax.track_weights() last in its chain")
     return bounds
 
 
-def is_tracked(opt_state: optax.OptState) -> bool:
-    """Whether a state of an optimizer holds bounds."""
-    return bool(_trackers(opt_state))
+def bounds_of(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
+    """`weight_bounds` of any optimizer: none of one that trains no matrices, and None where there is no tracker."""
+    trackers, bounds = _trackers(opt_state), dict[tuple[str, ...], Array]()
+    for state in trackers:
+        own = _by_path(state.bounds)
+        if both := set(bounds) & set(own):
+            raise ValueError(f"two trackers follow {'/'.join(both.pop())}: put track_weights into the chain once")
+        bounds |= own
+    return bounds if trackers else None
 
 
 def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None) -> optax.OptState:
@@ -325,53 +344,39 @@ def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_nam
     """
     weight_bounds(opt_state)
     weights = _by_path(params)
-    parts = dict(zip(weights, _parts(opt_state, params), strict=True))
+    parts = _parts(opt_state, params)
 
-    def measure(path: Any, bound: Any) -> Any:
-        name = _names(path)
+    def measure(name: tuple[str, ...], _: Array) -> Array:
         if name not in weights:
             raise ValueError(f"{'/'.join(name)} is followed by track_weights and missing in the parameters")
-        maximum = _wider(Automatic().measure(weights[name]), parts[name])
-        maximum = maximum if axis_name is None else lax.pmax(maximum, axis_name)
-        return jax.tree.map(lambda _: maximum, bound)
+        maximum = _wider(Automatic().measure(weights[name]), parts.get(name))
+        return maximum if axis_name is None else lax.pmax(maximum, axis_name)
 
     def renew(node: Any) -> Any:
-        if not isinstance(node, WeightBounds):
-            return node
-        return node._replace(bounds=jax.tree.map_with_path(measure, node.bounds, is_leaf=variables.is_box))
+        return _each_bound(node, measure) if isinstance(node, WeightBounds) else node
 
     return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
 
 
-def _parts(state: Any, params: optax.Params) -> list[_Parts | None]:
-    """By parameter, whether its master is in two parts, one of them in the optimizer's state."""
-    rest: dict[Any, Array] = {}
-    for node in masters.records(variables.bare(state)):
-        rest |= dict(jax.tree.leaves_with_path(getattr(node, "remainder", None)))
-    paths = jax.tree.leaves_with_path(variables.bare(params))
-    return [_parts_of(high.dtype, rest[path].dtype) if path in rest else None for path, high in paths]
-
-
-def _parts_of(high: Any, remainder: Any) -> _Parts:
-    half = float(jnp.finfo(high).eps) / 2
-    return _Parts(half, half * 2.0 ** -(8 * jnp.dtype(remainder).itemsize))
+def _parts(state: Any, params: optax.Params) -> dict[tuple[str, ...], _Parts]:
+    """The parameters whose masters are in two parts, one of them in the optimizer's state."""
+    rest: dict[tuple[str, ...], Array] = {}
+    for node in masters.records(state):
+        rest |= _by_path(getattr(node, "remainder", None))
+    return {name: _Parts.of(high.dtype, rest[name].dtype) for name, high in _by_path(params).items() if name in rest}
 
 
 def _wider(bound: Array, master: _Parts | None) -> Array:
-    """The bound of a weight that was measured: its master may be larger, and round to a larger one."""
-    return bound if master is None else bound * np.float32((1 + master.rounding) ** 2)
+    return bound if master is None else master.measured(bound)
 
 
-def _widened(state: WeightBounds, parts: Sequence[_Parts | None]) -> WeightBounds:
-    """All bounds as measured ones, of weights some of which have masters by parts."""
-    left = iter(parts)
+def _each_bound(state: WeightBounds, make: Callable[[tuple[str, ...], Array], Array]) -> WeightBounds:
+    """A state with `make(name, bound)` in place of each bound, also in boxes."""
 
-    def widened(bound: Any) -> Any:
-        master = next(left)
-        return bound if isinstance(bound, optax.MaskedNode) else _wider(bound, master)
+    def made(path: Any, bound: Any) -> Any:
+        return jax.tree.map(lambda bound: make(_names(path), bound), bound)
 
-    bounds = jax.tree.map(widened, state.bounds, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    return state._replace(bounds=bounds)
+    return state._replace(bounds=jax.tree.map_with_path(made, state.bounds, is_leaf=variables.is_box))
 
 
 def _counts(x: Any) -> bool:

@@ -223,3 +223,16 @@ def test_weights_loaded_before_the_optimizer_is_made_are_within_their_bounds():
     cut = np.linalg.norm(model(X) - right(X)) / np.linalg.norm(right(X))
     fp8jax.nnx.Optimizer(model, fp8jax.optimizer("moss", 1e-2), wrt=nnx.Param)
     assert np.linalg.norm(model(X) - right(X)) / np.linalg.norm(right(X)) < 0.05 < cut
+
+
+def test_an_optimizer_without_matrices_gives_no_bounds():
+    biases = nnx.All(nnx.Param, nnx.filterlib.PathContains("bias"))
+    model, _ = scaled_run("moss", fp8jax.nnx.Optimizer, fp8jax.optimizer("moss", 1e-2), alone, 1, biases)
+    assert jnp.any(model.layers[0].bias[...] != 0)
+
+
+def test_a_model_of_thresholds_and_delayed_scaling_may_have_ended_its_step():
+    rules = [fp8jax.Rule(".*0", "int8_fallback"), fp8jax.Rule(".*2", "te_delayed")]
+    tx = fp8jax.optimizer("te_delayed", 1e-2)
+    runs = [scaled_run(rules, fp8jax.nnx.Optimizer, tx, end)[0] for end in (alone, advanced)]
+    chex.assert_trees_all_equal(*(nnx.state(model, fp8jax.nnx.ScalingVariable) for model in runs))

@@ -60,7 +60,7 @@ def groups():
     limit = fp8jax.adam_limit(SCHEDULE, 0.9, 0.95)
     return optax.multi_transform(
         {
-            "a": optax.chain(optax.adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.0), fp8jax.track_weights(INTERVAL, limit)),
+            "a": fp8jax.tracked(fp8jax.compressed_adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.0), limit, INTERVAL),
             "b": optax.chain(optax.lion(1e-3, weight_decay=0.1), fp8jax.track_weights(INTERVAL)),
         },
         {"w": "a", "v": "b", "b": "b"},
@@ -128,6 +128,18 @@ def test_a_bound_follows_a_master_whose_weight_has_not_moved():
     assert state[1].bounds["w"] < 1 + 1.2 * 200 * rate + 3 * 2.0**-8
 
 
+def test_bounds_hold_where_the_format_has_no_bits_left():
+    """Rates of a warm-up from zero weights: masters of fp16 that round to its smallest number, half as large again."""
+    rate, zeros = 4e-8, {"w": jnp.zeros((8, 8), jnp.float16)}
+    adamw = fp8jax.compressed_adamw(rate, 0.9, 0.95, eps=0.0, weight_decay=0.0, min_size=0, master="fp16+int8")
+    tx, grads = fp8jax.tracked(adamw, fp8jax.adam_limit(rate, 0.9, 0.95), 2), {"w": jnp.ones((8, 8))}
+    params, state = zeros, tx.init(zeros)
+    for _ in range(3):
+        params, state = tx.step(grads, state, params)
+        master = jnp.abs(fp8jax.master_weights(state, params)["w"])
+        assert 0 < jnp.maximum(master, jnp.abs(params["w"])).max() <= state[1].bounds["w"] < 5e-7
+
+
 @pytest.mark.parametrize("master", ["bf16+int8", "bf16+stochastic"])
 def test_what_moves_rounded_weights_is_not_cut_to_a_limit(master):
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -172,6 +184,8 @@ def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut
         fp8jax.adam_limit(1e-3, 0.99, 0.95)
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\)"):
         fp8jax.adam_limit(1e-3, 1.0)
+    with pytest.raises(ValueError, match="name both in static_args"):
+        jax.eval_shape(lambda b2: fp8jax.adam_limit(1e-3, b2=b2)(1, 0.0), 0.95)
     with pytest.raises(ValueError, match="interval must be a positive number of steps, not 0"):
         fp8jax.track_weights(0)
     tx = fp8jax.track_weights(limit=lambda count, bounds: 0.5 + 0 * bounds)
