@@ -113,6 +113,7 @@ def linear_cross_entropy(
             "'te_current', or none: give recipe=None, or Auto axes"
         )
     loss = _Loss(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, part)
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # 8 bits do not hold the vocabulary's size
     counts = jnp.ones(labels.shape, bool) if where is None else where
     if ignore_label is not None:
         counts = counts & (labels != ignore_label)

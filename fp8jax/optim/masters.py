@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -27,6 +28,36 @@ class MasterState(NamedTuple):
     count: Array  # type: ignore[assignment]  # tuple.count is shadowed
     inner: optax.OptState
     remainder: Any
+
+
+class MasterRounding(NamedTuple):
+    """How far a weight that is the high part of a master may be off it, for a bound on both.
+
+    Attributes:
+        rounding: largest relative change by rounding a master to the weight.
+        step: the same of rounding a master to its own bits, once a step.
+        least: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
+    """
+
+    rounding: float
+    step: float
+    least: float
+
+    @classmethod
+    def of(cls, high: Any, remainder: Any) -> "MasterRounding":
+        kind, finer = jnp.finfo(high), 2.0 ** -(8 * jnp.dtype(remainder).itemsize)
+        least = float(kind.smallest_subnormal) / 2 if kind.tiny > jnp.finfo(jnp.float32).tiny else 0.0
+        half = float(kind.eps) / 2
+        return cls(half, half * finer, least)
+
+    def measured(self, bound: Array) -> Array:
+        """The bound where the weight was measured: its master may be larger, and round to a larger one."""
+        return bound * np.float32((1 + self.rounding) ** 2) + np.float32(3 * self.least)
+
+    def grow(self, bound: Array, moved: Array) -> Array:
+        """The bound after `moved` at most was added to each master, which is rounded to its own bits."""
+        total = (bound + moved * np.float32(1 + self.rounding)) * np.float32(1 + self.step)
+        return total * np.float32(1 + 2.0**-22) + np.float32(2 * self.least * self.step / self.rounding)
 
 
 def check(name: str | None) -> Master | None:

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.optim import checks, masters, moments, variables
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.masters import MasterRounding
 
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 Limit: TypeAlias = Callable[[Array, Array], Array]
@@ -36,36 +37,6 @@ class WeightBounds(NamedTuple):
 
     count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
     bounds: Any
-
-
-class _Parts(NamedTuple):
-    """A weight that is the high part of a master: its bound is one of the master and of what rounding may add.
-
-    Attributes:
-        rounding: largest relative change by rounding a master to the weight.
-        step: the same of rounding a master to its own bits, once a step.
-        least: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
-    """
-
-    rounding: float
-    step: float
-    least: float
-
-    @classmethod
-    def of(cls, high: Any, remainder: Any) -> "_Parts":
-        kind, finer = jnp.finfo(high), 2.0 ** -(8 * jnp.dtype(remainder).itemsize)
-        least = float(kind.smallest_subnormal) / 2 if kind.tiny > jnp.finfo(jnp.float32).tiny else 0.0
-        half = float(kind.eps) / 2
-        return cls(half, half * finer, least)
-
-    def measured(self, bound: Array) -> Array:
-        """The bound where the weight was measured: its master may be larger, and round to a larger one."""
-        return bound * np.float32((1 + self.rounding) ** 2) + np.float32(3 * self.least)
-
-    def grow(self, bound: Array, moved: Array) -> Array:
-        """The bound after `moved` at most was added to each master, which is rounded to its own bits."""
-        total = (bound + moved * np.float32(1 + self.rounding)) * np.float32(1 + self.step)
-        return total * np.float32(1 + 2.0**-22) + np.float32(2 * self.least * self.step / self.rounding)
 
 
 def track_weights(
@@ -192,7 +163,7 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
         tree: Any,
         weights: list[Array],
         moved: Callable[[int, Array], Array],
-        parts: Sequence[_Parts | None] | None = None,
+        parts: Sequence[MasterRounding | None] | None = None,
     ) -> WeightBounds:
         """The state after a step that moved the elements of weight i, or its master's, by `moved(i, bound)` at most."""
         known = tree.flatten_up_to(state.bounds)
@@ -231,7 +202,7 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
         state: WeightBounds,
         params: optax.Params,
         *,
-        parts: Mapping[tuple[str, ...], _Parts],
+        parts: Mapping[tuple[str, ...], MasterRounding],
         applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, WeightBounds]:
         assert limit is not None
@@ -358,15 +329,17 @@ def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_nam
     return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
 
 
-def _parts(state: Any, params: optax.Params) -> dict[tuple[str, ...], _Parts]:
+def _parts(state: Any, params: optax.Params) -> dict[tuple[str, ...], MasterRounding]:
     """The parameters whose masters are in two parts, one of them in the optimizer's state."""
     rest: dict[tuple[str, ...], Array] = {}
     for node in masters.records(state):
         rest |= _by_path(getattr(node, "remainder", None))
-    return {name: _Parts.of(high.dtype, rest[name].dtype) for name, high in _by_path(params).items() if name in rest}
+    return {
+        name: MasterRounding.of(high.dtype, rest[name].dtype) for name, high in _by_path(params).items() if name in rest
+    }
 
 
-def _wider(bound: Array, master: _Parts | None) -> Array:
+def _wider(bound: Array, master: MasterRounding | None) -> Array:
     return bound if master is None else master.measured(bound)
 
 

@@ -102,6 +102,14 @@ def test_dtypes_are_those_of_operands():
     assert relative(dw, wanted[1]) < 2**-8
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
+def test_labels_of_bytes_may_have_a_vocabulary_beyond_them(dtype):
+    x, w, labels = jnp.asarray(X), jnp.tile(jnp.asarray(W), (1, 320 // VOCABULARY)), jnp.asarray(LABELS)
+    assert w.shape[1] > 256
+    given = fp8jax.linear_cross_entropy(x, w, labels.astype(dtype), reduction="none")
+    np.testing.assert_allclose(given, optax.softmax_cross_entropy_with_integer_labels(x @ w, labels), rtol=1e-5)
+
+
 def test_gradients_of_a_scaled_loss_survive_in_float16():
     x, w = floats(X, W, dtype=jnp.float16)
     for reduction, scale, of in (("mean", 2.0**15, LABELS.size), ("sum", 2.0**10, 1)):
