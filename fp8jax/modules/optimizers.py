@@ -1,11 +1,12 @@
 """Flax's optimizers with the fused step: new weights are written where moments are, and no updates in between."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import optax
-from flax import nnx
+from flax import errors, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
@@ -53,8 +54,10 @@ class FusedOptimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **how: Any) -> None:
         super().__init__(model, _fused(tx, "fp8jax.nnx.Optimizer"), wrt=wrt, **how)
-        # Weights may have been loaded since they were measured.
-        _give(model, self.opt_state)
+        # Weights may have been loaded since they were measured. Inside a trace that the model is not part of, as of its
+        # optimizer's shapes alone, it cannot be told; the first update does.
+        with contextlib.suppress(errors.TraceContextError):
+            _give(model, self.opt_state)
 
     def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
         """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
