@@ -95,7 +95,7 @@ def _between_adams(old: Any, new: Any) -> Any:
     count, left = adams[0].count, iter(adams)
 
     def convert(node: Any) -> Any:
-        if not _is_record(node):
+        if not moments.is_record(node):
             return node
         if _is_adam(node):
             return _adam(next(left), node)
@@ -105,7 +105,7 @@ def _between_adams(old: Any, new: Any) -> Any:
         def field(name: str, value: Any) -> Any:
             known = getattr(same, name, None)
             if any(map(_is_adam, _records(value))):
-                return jax.tree.map(convert, value, is_leaf=_is_record)
+                return jax.tree.map(convert, value, is_leaf=moments.is_record)
             if isinstance(value, dict) and isinstance(known, dict):  # hyperparameters
                 known = value | {key: x for key, x in known.items() if key in value}
             if same is not None and _structure(known) == _structure(value):
@@ -114,7 +114,7 @@ def _between_adams(old: Any, new: Any) -> Any:
 
         return node._replace(**{name: field(name, value) for name, value in node._asdict().items()})
 
-    converted = jax.tree.map(convert, new, is_leaf=_is_record)
+    converted = jax.tree.map(convert, new, is_leaf=moments.is_record)
     for node in others:
         own = [x for x in node if not any(map(_is_adam, _records(x)))]
         if any(jnp.ndim(x) for x in jax.tree.leaves(own)):
@@ -124,21 +124,17 @@ def _between_adams(old: Any, new: Any) -> Any:
 
 def _records(tree: Any) -> Iterator[Any]:
     """The named tuples that a state is made of, outer ones first; of what is within the moments of Adam none."""
-    for node in jax.tree.leaves(tree, is_leaf=_is_record):
-        if _is_record(node):
+    for node in jax.tree.leaves(tree, is_leaf=moments.is_record):
+        if moments.is_record(node):
             yield node
             if not _is_adam(node):
                 for field in node:
                     yield from _records(field)
 
 
-def _is_record(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
 def _is_adam(node: Any) -> bool:
     return fp8lm_adamw.is_state(node) or (
-        _is_record(node) and sorted(set(node._fields) - {_REMAINDER}) == sorted(_ADAM)
+        moments.is_record(node) and sorted(set(node._fields) - {_REMAINDER}) == sorted(_ADAM)
     )
 
 

@@ -243,15 +243,11 @@ def _wide(weight: Any) -> Array:
 
 def records(tree: Any) -> Any:
     """The named tuples of a state, outer ones first."""
-    for node in jax.tree.leaves(tree, is_leaf=_is_record):
-        if _is_record(node):
+    for node in jax.tree.leaves(tree, is_leaf=moments.is_record):
+        if moments.is_record(node):
             yield node
             for field in node:
                 yield from records(field)
-
-
-def _is_record(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def _is_master(node: Any) -> bool:

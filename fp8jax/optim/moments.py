@@ -106,6 +106,11 @@ def tree_of(given: Any, params: optax.Params) -> Any:
     return given(params) if leaves and all(map(callable, leaves)) else given
 
 
+def is_record(node: Any) -> bool:
+    """Whether a node of a state is a named tuple."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
 def state_bytes(state: optax.OptState) -> dict[str, int]:
     """Bytes of an optimizer state, by role.
 
@@ -120,12 +125,9 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
     """
     sizes = {"mu": 0, "nu": 0, "other": 0}
 
-    def is_named(node: Any) -> bool:
-        return isinstance(node, tuple) and hasattr(node, "_fields")
-
     def add(tree: Any, role: str | None) -> None:
-        for node in jax.tree.leaves(tree, is_leaf=is_named):
-            if is_named(node):
+        for node in jax.tree.leaves(tree, is_leaf=is_record):
+            if is_record(node):
                 for name in node._fields:
                     add(getattr(node, name), role or _ROLES.get(name))
             elif hasattr(node, "dtype"):
