@@ -47,7 +47,8 @@ def optimizer(
         clip: largest global norm of the gradients, as of `fp8jax.clipped`; None does not clip.
         stacked: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
         track: follow the weights of a recipe with automatic scaling; False for a chain that ends with
-            `fp8jax.track_weights`.
+            `fp8jax.track_weights`, for `fp8jax.release`, and where `jax.shard_map` cuts parameters, for
+            `fp8jax.tracked(..., axis_name=)`.
 
     Returns:
         As `compressed_adamw`, or with `clip` as `fp8jax.clipped`.

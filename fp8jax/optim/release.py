@@ -266,7 +266,7 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
         block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
             or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
         tx: `compressed_adamw`, `fp8lm_adamw` (with `stacked=1` for stacked layers), or `fp8jax.optimizer`, without
-            `clip`.
+            `clip`, and with `track=False` for `moss`.
         key: PRNG key, one for the whole training: bf16 parameters are rounded stochastically with noise of each step,
             name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes; a
             `master` of `tx` needs no key.
@@ -275,7 +275,7 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
         A `Released`: `.init`, then `(held, x, ...)`, or `.scan(held, x, ...)` for stacked layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.clipped`.
+        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.clipped` or `tracked`.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -293,7 +293,8 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
     """
     if not isinstance(tx, FusedTransformation) or "part" not in inspect.signature(tx.step).parameters:
         raise TypeError(
-            "release takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, whose step "
-            f"knows parts of all parameters, not {tx!r}"
+            "release takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and with "
+            "track=False where the recipe scales weights automatically: their step knows parts of all parameters, "
+            f"not that of {type(tx).__name__}, which may be of fp8jax.clipped or tracked"
         )
     return Released(block, tx, key)

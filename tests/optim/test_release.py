@@ -361,6 +361,8 @@ def test_what_release_refuses():
         fp8jax.release(block, optax.adamw(1e-3))
     with pytest.raises(TypeError, match="without clip"):
         fp8jax.release(block, fp8jax.optimizer("coat", 1e-3, clip=1.0))
+    with pytest.raises(TypeError, match="with track=False where the recipe scales weights"):
+        fp8jax.release(block, fp8jax.optimizer("moss", 1e-3))
     released = fp8jax.release(block, OPTIMIZERS["coat"]())
     with pytest.raises(ValueError, match="along their first axes"):
         released.init(stack | {"bias": jnp.zeros((2, 8))}, stacked=True)
