@@ -25,7 +25,7 @@ CALLS, LONGEST = 5, 12
 EIGHT, SIXTEEN, ATTENTION, OURS, XLA = "8-bit products", "16-bit products", "attention", "our passes", "XLA's passes"
 # The first that a kernel's name matches. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
 KINDS = (
-    (EIGHT, r"(int8|fp8|mx)\w*_matmul|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
+    (EIGHT, r"(int8|fp8|mx)\w*_matmul|^_multiply$|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
     (SIXTEEN, r"nvjet|cutlass|gemm"),
     (ATTENTION, r"cudnn|fmha|flash"),
     (OURS, r"^_[a-z]"),

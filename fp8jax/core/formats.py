@@ -208,9 +208,9 @@ class Format:
 
 
 def _step(y: Array, fmt: Format) -> Array:
-    """Distance of the codes around values of a floating format."""
+    """Distance of the codes around values of a floating format; of bf16 no less than fp32's smallest normal."""
     _, exponent = jnp.frexp(jnp.maximum(jnp.abs(y), fmt.smallest_normal))
-    return jnp.ldexp(jnp.float32(1), exponent - 1 - fmt.mantissa_bits)
+    return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1 - fmt.mantissa_bits, -126))
 
 
 def _index(y: Array, fmt: Format, noise: Array | None) -> Array:

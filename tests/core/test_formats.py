@@ -85,11 +85,13 @@ def test_stochastic_rounding_leaves_representable_values_alone(fmt):
     np.testing.assert_array_equal(np.asarray(fmt.decode(fmt.encode(jnp.asarray(grid), jax.random.key(1)))), grid)
 
 
-@pytest.mark.parametrize("fmt", [formats.FP16, formats.INT8, formats.INT10], ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [formats.FP16, formats.BF16, formats.INT8, formats.INT10], ids=lambda f: f.name)
 def test_the_largest_noise_takes_no_representable_value_up(fmt):
     """Of fp16 and of ten bits too: in fp32 their sums with noise are rounded up, the largest beyond its format."""
-    grid = np.arange(2**16, dtype=np.uint16).view(np.float16) if fmt.is_float else np.arange(-fmt.max, fmt.max + 1)
-    grid = grid[np.isfinite(grid)].astype(np.float32)
+    grid = np.arange(2**16, dtype=np.uint16).view(fmt.dtype) if fmt.is_float else np.arange(-fmt.max, fmt.max + 1)
+    grid = grid.astype(np.float32)
+    # Where bf16's steps are subnormal in fp32, which XLA takes for 0, it has fewer codes.
+    grid = grid[np.isfinite(grid) & ((np.abs(grid) >= 2.0**-119) | (grid == 0))]
     for noise in (0.0, 1 - 2.0**-17, 1 - 2.0**-24):
         drawn = fmt.encode(jnp.asarray(grid), noise=jnp.full(grid.shape, noise, jnp.float32))
         np.testing.assert_array_equal(np.asarray(fmt.decode(drawn)), grid)

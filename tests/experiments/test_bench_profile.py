@@ -15,6 +15,7 @@ from experiments.bench.profile import ATTENTION, EIGHT, OURS, SIXTEEN, XLA, Kern
         ("fp8_matmul_mosaic_gpu_kernel", EIGHT),
         ("fp8_matmul_mx_mosaic_gpu_kernel", EIGHT),
         ("nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_TNT", EIGHT),
+        ("_multiply", EIGHT),
         ("nvjet_sm90_qrtst_128x160_128x4_2x1_v_bz_TNT", EIGHT),
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", SIXTEEN),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", ATTENTION),
