@@ -296,11 +296,20 @@ def measure_weights(model: nnx.Module) -> None:
 
 
 def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
-    """The products with automatic weight scaling, each with the path of its weight."""
+    """The products with automatic weight scaling, each with the path of its weight: of a tied one, that in states."""
     layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling) and m.linear.tracked]
     if not layers:
         raise ValueError("the model has no layer with automatic weight scaling")
-    return [(m.weight_path(path), m) for path, m in layers]
+    own: dict[tuple[str, ...], nnx.Variable] = {}
+    first: dict[int, tuple[str, ...]] = {}
+    for place, node in nnx.iter_graph(model):
+        path = tuple(map(str, place))
+        if isinstance(node, nnx.Variable):
+            first[id(node)] = path
+        elif isinstance(node, nnx.Module):
+            own |= {(*path, name): value for name, value in vars(node).items() if isinstance(value, nnx.Variable)}
+    weights = [(m.weight_path(path), m) for path, m in layers]
+    return [(first[id(own[path])] if path in own else path, m) for path, m in weights]
 
 
 def state_name(weight: str) -> str:

@@ -241,3 +241,18 @@ def test_a_model_of_thresholds_and_delayed_scaling_may_have_ended_its_step():
     tx = fp8jax.optimizer("te_delayed", 1e-2)
     runs = [scaled_run(rules, fp8jax.nnx.Optimizer, tx, end)[0] for end in (alone, advanced)]
     chex.assert_trees_all_equal(*(nnx.state(model, fp8jax.nnx.ScalingVariable) for model in runs))
+
+
+def test_layers_with_one_weight_have_its_bound():
+    layers = [nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(2)]
+    layers[1].kernel = layers[0].kernel
+    model = fp8jax.nnx.quantize(nnx.Sequential(*layers), "moss")
+    optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer("moss", 1e-2), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(loss)(model))
+    ((_, bound),) = fp8jax.weight_bounds(optimizer.opt_state).items()
+    for follow in (lambda: None, lambda: fp8jax.nnx.set_weight_bounds(model, {("layers", "0", "kernel"): bound})):
+        follow()
+        assert [float(x) for x in jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))] == 2 * [float(bound)]
+    fp8jax.nnx.measure_weights(model)
+    largest = float(jnp.abs(model.layers[0].kernel[...]).max())
+    assert [float(x) for x in jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))] == 2 * [largest]
