@@ -35,7 +35,8 @@ class FusedOptimizer(nnx.Optimizer):
     A step ends for the model's scalings, too. Statistics among the gradients enter its states, as by
     `advance_scaling`, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a
     tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, as by `set_weight_bounds`, when the optimizer is made, too.
-    Calling these besides changes nothing.
+    Calling these besides changes nothing. Each of several optimizers of a model would end the step: call
+    `advance_scaling` once before them, whose gradients have no statistics.
 
     Args:
         model: the module whose variables are trained.
