@@ -265,7 +265,7 @@ def round_up(x: Array, fmt: Format) -> Array:
 def _drawn(y: Array, noise: Array) -> Array:
     """Integers around y, up or down by noise: beside 10 bits of y fp32 has no place for all of the noise's."""
     below = jnp.floor(y)
-    return below + (y - below + noise >= 1)
+    return below + (y - below + noise >= 1).astype(below.dtype)
 
 
 def encode_e8m0(y: Array, rounding: str) -> Array:
