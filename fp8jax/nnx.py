@@ -1,11 +1,11 @@
 """Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
 
+from fp8jax.flax_optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.modules.lora_nnx import adapters as adapters
 from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora
 from fp8jax.modules.nnx import quantize as quantize
 from fp8jax.modules.nnx import unquantize as unquantize
-from fp8jax.modules.optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
 from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
