@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from fp8jax.core import derivatives, scaling
 from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.ops import targets
 from fp8jax.ops.choice import vary_with
 from fp8jax.ops.chunks import TokenChunks
 from fp8jax.ops.cuts import WHOLE, Cut
@@ -45,7 +46,7 @@ def linear_cross_entropy(
     *,
     bias: Array | None = None,
     where: Array | None = None,
-    ignore_label: int | None = None,
+    ignore_label: int | None = targets.IGNORED,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -69,10 +70,13 @@ def linear_cross_entropy(
         x: (..., channels), what the head reads; at least two axes.
         w: (channels, vocabulary); with `vocabulary_axis=0` (vocabulary, channels), as an embedding's table is. Where a
             mesh cuts the vocabulary, each device computes its own part of the logits; channels are gathered once.
-        labels: (...), integers in [0, vocabulary). The loss of any other is NaN where it counts.
+        labels: (...), integers in [0, vocabulary), or `ignore_label`. The loss of any other label that counts is NaN,
+            whatever the recipe and the mesh: it is not taken for an ignored one, and no entry of the vocabulary is put
+            in its place. Under `jax.experimental.checkify`, with `user_checks`, an error names it.
         bias: (vocabulary,).
         where: bool (...), the tokens that count; None counts all. What the others hold, NaN too, has no effect.
-        ignore_label: tokens with this label do not count, either.
+        ignore_label: tokens with this label do not count, either; by default -100, as in PyTorch and in Hugging Face's
+            data sets. None ignores no label.
         softcap: above 0.
         label_smoothing: in [0, 1].
         z_loss: at least 0.
@@ -93,7 +97,7 @@ def linear_cross_entropy(
         ValueError: shapes do not match, or an argument is out of its range.
         TypeError: labels are no integers, or `x` and `w` no floats.
     """
-    _check(x, w, labels, bias, where, vocabulary_axis)
+    targets.check(x, w, labels, bias, where, vocabulary_axis)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if softcap is not None and not softcap > 0:
@@ -121,6 +125,7 @@ def linear_cross_entropy(
         x = jnp.where(counts[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
+    targets.check_labels(labels, counts, w.shape[loss.vocabulary_axis])
     x, w, bias = vary_with((x, w, bias), x, w, bias, labels, counts)
     token = derivatives.token(derivatives.named(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias)
     if reduction == "none":
@@ -131,25 +136,6 @@ def linear_cross_entropy(
         # Gradients of a mean over many tokens are below the smallest fp16: they are divided when they are scaled.
         return _sum(loss, x, w, bias, key, labels, weights, token) / total
     return _sum(loss, x, w, bias, key, labels, weights / total, token)
-
-
-def _check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int) -> None:
-    if vocabulary_axis not in (-2, -1, 0, 1):
-        raise ValueError(f"vocabulary_axis must be 0 or 1, got {vocabulary_axis}")
-    if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[1 - vocabulary_axis % 2]:
-        wanted = "(vocabulary, channels)" if vocabulary_axis % 2 == 0 else "(channels, vocabulary)"
-        raise ValueError(f"the head takes x (..., channels) and w {wanted}, not {x.shape} and {w.shape}")
-    if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
-        raise TypeError(f"x and w must be floats, not {x.dtype} and {w.dtype}")
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, not {labels.dtype}")
-    for name, array in (("labels", labels), ("where", where)):
-        if array is not None and array.shape != x.shape[:-1]:
-            raise ValueError(f"{name} must have the shape {x.shape[:-1]} of x without channels, not {array.shape}")
-    if where is not None and where.dtype != jnp.bool_:
-        raise TypeError(f"where must be bool, not {where.dtype}")
-    if bias is not None and bias.shape != (w.shape[vocabulary_axis % 2],):
-        raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
 
 
 class _Softmax(NamedTuple):

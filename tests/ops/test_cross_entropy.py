@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import P
+from jax.experimental import checkify
 
 import fp8jax
 from fp8jax.ops import head
@@ -145,15 +146,34 @@ def test_what_does_not_count_has_no_effect():
     assert not any(np.any(part) for part in none)
 
 
-@pytest.mark.parametrize("label", [-1, VOCABULARY])
-def test_a_label_outside_of_the_vocabulary_is_nan(label):
+@pytest.mark.parametrize("recipe", few([None, "te_current", "fast"], None, "te_current"))
+def test_labels_outside_of_the_vocabulary_are_ignored_or_seen(recipe):
+    """PyTorch's -100 is ignored by default; others are NaN where they count, and an error under checkify."""
     x, w = floats(X, W)
-    labels = jnp.asarray(LABELS).at[1, 2].set(label)
-    each = np.asarray(fp8jax.linear_cross_entropy(x, w, labels, reduction="none"))
-    assert np.argwhere(np.isnan(each)).tolist() == [[1, 2]]
-    value, gradient = jax.value_and_grad(lambda w: fp8jax.linear_cross_entropy(x, w, labels))(w)
-    assert np.isnan(value)
-    assert np.isnan(gradient).any()
+
+    @functools.partial(jax.jit, static_argnames=("reduction", "ignore_label"))
+    def step(x, w, labels, reduction="mean", **how):
+        call = functools.partial(fp8jax.linear_cross_entropy, recipe=recipe, tokens_per_chunk=5, **how)
+        loss = lambda x, w: (jnp.sum(y := call(x, w, labels, reduction=reduction)), y)  # noqa: E731
+        (_, value), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
+        return value, gradients
+
+    where, ignored = jnp.asarray(WHERE), jnp.where(jnp.asarray(WHERE), LABELS, -100)
+    for reduction in ("mean", "none"):
+        given = step(jnp.where(where[..., None], x, jnp.nan), w, ignored, reduction)
+        jax.tree.map(np.testing.assert_array_equal, given, step(x, w, jnp.asarray(LABELS), reduction, where=where))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(given))
+    for label, how in ((-1, {}), (VOCABULARY, {}), (-100, {"ignore_label": None})):
+        labels = jnp.asarray(LABELS).at[1, 2].set(label)
+        each, (dx, dw) = step(x, w, labels, "none", **how)
+        assert np.argwhere(np.isnan(each)).tolist() == [[1, 2]]
+        assert np.isnan(dw).any()
+        assert np.isnan(dx[1, 2]).all()
+    assert np.isnan(step(x, w, jnp.asarray(LABELS).at[1, 2].set(-1))[0])
+    checked = jax.jit(checkify.checkify(step))
+    assert checked(x, w, ignored)[0].get() is None
+    message = checked(x, w, jnp.asarray(LABELS).at[1, 2].set(-7))[0].get()
+    assert f"labels that count must lie in [0, {VOCABULARY}), and are from -7 to " in message
 
 
 def test_logits_are_never_whole():
@@ -237,7 +257,7 @@ def test_meshes_cut_it_as_they_lie(kind, placed, recipe):
     rng, (of_x, of_w) = np.random.default_rng(1), MESHES[placed]
     operands = (
         *floats(rng.normal(size=(4, 16, 24)), rng.normal(size=(24, 64)), rng.normal(size=64)),
-        jnp.asarray(rng.integers(0, 64, (4, 16))),
+        jnp.asarray(np.where(rng.random((4, 16)) < 0.2, -100, rng.integers(0, 64, (4, 16)))),
     )
 
     def step(reduction, x, w, bias, labels):

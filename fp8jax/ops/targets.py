@@ -1,0 +1,40 @@
+"""Labels of a head's loss: which are ignored, and what is checked of them and of the operands beside them."""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import checkify
+
+# PyTorch's, and so that of tokenized data sets: labels of prompts and of padding.
+IGNORED = -100
+
+
+def check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int) -> None:
+    """Raises where operands of `fp8jax.linear_cross_entropy` do not fit each other."""
+    if vocabulary_axis not in (-2, -1, 0, 1):
+        raise ValueError(f"vocabulary_axis must be 0 or 1, got {vocabulary_axis}")
+    if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[1 - vocabulary_axis % 2]:
+        wanted = "(vocabulary, channels)" if vocabulary_axis % 2 == 0 else "(channels, vocabulary)"
+        raise ValueError(f"the head takes x (..., channels) and w {wanted}, not {x.shape} and {w.shape}")
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
+        raise TypeError(f"x and w must be floats, not {x.dtype} and {w.dtype}")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers, not {labels.dtype}")
+    for name, array in (("labels", labels), ("where", where)):
+        if array is not None and array.shape != x.shape[:-1]:
+            raise ValueError(f"{name} must have the shape {x.shape[:-1]} of x without channels, not {array.shape}")
+    if where is not None and where.dtype != jnp.bool_:
+        raise TypeError(f"where must be bool, not {where.dtype}")
+    if bias is not None and bias.shape != (w.shape[vocabulary_axis % 2],):
+        raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
+
+
+def check_labels(labels: Array, counts: Array, vocabulary: int) -> None:
+    """An error under checkify where a label that counts is none; elsewhere nothing is computed for it."""
+    own = jnp.where(counts, labels, 0)
+    checkify.debug_check(
+        jnp.all((own >= 0) & (own < vocabulary)),
+        f"labels that count must lie in [0, {vocabulary}), and are from {{lowest}} to {{highest}}: give tokens without "
+        "a target the label that linear_cross_entropy ignores, or leave them out by where=",
+        lowest=jnp.min(own),
+        highest=jnp.max(own),
+    )
