@@ -246,10 +246,15 @@ def compressed_adamw(
         return advance(form, grads, state, params, learning_rate, weight_decay, **options)
 
     def update(
-        updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: CompressedAdamState,
+        params: optax.Params | None = None,
+        *,
+        max_direction: ArrayLike | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        return descend(adamw.update, updates, state, params)
+        return descend(adamw.update, updates, state, params, max_direction=max_direction)
 
     def step(
         grads: optax.Updates,

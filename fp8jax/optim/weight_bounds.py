@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -60,8 +61,9 @@ def track_weights(
     are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
     group may have a tracker, with its own limit.
 
-    Parameters must only change by these updates. Where others are loaded, call `measure_weights`; where the parameters
-    come back as they were (a checkpoint of both), nothing. Not for `compressed_adamw(...).step`, which applies itself:
+    Parameters must only change by these updates. Where others are loaded, call `measure_weights`, and that of the
+    model, such as `fp8jax.nnx.measure_weights`; where the parameters come back as they were (a checkpoint of both),
+    nothing. Not for `compressed_adamw(...).step`, which applies itself:
     `tracked` is for that.
 
     Args:
@@ -92,9 +94,10 @@ def tracked(
         limit = fp8jax.adam_limit(lr, b2=0.95, weight_decay=0.1)
         tx = fp8jax.clipped(1.0, fp8jax.tracked(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit))
 
-    `init`, `update` and the state are those of `optax.chain(tx, track_weights(interval, limit))`, which has lost the
-    `step` of `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates
-    parameters and moments: no updates are written, and nothing is reduced but every `interval` steps.
+    `init` and the state are those of `optax.chain(tx, track_weights(interval, limit))`, which has lost the `step` of
+    `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates parameters and
+    moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and its
+    bounds are those of `step`.
 
     Args:
         tx: `compressed_adamw`, also of masters by parts. Their bounds are those of the masters, and of what rounding to
@@ -115,12 +118,26 @@ def tracked(
     if not isinstance(limit, AdamLimit):
         raise TypeError(f"tracked takes a limit of fp8jax.adam_limit, not {limit!r}; track_weights takes any")
     init, update, follow = _tracker(interval, limit, axis_name)
-    chain = optax.chain(tx, optax.GradientTransformationExtraArgs(init, update))
 
     def begin(params: optax.Params) -> tuple[optax.OptState, WeightBounds]:
-        inner, bounds = chain.init(params)
+        inner, bounds = tx.init(params), init(params)
         parts = _parts(inner, params)
         return inner, _each_bound(bounds, lambda name, bound: _wider(bound, parts.get(name)))
+
+    def longest(state: tuple[optax.OptState, WeightBounds]) -> Array:
+        return limit.direction(variables.bare(state[1].count))
+
+    def updates_within(
+        updates: optax.Updates,
+        state: tuple[optax.OptState, WeightBounds],
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, tuple[optax.OptState, WeightBounds]]:
+        if params is None:
+            raise ValueError("tracked needs the parameters: call update(grads, state, params)")
+        updates, inner = tx.update(updates, state[0], params, max_direction=longest(state), **extra_args)
+        updates, bounds = update(updates, state[1], params, parts=_parts(state[0], params))
+        return updates, (inner, bounds)
 
     def step(
         grads: optax.Updates,
@@ -133,12 +150,12 @@ def tracked(
     ) -> tuple[optax.Params, tuple[optax.OptState, WeightBounds]]:
         if key is not None:
             raise ValueError("tracked bounds weights that are rounded to nearest: leave out key, or hold them in fp32")
-        longest = limit.direction(variables.bare(state[1].count))
-        new, inner = tx.step(grads, state[0], params, factor=factor, applied=applied, max_direction=longest)
+        how: Any = {"factor": factor, "applied": applied, "max_direction": longest(state)}
+        new, inner = tx.step(grads, state[0], params, **how)
         _, bounds = follow(params, state[1], params, parts=_parts(state[0], params), applied=applied)
         return new, (inner, bounds)
 
-    return FusedTransformation(begin, chain.update, step)
+    return FusedTransformation(begin, updates_within, step)
 
 
 def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
@@ -178,15 +195,24 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
         return WeightBounds(optax.safe_increment(state.count), jax.tree.unflatten(tree, known))
 
     def update(
-        updates: optax.Updates, state: WeightBounds, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: WeightBounds,
+        params: optax.Params | None = None,
+        *,
+        parts: Mapping[tuple[str, ...], MasterRounding] = MappingProxyType({}),
+        **extra_args: Any,
     ) -> tuple[optax.Updates, WeightBounds]:
+        """`parts` are the weights that are high parts of masters which a step within the limit moves."""
         del extra_args
         if params is None:
             raise ValueError("track_weights needs the parameters: call update(grads, state, params)")
         tree: Any = jax.tree.structure(updates)
         flat, weights = jax.tree.leaves(updates), tree.flatten_up_to(params)
+        of_parts = [parts.get(name) for name in _by_path(updates)] if parts else None
 
         def moved(i: int, bound: Array) -> Array:
+            if limit is not None and of_parts and of_parts[i] is not None:
+                return limit(state.count, bound)
             # Of more bits than the weight has, it is the difference of two rounded ones.
             if limit is None or flat[i].dtype.itemsize > weights[i].dtype.itemsize:
                 return over_shards(part.measure(flat[i]))
@@ -194,7 +220,7 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
             flat[i] = _cut(flat[i], most)
             return most.astype(jnp.float32)
 
-        new = advance(state, tree, weights, moved)
+        new = advance(state, tree, weights, moved, of_parts)
         return jax.tree.unflatten(tree, flat), new
 
     def follow(

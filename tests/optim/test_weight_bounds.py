@@ -109,7 +109,8 @@ def test_no_weight_exceeds_its_bound(case):
         assert (bounds[name][INTERVAL - 1] > bounds[name][INTERVAL]).all() or case == "sgd, measured"
 
 
-def test_a_bound_follows_a_master_whose_weight_has_not_moved():
+@pytest.mark.parametrize("fused", [True, False], ids=["step", "update"])
+def test_a_bound_follows_a_master_whose_weight_has_not_moved(fused):
     """Steps of a fiftieth of a bf16's distance: 200 of them move the weight, and none does alone."""
     rate, ones = 1e-4, {"w": jnp.ones((8, 8), jnp.bfloat16)}
     tx = fp8jax.tracked(
@@ -117,7 +118,7 @@ def test_a_bound_follows_a_master_whose_weight_has_not_moved():
         fp8jax.adam_limit(rate, 0.9, 0.95),
         interval=50,
     )
-    grads, step = {"w": -ones["w"]}, jax.jit(tx.step)
+    grads, step = {"w": -ones["w"]}, jax.jit(tx.step if fused else functools.partial(by_updates, tx))
     params, state = ones, tx.init(ones)
     for _ in range(200):
         params, state = step(grads, state, params)
@@ -126,6 +127,11 @@ def test_a_bound_follows_a_master_whose_weight_has_not_moved():
     assert params["w"].max() > 1
     # What a step may move, and a bf16's rounding twice.
     assert state[1].bounds["w"] < 1 + 1.2 * 200 * rate + 3 * 2.0**-8
+
+
+def by_updates(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def test_bounds_hold_where_the_format_has_no_bits_left():
@@ -238,6 +244,9 @@ def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
     adam = adam._replace(mu=jax.tree.map(jnp.ones_like, PARAMS), nu=jax.tree.map(lambda p: 1e-6 + 0 * p, PARAMS))
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     params, state = tx.step(zeros, (adam, bounds), PARAMS)
+    updates, of_update = tx.update(zeros, (adam, bounds), PARAMS)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), state[1], of_update[1])
+    np.testing.assert_allclose(optax.apply_updates(PARAMS, updates)["w"], params["w"], rtol=1e-5)
     assert all(
         np.abs(x).max() > 100 for x in jax.tree.leaves(optax.tree.sub(adamw.step(zeros, adam, PARAMS)[0], PARAMS))
     )
