@@ -134,7 +134,7 @@ class Task:
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=held,
-            model_state=model_state,
+            model_state=self._bounded(held, model_state, opt_state),
             opt_state=opt_state,
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
             healthy=jnp.array(True),

@@ -38,6 +38,7 @@ from fp8jax.ops.scaled import weight_scale as weight_scale
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear
+from fp8jax.optim.adam_limit import adam_limit as adam_limit
 from fp8jax.optim.clipped import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
@@ -54,7 +55,6 @@ from fp8jax.optim.release import release as release
 from fp8jax.optim.updates import gradient_norm as gradient_norm
 from fp8jax.optim.updates import updates_norm as updates_norm
 from fp8jax.optim.updates import value_and_updates as value_and_updates
-from fp8jax.optim.weight_bounds import adam_limit as adam_limit
 from fp8jax.optim.weight_bounds import measure_weights as measure_weights
 from fp8jax.optim.weight_bounds import track_weights as track_weights
 from fp8jax.optim.weight_bounds import tracked as tracked

@@ -11,11 +11,12 @@ from jax import Array
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.weights import SCALED
+from fp8jax.optim.adam_limit import adam_limit
 from fp8jax.optim.clipped import clipped
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.weight_bounds import adam_limit, tracked
+from fp8jax.optim.weight_bounds import tracked
 
 
 def optimizer(

@@ -283,9 +283,9 @@ class Threshold(Stateful):
 class Automatic(Stateful):
     """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
 
-    The state is the bound, an fp32 scalar, measured at the start. Afterwards it is the optimizer's: `track_weights`,
-    last in its chain, lets the bound grow with what is applied, and measures again every `interval` steps; the layer
-    is given it after each update. No weight is beyond its bound, so none saturates.
+    The state is the bound, an fp32 scalar. It is the optimizer's: `track_weights`, last in its chain, lets the bound
+    grow with what is applied, and measures again every `interval` steps; the layer is given it after each update. No
+    weight is beyond its bound, so none saturates. Until then a model holds 0, and measures its weights in each call.
 
     Attributes:
         interval: steps between measurements.

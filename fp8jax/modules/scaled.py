@@ -14,7 +14,8 @@ from fp8jax.modules import training
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge
-from fp8jax.rewrite.states import Noted, ParameterState, scaling_names, stacked_bound
+from fp8jax.rewrite.bounds import Bound, known_bounds, stacked_bound
+from fp8jax.rewrite.states import Noted, ParameterState, first_state, scaling_names
 
 OWN = "fp8jax_"
 
@@ -146,7 +147,8 @@ class LayerScaling(Holder):
             init = lambda w: init_scaling(linear, merge(w, 1, w.ndim - 1))  # noqa: E731
             for _ in layers:
                 init = jax.vmap(init)
-            own = {linear.states[o].variable(o): s for o, s in init(kernel)._asdict().items() if s is not None}
+            first = first_state(linear, init(kernel))._asdict()
+            own = {linear.states[o].variable(o): s for o, s in first.items() if s is not None}
             seen = {f"seen_{o}": nothing_seen(linear, o, layers) for o in ("x", "w") if observes(linear, o)}
             return own | seen
 
@@ -255,7 +257,8 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
         optimizer.update(model, grads)
         fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
 
-    Evaluation reads the bounds, which are part of the model's state and of its checkpoints.
+    Evaluation reads the bounds, which are part of the model's state and of its checkpoints. A model that was never
+    given any measures its weights in each call, as they are then.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
@@ -283,7 +286,8 @@ def _set_bound(layer: LayerScaling, path: Sequence[str], bound: Array | None) ->
 
 
 def measure_weights(model: nnx.Module) -> None:
-    """Measures the weights of a model with automatic weight scaling, in place: for parameters that were loaded.
+    """Measures the weights of a model with automatic weight scaling, in place: of one that was given bounds before, for
+    parameters that were loaded since. Of one that was not, so that calls need not measure them.
 
     Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
 
@@ -293,6 +297,21 @@ def measure_weights(model: nnx.Module) -> None:
     weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     for path, layer in _tracked(model):
         _set_bound(layer, path, Automatic().measure(weights[path][...]))
+
+
+def with_known_bounds(model: nnx.Module) -> None:
+    """Measures weights that nobody has given a bound, in place; others are not read."""
+    weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    layers = _tracked(model)
+    tracked = {
+        "/".join(path): Bound(layer.linear, layer.stacked(), weights[path][...], layer.tracked()[...])
+        for path, layer in layers
+        if path in weights
+    }
+    bounds = known_bounds(tracked)
+    for path, layer in layers:
+        if path in weights:
+            layer.tracked()[...] = bounds["/".join(path)]
 
 
 def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:

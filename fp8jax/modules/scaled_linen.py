@@ -19,8 +19,8 @@ from fp8jax.modules.scaled import (
     weight_path,
 )
 from fp8jax.ops.scaled import ScalingState, observes
+from fp8jax.rewrite.bounds import stacked_bound
 from fp8jax.rewrite.rules import Rules, ordered
-from fp8jax.rewrite.states import stacked_bound
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
@@ -137,7 +137,8 @@ def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...
 
 
 def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The collection "fp8jax_scaling" of a model with automatic weight scaling, for parameters that were loaded.
+    """The collection "fp8jax_scaling" of a model with automatic weight scaling, measured: for parameters that were
+    loaded after it was given bounds. Of one that was not, each call measures the weights.
 
     Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
 

@@ -60,9 +60,9 @@ def settles(call: str) -> None:
 _ADVICE = {
     ADVANCE: "unless it is called after it, once a step, scales and thresholds stay what they were at first. Write "
     "{}, or take a recipe with current scaling",
-    BOUNDS: "unless it is called after each update, weights are quantized by the bounds of the first ones, and larger "
-    "ones are cut. Write {}, with fp8jax.track_weights last in the optimizer's chain, or take recipe 'fast', whose "
-    "scales need neither",
+    BOUNDS: "unless it is called after each update, each call reads all weights for their largest magnitudes, which "
+    "this scaling is there to save. Write {}, with fp8jax.track_weights last in the optimizer's chain, or take recipe "
+    "'fast', whose scales need neither",
 }
 # How states are advanced in each of Flax's interfaces.
 _WRITE = {

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functional import kernel_axes
 from fp8jax.modules.nnx import settings_of
-from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables
+from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables, with_known_bounds
 from fp8jax.modules.untrained import UntrainedVariable
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
 from fp8jax.ops.scaled import weight_scale
@@ -65,6 +65,8 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
     copy = nnx.clone(model)
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
+    if any(isinstance(m, LayerScaling) and m.linear.tracked for _, m in nnx.iter_modules(copy)):
+        with_known_bounds(copy)
     held: list[Any] = [layer for path, layer in layers if _hold(layer, functools.partial(quantizer, path))]
     if not held and quantizer is _quantizer:
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")

@@ -126,7 +126,8 @@ def init(uses: Mapping[Use, Linear], weights: Mapping[str, Any]) -> States:
             )
         slots = tuple(_slots(linear, tuple(level.times for level in use.levels)) for use in group)
         merged = tuple(tuple(not level.stacked for level in use.levels) for use in group)
-        states[path] = TrackedScaling(_state(linear, weights[path], stacked), slots, linear, merged)
+        state = first_state(linear, measured_state(linear, weights[path], stacked))
+        states[path] = TrackedScaling(state, slots, linear, merged)
     return states
 
 
@@ -135,7 +136,16 @@ def _slots(linear: Linear, axes: tuple[int, ...]) -> Observed:
     return Observed(**seen)
 
 
-def _state(linear: Linear, weight: Any, stacked: tuple[int, ...]) -> ScalingState:
+def first_state(linear: Linear, measured: ScalingState) -> ScalingState:
+    """The state that a caller holds at first: of a bound on a weight 0, until somebody gives one; see `Bound`."""
+    if not linear.tracked:
+        return measured
+    assert measured.w is not None
+    return measured._replace(w=jnp.zeros_like(measured.w))
+
+
+def measured_state(linear: Linear, weight: Any, stacked: tuple[int, ...]) -> ScalingState:
+    """The state of products with this weight, (*stacked, ...), before the first step."""
     one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, w.reshape(-1, w.shape[-1]))  # noqa: E731
     if weight.shape[: len(stacked)] != stacked:  # the program stacks it otherwise than it is stored
         return jax.tree.map(lambda s: jnp.broadcast_to(s, (*stacked, *s.shape)), one(weight))  # type: ignore[no-any-return]
@@ -245,33 +255,6 @@ def _spread_back(uses: tuple[tuple[Level, ...], ...], _: None, cotangents: tuple
 
 
 _spread.defvjp(lambda slot, uses: (_spread(slot, uses), None), _spread_back)
-
-
-def with_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
-    """States whose weights have the bounds of an optimizer; see `Transformed.set_weight_bounds`."""
-    known, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
-    for path, tracked in states.items():
-        if tracked.linear.tracked:
-            assert tracked.state.w is not None
-            bound = stacked_bound(known.get(path), path, tracked.state.w.shape)
-            new[path] = dataclasses.replace(tracked, state=tracked.state._replace(w=bound))
-    return new
-
-
-def stacked_bound(bound: Array | None, path: str, stacked: tuple[int, ...]) -> Array:
-    """The bounds of stacked layers from those of all matrices in the last two axes of the parameter at a path.
-
-    Raises:
-        ValueError: there is none, or the parameter is stacked otherwise.
-    """
-    if bound is None:
-        raise ValueError(f"the optimizer follows no parameter {path}: its state is another model's")
-    if bound.shape[: len(stacked)] != stacked:
-        raise ValueError(
-            f"automatic scaling takes kernels stacked along their first axes, {stacked}: the bounds of {path} are "
-            f"{bound.shape}"
-        )
-    return jnp.max(bound, axis=tuple(range(len(stacked), bound.ndim)))
 
 
 def by_use(states: States) -> dict[tuple[str, int], Given]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
+from fp8jax.rewrite.bounds import with_bounds, with_known_bounds
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
@@ -25,7 +26,6 @@ from fp8jax.rewrite.states import (
     advance,
     by_use,
     scaling_names,
-    with_bounds,
 )
 
 _MOST_PLANS = 64
@@ -142,7 +142,7 @@ class Transformed:
         Under `jax.vmap` map the states too (or gradients of the batch's elements are summed).
 
         Args:
-            args, kwargs: of a call. Scalings that start from the weights, as automatic scaling, measure the parameters.
+            args, kwargs: of a call. Automatic scaling has no bounds then, and measures the parameters in each call.
 
         Raises:
             ValueError: as the call; or products of one parameter cannot have one state.
@@ -226,6 +226,8 @@ class Transformed:
         made = schedule(graph)
 
         def run(arrays: list[Any], given: Any, noting: bool) -> tuple[list[Any], Any]:
+            weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}
+            given = with_known_bounds(given, uses, weights)
             running = Running(made, arrays, given, forward=noting)
             return running.outputs(), running.seen
 

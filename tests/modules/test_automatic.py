@@ -148,6 +148,49 @@ def test_a_layer_takes_the_scale_of_its_bound_and_measures_loaded_weights():
         fp8jax.init_scaling(PART)
 
 
+def by_nnx(x, w):
+    model = fp8jax.nnx.quantize(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), PART)
+    model.kernel[...] = w
+    return jax.jit(lambda x: model(x))(x)
+
+
+def by_nnx_held(x, w):
+    model = fp8jax.nnx.quantize(nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), PART)
+    model.kernel[...] = w
+    return fp8jax.nnx.quantize_weights(model)(x)
+
+
+def by_linen(x, w):
+    model = fp8jax.linen.quantize(nn.Dense(8, use_bias=False), PART)
+    return model.apply({**model.init(jax.random.key(0), x), "params": {"kernel": w}}, x)
+
+
+def by_transform(x, w):
+    fast = fp8jax.transform(lambda w, x: x @ w["w"], [fp8jax.Rule(".*", PART)])
+    return fast({"w": w}, x, states=fast.init({"w": w / 100}, x))
+
+
+def by_shards(x, w):
+    """Each device has some of the weight's columns: their scale is that of all."""
+    fast = fp8jax.transform(lambda w, x: x @ w["w"], [fp8jax.Rule(".*", PART)])
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    columns, states = P(None, "model"), fast.init({"w": w}, x)
+    call = jax.shard_map(
+        lambda w, x, states: fast({"w": w}, x, states=states),
+        mesh=mesh,
+        in_specs=(columns, P(), P()),
+        out_specs=columns,
+    )
+    return jax.jit(call)(w, x, states)
+
+
+@pytest.mark.parametrize("apply", [by_nnx, by_nnx_held, by_linen, by_transform, by_shards], ids=lambda f: f.__name__)
+def test_weights_that_are_loaded_are_measured_until_bounds_are_given(apply):
+    x, w = jax.random.normal(jax.random.key(1), (4, 16)), 7 * jax.random.normal(jax.random.key(2), (16, 8))
+    wanted = fp8jax.linear(x, w, recipe=dataclasses.replace(PART, w_scaling="current"))
+    np.testing.assert_allclose(apply(x, w), wanted, rtol=1e-6)
+
+
 class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -167,7 +210,7 @@ def test_linen_layers_are_given_bounds_one_a_layer():
     params, scaling = variables["params"], variables["fp8jax_scaling"]
     kernel = jax.tree.leaves(params)[1]
     largest = np.abs(np.asarray(kernel)).max((-2, -1))
-    np.testing.assert_array_equal(jax.tree.leaves(scaling)[0], largest)
+    np.testing.assert_array_equal(jax.tree.leaves(scaling)[0], 0)
     tx = optax.chain(optax.sgd(1.0), fp8jax.track_weights())
     grads = jax.grad(lambda params: jnp.sum(model.apply({"params": params, "fp8jax_scaling": scaling}, x) ** 2))(params)
     _, state = tx.update(grads, tx.init(params), params)

@@ -155,11 +155,11 @@ def test_thresholds_count_blocks():
 
 
 def test_bounds_of_weights_come_from_the_optimizer():
-    """Automatic scaling: measured at the start, then set; without states weights have their own scales."""
+    """Automatic scaling: weights have their own scales until bounds are set, and without states."""
     fast = fp8jax.transform(scanned, "moss")
     states = fast.init(STACKED, X)
-    np.testing.assert_allclose(states["up"].state.w, largest(STACKED["up"], (1, 2)), rtol=1e-6)
-    bounds = {("up",): 7 * states["up"].state.w, ("down",): states["down"].state.w}
+    np.testing.assert_array_equal(states["up"].state.w, np.zeros(len(STACKED["up"])))
+    bounds = {(n,): jnp.float32(times * largest(STACKED[n], (1, 2))) for n, times in (("up", 7), ("down", 1))}
     new = fast.set_weight_bounds(states, bounds)
     np.testing.assert_array_equal(new["up"].state.w, bounds["up",])
     assert (fast(STACKED, X, states=new) != fast(STACKED, X, states=states)).any()
