@@ -117,9 +117,9 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
     """Reads every document and splits them.
 
     Whole documents go to validation, in the order of a hash of their content, until they hold `valid_fraction` of the
-    text; a document that would alone overshoot by half is passed over. A single document, or documents of which none is
-    small enough, give the tail of the text instead. Empty documents and exact copies are dropped, so that a copy cannot
-    stand in both splits.
+    text; a document that would alone overshoot by half is passed over, and one stays for training. A single document,
+    or documents of which none is small enough, give the tail of the text instead. Empty documents and exact copies are
+    dropped, so that a copy cannot stand in both splits.
 
     Args:
         patterns: as `find_files`; none means the standard library.
@@ -144,9 +144,9 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
         raise UserError(f"the corpus is empty: {len(files)} files in {where}, none with text; give text with --data")
 
     target = valid_fraction * sum(map(len, documents.values()))
-    chosen, held = set(), 0
+    chosen, held = set[str](), 0
     for key in sorted(documents):
-        if held < target and held + len(documents[key]) <= 1.5 * target:
+        if held < target and held + len(documents[key]) <= 1.5 * target and len(chosen) < len(documents) - 1:
             chosen.add(key)
             held += len(documents[key])
     train = [text for key, text in documents.items() if key not in chosen]
@@ -202,8 +202,7 @@ def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> gr
     the tokens' number, seq_len, batch and seed.
     """
     dataset = grain.MapDataset.source(_rows(tokens, seq_len)).seed(seed).shuffle().repeat()
-    dataset = dataset.batch(batch, drop_remainder=True)
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+    return iter(dataset.batch(batch).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
 def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:

@@ -99,7 +99,7 @@ def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, 
     Raises:
         UserError: no document has an answer within a row, of either split.
     """
-    if len(documents) == 1 and not whole:
+    if len(documents) == 1:
         documents = list(_pieces(documents[0], seq_len + 1, whole))
     rows, cut, left_out = [], 0, 0
     for each in split(documents, valid_fraction):

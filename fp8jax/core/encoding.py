@@ -94,10 +94,9 @@ def encode(
         micro_shape = spec.micro_shape(x.shape)
         finite = formats.where(jnp.isfinite(y), y, 0)
         microscale = _microscale(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
-        # 2^(127 - e) in two factors, each in fp32's range.
-        half = (127 - microscale.astype(jnp.int32)) // 2
-        for shift in (half, 127 - microscale.astype(jnp.int32) - half):
-            y = y * blocks.spread(jnp.ldexp(jnp.float32(1), shift), x.shape, micro_shape)
+        # Within fp32's normal numbers: a power is at most the largest element's, over that of a code of 2 or more.
+        over = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
+        y = y * blocks.spread(over, x.shape, micro_shape)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
     if spec.expand and spec.rounding == "stochastic":

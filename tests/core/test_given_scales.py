@@ -72,6 +72,12 @@ def test_what_is_not_finite_stays_visible_under_the_largest_scales(name):
         np.testing.assert_array_equal(np.isfinite(in_units(q)), np.isfinite(x))
 
 
+def test_a_given_scale_is_stored_to_nearest_and_one_of_integers_found_here_above():
+    spec, scale = fp8jax.QuantSpec("int8", "token", scale_format="bf16"), np.float32(1 + 2.0**-9)
+    x = jnp.full((1, 8), 127 * scale)
+    assert (quantize_with_scale(x, spec, scale).scale, fp8jax.quantize(x, spec).scale) == (1, 1 + 2.0**-7)
+
+
 def test_rounding_within_the_range_is_that_of_the_product_with_the_reciprocal():
     # bf16 values under powers of two: quotients are exact, ties among them.
     x = np.random.default_rng(0).normal(size=(64, 96)).astype(jnp.bfloat16).astype(np.float32) * 40

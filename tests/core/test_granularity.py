@@ -125,10 +125,11 @@ def test_ocp_microscaling_is_section_6_3(name):
 
 
 def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
-    x = np.zeros((4, 64), np.float32)
+    x = np.zeros((5, 64), np.float32)
     x[1, :32] = 1e-30
     x[1, 32:] = 1e30
     x[2] = 3e38
+    x[4] = 1.2e-36  # its power of two would be one less than the smallest of OCP
     for spec in ("e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"):
         q = fp8jax.quantize(jnp.asarray(x), spec)
         got = np.asarray(q.dequantize())
@@ -137,6 +138,7 @@ def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
         assert np.isfinite(got).all()
         np.testing.assert_array_equal(got[[0, 3]], 0)
         np.testing.assert_allclose(got[1, 32:], 1e30, rtol=2.0**-3)
+        np.testing.assert_allclose(got[4], 1.2e-36 if "token" in spec else 0, rtol=2.0**-3)
 
 
 def test_a_group_whose_own_scale_would_be_subnormal_keeps_its_values():

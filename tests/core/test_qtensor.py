@@ -324,11 +324,13 @@ def test_blocks_up_to_the_largest_numbers_have_the_codes_of_ordinary_ones(name, 
     spec = QuantSpec(name, "group", 64, scale_format=scale_format)
     x = np.abs(np.random.default_rng(0).standard_normal((3, 64))).astype(np.float32)
     x *= 0.99 / x.max(-1, keepdims=True)
-    want, got = quantize(jnp.asarray(x), spec), quantize(jnp.asarray(x * np.float32(2.0**127) * 2), spec)
-    np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), np.asarray(want.codes).view(np.uint8))
-    np.testing.assert_array_equal(
-        np.float64(np.float32(got.scale)), np.float64(np.float32(want.scale)) * np.float64(2.0**128)
-    )
+    want = quantize(jnp.asarray(x), spec)
+    for factor in (1, 2):
+        got = quantize(jnp.asarray(x * np.float32(2.0**127) * factor), spec)
+        np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), np.asarray(want.codes).view(np.uint8))
+        np.testing.assert_array_equal(
+            np.float64(np.float32(got.scale)), np.float64(np.float32(want.scale)) * np.float64(2.0**127) * factor
+        )
     for expand in (False, True):
         top = quantize(
             jnp.asarray([np.finfo(np.float32).max, 1e38], jnp.float32), dataclasses.replace(spec, expand=expand)

@@ -81,6 +81,8 @@ def test_what_is_not_cut_over_all_axes_or_has_one_axis_comes_back_as_it_is(mesh)
     for name in ("whole", "bias"):
         np.testing.assert_array_equal(found[name], weights[name])
     assert found["cut"].dtype == jnp.bfloat16
+    wide = functools.partial(gather_weights, axes="fsdp", specs=P("fsdp"), dtype=jnp.float32)
+    assert jax.eval_shape(mapped(mesh, wide, P("fsdp"), P()), weights["cut"]).dtype == jnp.float32
     assert (found["cut"] != weights["cut"]).any()
     both = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     for cut, rows in ((P("data"), 64), (P(("data", "fsdp")), 256)):

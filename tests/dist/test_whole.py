@@ -121,6 +121,15 @@ def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
     assert ("float32", (64, 32)) in {(str(x.dtype), x.shape) for x in jax.tree.leaves(jax.vjp(block, *inputs)[1])}
     assert ("float32", (64, 1)) in shapes
     assert gathered_again(lax.mul_p, inputs[0].astype(jnp.float16))
+    # What jax.shard_map says to be the same on all devices has a primitive of its own.
+    run = jax.shard_map(
+        lambda x: lax.all_gather(x, "fsdp", to="invarying"),
+        mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)), in_specs=P("fsdp"), out_specs=P(),
+    )  # fmt: skip
+    (inner,) = (eqn.params["jaxpr"] for eqn in jax.make_jaxpr(run)(jnp.ones(8)).eqns)
+    gathers = [eqn.primitive for eqn in inner.eqns if "gather" in eqn.primitive.name]
+    assert len(gathers) == 1
+    assert not any(map(gathered_again, gathers))
 
 
 def test_sums_in_fp32_are_held_rather_than_what_is_added():

@@ -21,11 +21,16 @@ def write(folder, **texts):
 def test_files_folders_and_globs_find_the_same_documents(tmp_path):
     write(tmp_path, a="one " * 50, b="two " * 50, c="three " * 50)
     (tmp_path / ".hidden").write_text("no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "d.txt").write_text("no")
     folder = data.read_corpus([str(tmp_path)], 0.3)
     assert data.read_corpus([str(tmp_path / "*.txt")], 0.3) == folder
     assert data.read_corpus([str(tmp_path / f"{x}.txt") for x in "abc"], 0.3) == folder
     assert data.read_corpus([str(tmp_path), str(tmp_path / "a.txt")], 0.3) == folder
     assert folder.files == 3
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "below", e="five " * 50)
+    assert data.read_corpus([str(tmp_path / "**" / "*.txt")], 0.3) == data.read_corpus([str(tmp_path)], 0.3) != folder
 
 
 def test_split_is_by_document_and_the_same_wherever_the_files_lie(tmp_path):
@@ -42,8 +47,10 @@ def test_split_is_by_document_and_the_same_wherever_the_files_lie(tmp_path):
 
 def test_single_file_gives_its_tail_to_validation(tmp_path):
     text = "".join(chr(97 + i % 26) for i in range(1000))
-    corpus = data.read_corpus([str(write(tmp_path, a=text) / "a.txt")], 0.1)
-    assert (corpus.train, corpus.valid) == ((text[:900],), (text[900:],))
+    # Of a large share no more than half, of a small text one character at least.
+    for one, share, cut in ((text, 0.1, 900), (text, 0.8, 500), ("short", 0.1, 4)):
+        corpus = data.read_corpus([str(write(tmp_path, a=one) / "a.txt")], share)
+        assert (corpus.train, corpus.valid) == ((one[:cut],), (one[cut:],))
 
 
 def test_copies_and_empty_files_are_dropped(tmp_path):
@@ -55,7 +62,9 @@ def test_copies_and_empty_files_are_dropped(tmp_path):
 
 def test_documents_go_to_validation_until_they_hold_its_share(tmp_path):
     write(tmp_path, **{f"d{i}": f"{i:02} " * 30 for i in range(20)})
-    assert len(data.read_corpus([str(tmp_path)], 0.2).valid) == 4
+    for share, count in ((0.2, 4), (0.99, 19)):
+        corpus = data.read_corpus([str(tmp_path)], share)
+        assert (len(corpus.train), len(corpus.valid)) == (20 - count, count)
 
 
 def test_standard_library_is_the_default_and_holds_no_tests():
@@ -73,8 +82,10 @@ def test_files_that_are_not_text(tmp_path, content):
     write(tmp_path, good="words " * 50, bad=content)
     corpus = data.read_corpus([str(tmp_path)], 0.1)
     assert [os.path.basename(name) for name in corpus.skipped] == ["bad.txt"]
-    with pytest.raises(UserError, match=r"bad\.txt: the file is binary or not UTF-8; convert"):
-        data.read_corpus([str(tmp_path), str(tmp_path / "bad.txt")], 0.1)
+    patterns = [str(tmp_path), str(tmp_path / "bad.txt")]
+    for order in (patterns, patterns[::-1]):
+        with pytest.raises(UserError, match=r"bad\.txt: the file is binary or not UTF-8; convert"):
+            data.read_corpus(order, 0.1)
 
 
 def test_missing_paths_are_errors_that_name_them(tmp_path):

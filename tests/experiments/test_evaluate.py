@@ -52,6 +52,10 @@ def test_a_text_of_one_token_cannot_be_scored():
         scoring.cut(np.array([3]), 4)
 
 
+def test_a_perplexity_is_a_number_however_large_the_loss_is():
+    assert scoring.Score(9e5, 3).perplexity == scoring.Score(2100, 3).perplexity == math.exp(700)
+
+
 def test_continuations_are_scored_given_their_context():
     context, short, long = np.array([1, 2, 3, 4, 5, 6, 7]), np.array([8]), np.array([8, 9, 10])
     scores = scoring.score_continuations(
@@ -59,6 +63,9 @@ def test_continuations_are_scored_given_their_context():
     )
     chain = LOG[8, 9] + LOG[9, 10]
     np.testing.assert_allclose(scores, [LOG[7, 8], LOG[7, 8] + chain, LOG[1, 8] + chain], rtol=1e-5)
+    # Of a context as much is kept as fits beside it: all inputs and the last target of 5.
+    seen = scoring.score_continuations(lambda _, x: 0 * x[:, 1:] + x.sum(1)[:, None], None, [(context, short)], 5)
+    assert seen == [3 + 4 + 5 + 6 + 7 + 8]
 
 
 def test_token_by_token_no_later_token_is_seen():

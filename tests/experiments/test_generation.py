@@ -69,6 +69,7 @@ LOGITS = np.log([0.4, 0.3, 0.15, 0.1, 0.05])
         (TokenChoice(1.0), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (TokenChoice(0.5), np.square([0.4, 0.3, 0.15, 0.1, 0.05]) / np.square([0.4, 0.3, 0.15, 0.1, 0.05]).sum()),
         (TokenChoice(1.0, top_k=2), [4 / 7, 3 / 7, 0, 0, 0]),
+        (TokenChoice(1.0, top_k=1), [1, 0, 0, 0, 0]),
         (TokenChoice(1.0, top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (TokenChoice(1.0, top_p=0.39), [1, 0, 0, 0, 0]),
         (TokenChoice(1.0, top_p=0.69), [4 / 7, 3 / 7, 0, 0, 0]),

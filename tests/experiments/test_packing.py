@@ -59,10 +59,23 @@ def test_each_document_is_whole_in_one_row_of_one_split():
     assert packed.answers == sum(a.sum() for a in train.values())
 
 
+def test_rows_are_filled_to_their_ends_and_splits_are_as_large_as_asked():
+    rng = np.random.default_rng(0)
+    given = [Document(rng.integers(0, 40, 5), np.ones(5, np.int8)) for _ in range(8)]  # 0 is a token, too
+    for share, train in ((0.5, 4), (0.75, 2), (0.99, 1)):
+        packed = packing.pack(given, share, 9, whole=True)
+        assert (len(packed.train), len(packed.valid)) == (-(-train // 2), -(-(8 - train) // 2))
+        assert packed.filled == (1.0 if train % 2 == 0 else 0.5)
+
+
 def test_long_documents_are_cut_or_go_on():
-    long = [Document(np.arange(25) % 39 + 1, np.ones(25, np.int8)), *documents(6)]
+    ones = lambda n: Document(np.arange(n) % 39 + 1, np.ones(n, np.int8))  # noqa: E731
+    long = [ones(25), ones(10), *documents(6)]
     cut, going = (packing.pack(long, 0.01, 9, whole=whole) for whole in (True, False))
-    assert cut.cut == going.cut >= 1
+    assert cut.cut == going.cut == sum(len(d.ids) > 10 for d in long)
+    # A last token alone has nothing before it.
+    alone = packing.pack([ones(21)], 0.01, 9, whole=False)
+    assert (alone.documents, alone.left_out) == (2, 0)
     sizes = [sorted(len(p) for p in found(np.concatenate([x.train, x.valid]))) for x in (cut, going)]
     assert max(sizes[0]) == max(sizes[1]) == 10
     assert sum(sizes[1]) >= sum(sizes[0]) + 15
@@ -74,6 +87,8 @@ def test_the_order_of_documents_and_their_copies_do_not_matter():
     assert one.fingerprint == other.fingerprint
     changed = [Document(given[0].ids, 1 - given[0].answers), *given[1:]]
     assert packing.pack(changed, 0.2, 20, whole=True).fingerprint != one.fingerprint
+    for part in ("train", "valid"):
+        assert dataclasses.replace(one, **{part: getattr(one, part)[::-1]}).fingerprint != one.fingerprint
 
 
 @pytest.mark.parametrize("window", [slow(None), 4])

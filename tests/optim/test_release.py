@@ -1,6 +1,7 @@
 """The optimizer inside the backward pass: the values of a plain step, in whatever order gradients appear."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -252,9 +253,11 @@ def test_clipping_in_two_passes_is_that_of_optax():
 def test_the_norm_of_a_step_comes_back_with_it():
     _, rest, shift = parameters()
     loss, held, *_ = unrolled(OPTIMIZERS["bf16"]())
-    _, updates = fp8jax.value_and_updates(loss, argnums=(0, 1))(held, rest, shift, *data(0))
     expected = norm_of_all(parameters()[0], rest, shift, *data(0))
+    halved = [one.clipped(float(expected) / 2, expected) for one in held]
+    _, updates = fp8jax.value_and_updates(loss, argnums=(0, 1))(halved, rest, shift, *data(0))
     np.testing.assert_allclose(fp8jax.updates_norm(updates), expected, rtol=1e-5)
+    assert [int(one.state.count) for one in updates[0]] == [1] * LAYERS
 
 
 def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
@@ -351,8 +354,13 @@ def test_parameters_that_are_used_twice_or_never_are_told():
     value, _ = fp8jax.value_and_updates(lambda held: (shared(held), 7.0), has_aux=True)(held)
     assert np.isnan(value[0])
     assert value[1] == 7.0
-    with pytest.raises(ValueError, match=r"layers/0 are held, so their argument must be among argnums"):
-        fp8jax.value_and_updates(loss, argnums=1)(held, rest, shift, x, y)
+    # Nor has one new parameters that a condition passes by.
+    passed = lambda held, go: jax.lax.cond(go, lambda: loss(held, rest, shift, x, y), lambda: 0.0)  # noqa: E731
+    value, _ = fp8jax.value_and_updates(passed)(held, jnp.array([True, False])[1])
+    assert np.isnan(value)
+    for given, named in (((held, rest, shift), {}), ((rest, rest, shift), {"held": held})):
+        with pytest.raises(ValueError, match=r"layers/0 are held, so their argument must be among argnums"):
+            fp8jax.value_and_updates(lambda *args, held=held: loss(held, *args[1:]), argnums=1)(*given, x, y, **named)
 
 
 def test_what_release_refuses():
@@ -419,15 +427,17 @@ def test_bf16_weights_move_on_average_as_far_as_fp32_ones():
     gradients, moved = {"w": jnp.ones((WIDTH, 2 * WIDTH), jnp.bfloat16)}, {}
     for name, key in (("nearest", None), ("stochastic", jax.random.key(0))):
         released = fp8jax.release(linear, fp8jax.optimizer("coat", 4e-5, min_size=1024, weight_decay=0), key=key)
-        held = released.init(stack, "layers", stacked=True)
-        loss = lambda held, r=released: r.scan(held, jnp.float32(0), gradients)  # noqa: E731
+        held = released.init(stack, "layers", stacked=True), released.init(layer_of(stack, 0), "other")
+        loss = lambda held, r=released: r.scan(held[0], r(held[1], jnp.float32(0), gradients), gradients)  # noqa: E731
         step = jax.jit(fp8jax.value_and_updates(loss))
         for _ in range(3):
             _, held = step(held)
-        moved[name] = np.asarray(1 - held.params["w"].astype(jnp.float32))
-    assert held.params["w"].dtype == jnp.bfloat16
+        moved[name] = np.asarray(1 - jnp.concatenate([held[0].params["w"], held[1].params["w"][None]]), np.float32)
+    assert held[0].params["w"].dtype == jnp.bfloat16
     assert not moved["nearest"].any()
     steps = moved["stochastic"].ravel()
     np.testing.assert_allclose(steps.mean(), 3 * 4e-5, rtol=6 / np.sqrt(np.count_nonzero(steps)))
-    layers = moved["stochastic"].reshape(LAYERS, -1)
-    assert not any((layers[i] == layers[j]).all() for i, j in ((0, 1), (1, 2), (0, 2))), "each has noise of its own"
+    assert np.count_nonzero(steps) > 2 * (4e-5 / 2**-8) * steps.size, "each step moves others"
+    layers = moved["stochastic"].reshape(LAYERS + 1, -1)
+    pairs_of = itertools.combinations(range(LAYERS + 1), 2)
+    assert not any((layers[i] == layers[j]).all() for i, j in pairs_of), "each has noise of its own"

@@ -124,6 +124,10 @@ NO_NORMS = {
     "adaptive by rows": before(lambda x, p: rms(x, tanh(x[..., :1]))),
     "first axis": before(lambda x, p: x * lax.rsqrt(mean(x * x, 1) + 1e-6)),
     "no mean": before(lambda x, p: x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)),
+    "sum of means": before(lambda x, p: x * lax.rsqrt(jnp.sum(mean(x * x) + 0 * x, -1, keepdims=True) + 1e-6)),
+    "sum of spread means": before(
+        lambda x, p: x * lax.rsqrt(jnp.sum(jnp.broadcast_to(mean(x * x), x.shape), -1, keepdims=True) + 1e-6)
+    ),
     "eps outside": before(lambda x, p: x / (jnp.sqrt(mean(x * x)) + 1e-3)),
     "no eps": before(lambda x, p: x * lax.rsqrt(mean(x * x))),
     "scale of tokens": before(lambda x, p: rms(x, p["tokens"])),
