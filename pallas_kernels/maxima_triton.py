@@ -68,7 +68,7 @@ def maxima(
     integers: bool = False,
     launch: QuantizeLaunch | None = None,
     down: int | None = None,
-    parts: bool = False,
+    parts: int = 0,
     compute_capability: int | None = None,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Largest finite magnitudes of a matrix, in one pass.
@@ -78,7 +78,8 @@ def maxima(
         integers: NaN where a value is NaN or Inf, which integer codes cannot show.
         launch, compute_capability: as of `quantize_triton.quantize`.
         down: tiles that a program takes, one below the other; tuning only.
-        parts: whether what is asked of the tensor are the largest magnitudes of its parts, (n,), at most about `PARTS`.
+        parts: about how many largest magnitudes of parts of it, (n,), are asked for of the tensor, `PARTS` at most; 0
+            asks for the one of all of it.
 
     Returns:
         fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
@@ -88,7 +89,7 @@ def maxima(
     m, n = x.shape
     if down is None:
         tiles = -(-m // launch.rows) * -(-n // launch.columns)
-        down = 16 if columns else -(-tiles // PARTS) if parts else 1
+        down = 16 if columns else -(-tiles // parts) if parts else 1
     strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
     shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
     how = device.INTEGERS if integers else device.NONE

@@ -5,6 +5,8 @@ neighbouring rows become one 32-bit word of the transposed copy, and the exchang
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ from pallas_kernels.scaling_triton import Coding as Coding
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 GROUPS = (16, 32, 64, 128)
 FP8_CAPABILITY = 89
+ALIGNED = 128  # columns of one of several matrices: those of the widest tile
 
 
 class Quantized(NamedTuple):
@@ -31,9 +34,18 @@ class Quantized(NamedTuple):
     microscale: Array | None = None
 
 
+class Cuts(NamedTuple):
+    """Where the second and the third of the matrices begin that lie side by side; of one matrix both are 0."""
+
+    second: int = 0
+    third: int = 0
+
+
 @triton.jit
 def _quantize(
     x_ptr: tl.tensor,
+    second_ptr: tl.tensor,
+    third_ptr: tl.tensor,
     row_scale_ptr: tl.tensor,
     column_scale_ptr: tl.tensor,
     noise_ptr: tl.tensor,
@@ -51,6 +63,7 @@ def _quantize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
+    CUTS: tl.constexpr,
 ) -> None:
     """A tile of HIGH rows and WIDE columns."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
@@ -62,11 +75,20 @@ def _quantize(
     i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
     m0 = top + 4 * i
     at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    source, at, stride = x_ptr + first, at0, N
+    if CUTS.second > 0:
+        last, later = left >= CUTS.third, left >= CUTS.second
+        begin = tl.where(last, CUTS.third, tl.where(later, CUTS.second, 0))
+        width = tl.where(last, N - CUTS.third, tl.where(later, CUTS.third - CUTS.second, CUTS.second))
+        stride = tl.multiple_of(width, 64)
+        source = tl.where(last, third_ptr, tl.where(later, second_ptr, x_ptr))
+        source += top.to(tl.int64) * stride + tl.multiple_of(left - begin, 64)
+        at = (4 * i * stride)[:, None] + tl.arange(0, WIDE)[None, :]
     # All loads before the first store, which could be to where they read.
-    x0 = device.load_plain(x_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
-    x1 = device.load_plain(x_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
-    x2 = device.load_plain(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
-    x3 = device.load_plain(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
+    x0 = device.load_plain(source, at, device.inside(m0, n, M, N), MASKED)
+    x1 = device.load_plain(source, at + stride, device.inside(m0 + 1, n, M, N), MASKED)
+    x2 = device.load_plain(source, at + 2 * stride, device.inside(m0 + 2, n, M, N), MASKED)
+    x3 = device.load_plain(source, at + 3 * stride, device.inside(m0 + 3, n, M, N), MASKED)
     xs = (x0, x1, x2, x3)
     if SUMS:
         total = (codec.fp32(x0, False) + codec.fp32(x1, False)) + (codec.fp32(x2, False) + codec.fp32(x3, False))
@@ -191,8 +213,20 @@ def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None
     return None
 
 
+def joins(matrices: Sequence[Any]) -> str | None:
+    """Why the kernel cannot take matrices as one that they are side by side, or None."""
+    if len(matrices) == 1:
+        return None
+    if not 1 < len(matrices) < 4 or any(x.shape[1] % ALIGNED for x in matrices):
+        widths = ", ".join(str(x.shape[1]) for x in matrices)
+        return f"it takes two or three matrices side by side, of multiples of {ALIGNED} columns, not of {widths}"
+    if len({(x.shape[0], x.dtype) for x in matrices}) > 1:
+        return "matrices side by side have the same rows and dtype"
+    return None
+
+
 def quantize(
-    x: Array,
+    x: Array | Sequence[Array],
     rows: Coding | None,
     columns: Coding | Literal["same"] | None,
     *,
@@ -209,7 +243,7 @@ def quantize(
     """Codes of a matrix and of its transposed copy, in one pass over it.
 
     Args:
-        x: (M, N), fp32, bf16 or fp16.
+        x: (M, N), fp32, bf16 or fp16; or the two or three matrices, of M rows, that it is side by side: see `joins`.
         rows: codes of `x`, or None.
         columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
@@ -243,15 +277,16 @@ def quantize(
     same = columns == "same"
     coding = rows if same else columns
     assert coding != "same"
-    reason = unsupported(x.shape, x.dtype, (rows, coding))
+    matrices = [*x] if isinstance(x, Sequence) else [x]
+    (m, n), dtype = (matrices[0].shape[0], sum(y.shape[1] for y in matrices)), matrices[0].dtype
+    reason = unsupported((m, n), dtype, (rows, coding)) or joins(matrices)
     if reason is not None:
         raise ValueError(f"the quantize kernel cannot run: {reason}")
     if same and (rows is None or rows.kind not in ("tensor", "block")):
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
     if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
         raise ValueError("stochastic rounding needs words")
-    launch = launch or _best(rows, coding, same, x.dtype)
-    m, n = x.shape
+    launch = launch or _best(rows, coding, same, dtype)
     shapes = [*_shapes(rows, (m, n), written=written), *_shapes(coding, (n, m))]
     one = jnp.ones((1, 1), jnp.float32)
     scales = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
@@ -276,9 +311,13 @@ def quantize(
         noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
     down = -(-m // launch.rows)
     shapes.append(jax.ShapeDtypeStruct((down, n) if sums else (1, 1), jnp.float32))
+    if len(matrices) > 1 and ALIGNED % launch.columns:
+        raise ValueError(f"the quantize kernel cannot run: tiles of {launch.columns} columns, not a part of {ALIGNED}")
+    ends = [*itertools.accumulate(y.shape[1] for y in matrices)]
+    cuts, others = (Cuts(*ends[:2]), [matrices[1], matrices[-1]]) if len(matrices) > 1 else (Cuts(), [one, one])
     *parts, partial = call(
-        _quantize, [x, *scales, noise], shapes, down * -(-n // launch.columns), launch, compute_capability,
-        ROWS=statics[0], COLUMNS=statics[1], SUMS=sums,
+        _quantize, [matrices[0], *others, *scales, noise], shapes, down * -(-n // launch.columns), launch,
+        compute_capability, shape=(m, n), ROWS=statics[0], COLUMNS=statics[1], SUMS=sums, CUTS=cuts,
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3], computed[0]), _quantized(coding, parts[3:], computed[1])
     if same and computed[0] and first is not None and second is not None:

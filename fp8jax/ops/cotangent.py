@@ -12,7 +12,7 @@ from fp8jax.ops import fused, microscaled
 from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.operand import encode
-from fp8jax.ops.quantize import quantize_and_sum
+from fp8jax.ops.quantize import Matrix, joined, quantize_and_sum
 from fp8jax.ops.saved import Origin
 
 
@@ -30,7 +30,7 @@ class Cotangent(NamedTuple):
 
 
 def quantized(
-    dy: Array,
+    dy: Matrix,
     recipe: Linear,
     *,
     key: Array | None,
@@ -43,7 +43,7 @@ def quantized(
     """A gradient as a recipe has it.
 
     Args:
-        dy: (tokens, outputs).
+        dy: (tokens, outputs); or the matrices that it is side by side.
         recipe: of the product.
         key: for codes rounded stochastically.
         scale: given for its codes; None takes it from `dy`.
@@ -55,23 +55,24 @@ def quantized(
     part = origin.part
     rows, columns, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.own_strategy("dy")
     pair: tuple[Operand, Operand]
-    if shared and rows is not None and rows.folds:
-        pair = microscaled.gradient_operands(dy, rows, tokens, part)
-    elif rows is None or columns is None or rows.folds or columns.folds:
+    if rows is None or columns is None or rows.folds or columns.folds:
+        dy = joined(dy)
+        if shared and rows is not None and rows.folds:
+            pair = microscaled.gradient_operands(dy, rows, tokens, part)
+            return Cotangent(*pair, column_sums(dy) if sums else None)
         keys = (None, None) if key is None else jax.random.split(key)
         pair = (
             encode(dy, rows, strategy, key=keys[0], scale=scale, part=part),
             encode(dy, columns, strategy, key=keys[1], scale=scale, transposed=True, part=part),
         )
-    else:
-        transposed = SAME if recipe.dy_wgrad == SAME else columns
-        (first, second), total = quantize_and_sum(
-            dy, rows, transposed, sums=sums, scale=scale, strategy=strategy, key=key, part=part, largest=origin.peak
-        )
-        assert first is not None
-        assert second is not None
-        return Cotangent(first, second, total)
-    return Cotangent(*pair, column_sums(dy) if sums else None)
+        return Cotangent(*pair, column_sums(dy) if sums else None)
+    transposed = SAME if recipe.dy_wgrad == SAME else columns
+    (first, second), total = quantize_and_sum(
+        dy, rows, transposed, sums=sums, scale=scale, strategy=strategy, key=key, part=part, largest=origin.peak
+    )
+    assert first is not None
+    assert second is not None
+    return Cotangent(first, second, total)
 
 
 def row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:

@@ -70,7 +70,8 @@ def dot_general(
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
     laid: LaidOut | None = None,
-) -> Array:
+    widths: tuple[int, ...] | None = None,
+) -> Any:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
     Args:
@@ -86,9 +87,10 @@ def dot_general(
         bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
         pass_on: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
         laid: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
+        widths: as of `fp8jax.ops.product.product`; `rhs` then has one free axis and no batch axes.
 
     Returns:
-        The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
+        The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`; with widths several of these.
 
     Raises:
         ValueError: `precision` asks for what a quantized product cannot give, or `quantized` does not fit.
@@ -127,8 +129,14 @@ def dot_general(
             laid = laid.then(lambda w: merge(weight_in_order(w, dimension_numbers), c, len(outputs)))
             laid = laid._replace(turned=turned)
         how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on, "laid": laid}
+        how["widths"] = widths
         y = product(Input(x, lhs, view, known) if last else Input(x, None, view), w, part, key, **how)
-    return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
+
+    def shaped(y: Array, outputs: Sequence[int] = outputs) -> Array:
+        y = split(y, (*batch, *tokens, *outputs), spec).astype(dtype)
+        return derivatives.passed("dot_general", y, lhs, rhs)
+
+    return shaped(y) if widths is None else tuple(shaped(part, part.shape[-1:]) for part in y)
 
 
 def in_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> tuple[Array, Array]:

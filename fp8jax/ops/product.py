@@ -5,8 +5,9 @@ that function, several products that read one input share them, and the input it
 matrix its source says (`fp8jax.ops.operand`); `_forward` puts that together with what else the backward pass needs.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import cotangent, fused, gradients
-from fp8jax.ops.choice import tell_saved, vary_alike, vary_over, varying
+from fp8jax.ops.choice import on_cuda, tell_saved, vary_alike, vary_over, varying
 from fp8jax.ops.frozen import FrozenCodes, FrozenWeight, check_kinds
 from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.gradients import Gradients
@@ -28,7 +29,8 @@ from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.operand import HeldWeight, Plain, Residual, Source, given, input_side, make_codes, weight_side
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
-from fp8jax.ops.quantize import quantize
+from fp8jax.ops.partition import on_one_device
+from fp8jax.ops.quantize import Matrix, joined, quantize
 from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import NOTHING, Gradient, LaidOut, Origin, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, OutSharding, merged, product_sharding, split
@@ -61,6 +63,7 @@ class How(NamedTuple):
         spec: the sharding of its result on a mesh with Explicit axes, else None.
         of_run: what is known of gradients.
         name: for messages.
+        widths: of the arrays that the result is, side by side; None for one.
     """
 
     recipe: Linear
@@ -69,6 +72,7 @@ class How(NamedTuple):
     spec: tuple[Any, ...] | None
     of_run: Gradients
     name: str
+    widths: tuple[int, ...] | None = None
 
 
 class Residuals(NamedTuple):
@@ -102,7 +106,8 @@ def product(
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
     laid: LaidOut | None = None,
-) -> Array:
+    widths: tuple[int, ...] | None = None,
+) -> Any:
     """x @ w + bias with the products of a recipe.
 
     Args:
@@ -116,16 +121,18 @@ def product(
         bias: (outputs,), added in the dtype of the result; or None.
         pass_on: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
         laid: what `w` is made of, to be saved in its place; or None.
+        widths: of the arrays that the result is to be, side by side, where `comes_apart`; None for one.
 
     Returns:
-        (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`.
+        (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`; with widths several of them.
 
     Raises:
         ValueError: a key is missing, or as `of_weight`.
     """
     of_x = input_source(x, recipe, key, scales and scales.x)
     passes = pass_on is not None and x.value is x.source
-    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, passes=passes, bias=bias, laid=laid)
+    how: Any = {"passes": passes, "bias": bias, "laid": laid, "widths": widths}
+    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, **how)
     if pass_on is not None and passed is not None:
         pass_on(passed)
     return y
@@ -144,14 +151,15 @@ def multiply(
     passes: bool = False,
     bias: Array | None = None,
     laid: LaidOut | None = None,
-) -> tuple[Array, Array | None]:
+    widths: tuple[int, ...] | None = None,
+) -> tuple[Any, Array | None]:
     """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
         value: the array that gradients flow to. of_x: where its codes come from, as `input_source` says.
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
-        bias, laid: as of `product`.
+        bias, laid, widths: as of `product`.
 
     Returns:
         The product, and the input for the next one; or None.
@@ -170,9 +178,17 @@ def multiply(
         axes = frozenset(varying(value))
         of_w = Plain(of_w.scale, *laid.then(lambda w: vary_over(w, axes)))
     token = derivatives.token(name, value, through, *others)
-    how = How(recipe, through is not None, passes, spec, of_run, name)
+    how = How(recipe, through is not None, passes, spec, of_run, name, widths)
     y, passed = _product(how, value, through, *others, of_x, of_w, noise, scales, token)
-    return derivatives.passed("a product", y, value, through, *others), passed
+    return jax.tree.map(lambda y: derivatives.passed("a product", y, value, through, *others), y), passed
+
+
+def comes_apart(recipe: Linear) -> bool:
+    """Whether a product's result costs less as arrays side by side than as one that is cut: on one GPU, where a scale
+    serves the weight and one the gradient, whose parts then are no more put together than the result is cut."""
+    specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
+    of_tensors = all(spec is not None and spec.granularity == "tensor" for spec in specs)
+    return of_tensors and not recipe.states and on_cuda() and on_one_device()
 
 
 def of_weight(
@@ -246,7 +262,7 @@ def _in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: How, *operands: Any) -> tuple[Array, Array | None]:
+def _product(how: How, *operands: Any) -> tuple[Any, Array | None]:
     return _forward(how, *operands)[0]
 
 
@@ -261,7 +277,7 @@ def _forward(
     key: Array | None,
     scales: Scales | None,
     token: Array | None,
-) -> tuple[tuple[Array, Array | None], Residuals]:
+) -> tuple[tuple[Any, Array | None], Residuals]:
     recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
     if not recipe.quantized and recipe.spec("saved") is None and w is not None:
@@ -276,22 +292,38 @@ def _forward(
         scales,
         token,
     )
-    spec = merged(how.spec, (value.ndim - 1, 1))
-    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    # On the matrix, so that it is part of the product: cuBLASLt adds a row.
-    y = y if bias is None else y + as_row(bias.astype(y.dtype), 2)
-    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
+    spec, ys = merged(how.spec, (value.ndim - 1, 1)), list[Array]()
+    for of_columns, of_bias in _parts(columns, bias, how.widths):
+        y = matmul(rows, of_columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+        # On the matrix, so that it is part of the product: cuBLASLt adds a row.
+        y = y if of_bias is None else y + as_row(of_bias.astype(y.dtype), 2)
+        ys.append(checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT))
     if token is not None:
-        y = derivatives.once(how.name, y, token)
+        ys = derivatives.once(how.name, ys, token)
     held, passed = value if through is None else through, None
     if how.passes:
-        passed = mapped_alike(held, y)
+        passed = mapped_alike(held, ys[0])
     if how.through or how.passes:
-        y = mapped_alike(y, held)
-    return (y, passed), saved
+        ys = [mapped_alike(y, held) for y in ys]
+    return (ys[0] if how.widths is None else tuple(ys), passed), saved
 
 
-def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
+def _parts(
+    columns: Operand, bias: Array | None, widths: tuple[int, ...] | None
+) -> Iterator[tuple[Operand, Array | None]]:
+    """Of arrays side by side the weight, (outputs, inputs), and the bias of each."""
+    start = 0
+    for n in widths or columns.shape[:1]:
+        here = slice(start, start + n)
+        start += n
+        if widths is None:
+            yield columns, bias
+            continue
+        of = dataclasses.replace(columns, codes=columns.codes[here]) if isinstance(columns, QTensor) else columns[here]
+        yield of, None if bias is None else bias[here]
+
+
+def _backward(how: How, saved: Residuals, cotangents: tuple[Any, Array | None]) -> tuple[Any, ...]:
     origin, token = how.of_run.find(cotangents[0]) or NOTHING, saved.token
     if token is None:
         results, foreseen = _gradients(how, saved, origin, *cotangents)
@@ -305,16 +337,18 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
 
 
 def _gradients(
-    how: How, saved: Residuals, origin: Origin, dy: Array, others: Array | None
+    how: How, saved: Residuals, origin: Origin, dy: Matrix, others: Array | None
 ) -> tuple[tuple[Any, ...], Any]:
     """The cotangents of all operands, and what is known of those that follow from that of the input."""
     recipe, (x, w, bias), key = how.recipe, saved.kinds, saved.key
     scales: Any = saved.scales
-    lead = dy.shape[:-1]
+    lead = jax.tree.leaves(dy)[0].shape[:-1]
     gradient = recipe.spec("dy")
     expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
     dy_scale = None if expected is not None else origin.scale_for(gradient, recipe.spec("dy_wgrad"))
-    dy = fused.matrix(dy)
+    dy = jax.tree.map(fused.matrix, dy)
+    if scales is not None or isinstance(saved.w, FrozenCodes):
+        dy = joined(dy)
     if slot is not None and (axes := varying(dy) - varying(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
@@ -334,7 +368,7 @@ def _gradients(
     else:
         assert saved.x is not None
         weight = saved.w.operand(weight_side(recipe), None)
-        if 0 in (*dy.shape, *weight.shape):
+        if 0 in (*lead, *weight.shape):
             side = side._replace(shared=False)  # there are no scales to share
         dy_rows, dy_columns, total = cotangent.quantized(
             dy,

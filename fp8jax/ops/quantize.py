@@ -16,13 +16,15 @@ from fp8jax.ops import fused, fused_codes
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.fused_reference import column_sums
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.partition import on_one_device, partitioned
 
 _COLUMNS = noise.salt("columns")
 _KINDS = ("tensor", "token", "group", "block", "mx")  # of the kernel
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 Summed = tuple[Pair, Array | None]
+# Or the matrices that one is side by side.
+Matrix = Array | tuple[Array, ...]
 
 
 def quantize(
@@ -71,7 +73,7 @@ def quantize(
 
 
 def quantize_and_sum(
-    x: Array,
+    x: Matrix,
     rows: QuantSpec | str | None,
     columns: QuantSpec | str | None = None,
     *,
@@ -86,17 +88,20 @@ def quantize_and_sum(
 ) -> Summed:
     """`quantize`, and the sums of columns, fp32 (N,), from the same pass; None without `sums`.
 
-    `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it.
+    `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it. `x` may be the
+    matrices, of M rows, that it is side by side: on one GPU the kernel reads these where each lies.
     """
     strategy = scaling.find(strategy)
     how = dataclasses.replace(_parse(rows, columns, strategy, sums), used=used)
+    if isinstance(x, tuple) and not _apart(x, how):
+        x = joined(x)
     x = derivatives.refuse(derivatives.CODES, x, scale)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
-    if 0 in x.shape:
+    if 0 in _shape(x):
         scale = None  # there is nothing to have one
-    if impl == "auto" and part is not None:
+    if impl == "auto" and part is not None and not isinstance(x, tuple):
         own: Any = {"same": how.same, "scale": scale, "strategy": strategy, "sums": sums}
         pair = fused_codes.codes(part, how.rows, how.transposed, **own)
         if pair is not None:
@@ -176,7 +181,28 @@ def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None, strate
     return how
 
 
+def _apart(x: tuple[Array, ...], how: _How) -> bool:
+    """Whether the kernel would take matrices where they lie: on one GPU, under one scale for all of them."""
+    if not on_cuda() or not on_one_device() or missing_triton("quantize_triton") is not None:
+        return False
+    from pallas_kernels import quantize_triton
+
+    of_tensors = all(spec.granularity == "tensor" for spec in how.specs if spec is not None)
+    return of_tensors and quantize_triton.joins(x) is None
+
+
+def joined(x: Matrix) -> Array:
+    """The matrix, or those that lie side by side as one."""
+    return jnp.concatenate(x, 1) if isinstance(x, tuple) else x
+
+
+def _shape(x: Matrix) -> tuple[int, ...]:
+    """Of the matrix, or of those that lie side by side."""
+    return (x[0].shape[0], sum(y.shape[1] for y in x)) if isinstance(x, tuple) else x.shape
+
+
 def _choose(x: Any, how: _How, scale: Array | None, impl: str) -> Choice:
+    x = jax.ShapeDtypeStruct(_shape(x), x[0].dtype) if isinstance(x, tuple) else x
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in how.specs)
@@ -203,7 +229,8 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
-def _reference(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
+def _reference(how: _How, x: Matrix, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
+    x = joined(x)
     return _codes(how, x, scale, key), column_sums(x) if how.sums else None
 
 
@@ -241,7 +268,7 @@ def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
     return rows, None if how.transposed is None else transposed(how.transposed, words[1])
 
 
-def _kernel(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
+def _kernel(how: _How, x: Matrix, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
     if how.integers:
         largest = None  # those are of what is finite
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
@@ -250,10 +277,11 @@ def _kernel(how: _How, x: Array, scale: Array | None, key: Array | None, largest
     if scale is not None:
         axes = sides[how.rows is None].split()[2 - scale.ndim :]
         scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
-    outs = [s and notation(s, x.shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
-    make = functools.partial(_one, how, x.shape)
+    shape = _shape(x)
+    outs = [s and notation(s, shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
+    make = functools.partial(_one, how, shape)
     result: Summed = partitioned(
-        "quantize", (how, x.shape), make, (x, scale, words, largest),
+        "quantize", (how, shape), make, (x, scale, words, largest),
         ("m n", scale_axes, "-", None if largest is None else ""), (outs, "n" if how.sums else None),
         units={"m": 4} if how.stochastic else {},
     )  # fmt: skip
@@ -264,7 +292,7 @@ def _one(
     how: _How,
     whole: tuple[int, ...],
     cut: Cut,
-    x: Array,
+    x: Matrix,
     scale: Array | None,
     words: Array | None,
     known: Array | None,
@@ -275,6 +303,7 @@ def _one(
     alone = how.rows if how.columns is None and "n" not in cut.axes else None
     if (
         not how.sums
+        and not isinstance(x, tuple)
         and alone
         and _measured(alone, scale) == alone.granularity == "token"
         and alone.scale_format == "fp32"
@@ -283,7 +312,8 @@ def _one(
         if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return (QTensor(codes, rows, None, None, alone), None), None
-    shapes = (x.shape, x.shape[::-1])
+    shape = _shape(x)
+    shapes = (shape, shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.transposed)]
     asked: Any = {
         "tensor": "tensor" in levels and known is None,
@@ -294,9 +324,13 @@ def _one(
     parts: Array | None = None if known is None else known.reshape(1)
     largest: tuple[Array | None, ...] = (known, None, None)
     if any(asked.values()):
-        own = maxima_triton.maxima(
-            x, **asked, parts=any(computed), integers=how.integers, compute_capability=capability()
-        )
+        matrices = x if isinstance(x, tuple) else (x,)
+        most = maxima_triton.PARTS // len(matrices) if any(computed) else 0
+        kind: Any = {"parts": most, "integers": how.integers, "compute_capability": capability()}
+        of_each = [maxima_triton.maxima(y, **asked, **kind) for y in matrices]
+        own = of_each[0]
+        if len(matrices) > 1:  # of all together, and of no rows and columns
+            own = jnp.concatenate([top.reshape(-1) for top, *_ in of_each if top is not None]), None, None
         largest = tuple(
             None if top is None else cut.maximum(top, over) for top, over in zip(own, ("m n", "n", "m"), strict=True)
         )
@@ -330,7 +364,7 @@ def _one(
         maxima=parts if any(computed) else None,
         up=how.strategy.settles == "up",
         words=words,
-        place=None if words is None else cut.fours(whole, x.shape),
+        place=None if words is None else cut.fours(whole, shape),
         sums=how.sums,
         compute_capability=capability(),
     )

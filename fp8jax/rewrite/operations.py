@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
 from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import dot_general, in_order, output_spec, rows, weight_in_order
 from fp8jax.ops.norm import normalize
-from fp8jax.ops.product import product
+from fp8jax.ops.product import comes_apart, product
 from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, LaidOut, Origin
 from fp8jax.ops.scaled import Observed, scaled_linear
@@ -57,6 +58,7 @@ class ProductOperation:
         params: of the product's equation.
         bias: a parameter with an element for each output, which is added; or None.
         turned: whether the result has outputs last where the equation, of a parameter on the left, has them first.
+        widths: of the arrays that the result is cut into along its outputs, as q, k and v of one product; or None.
     """
 
     recipe: Recipe
@@ -70,6 +72,7 @@ class ProductOperation:
     params: Mapping[str, Any] = MappingProxyType({})
     bias: Value | None = None
     turned: bool = False
+    widths: tuple[int, ...] | None = None
 
     @property
     def linear(self) -> Linear:
@@ -82,15 +85,29 @@ class ProductOperation:
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         given = Given() if self.use is None else running.states.get(self.use.key, Given())
+        result, widths = node.results[0], self.widths
+        if widths is None:
+            return [self._computed(running, given, result)]
+        if given.state is None and self.kept is None and comes_apart(self.recipe.linear):
+            parts = self._computed(running, given, result, widths)
+            return [_shaped(y, of.shape).astype(of.dtype) for y, of in zip(parts, node.results, strict=True)]
+        last = len(result.shape) - 1
+        whole = jax.ShapeDtypeStruct((*result.shape[:last], sum(widths)), result.dtype)
+        return lax.split(self._computed(running, given, whole), widths, axis=last)
+
+    def _computed(self, running: Any, given: Given, result: Any, widths: tuple[int, ...] | None = None) -> Any:
+        """The product in the shape and dtype of `result`; or the arrays of these widths that it is, as they come."""
         if given.state is not None:
-            return [self._scaled(running, node.results[0], given)]
-        result, linear = node.results[0], self.recipe.linear
+            return self._scaled(running, result.dtype, given)
+        linear = self.recipe.linear
         x = running.array(self.data if self.kept is None else self.kept)
         origin = running.origin(self.root, x)
         if self.kept is not None:
             origin = origin._replace(again=(ITSELF, x))
         known, key = running.reads(x, self.root, linear, origin)
         how: Any = {"key": key, "bias": self._bias(running), "quantized": self._held(given)}
+        if widths is not None:
+            how["widths"] = widths
         if self.kept is None and running.read_later(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
             how["pass_on"] = functools.partial(running.pass_on, self.data)
@@ -106,12 +123,12 @@ class ProductOperation:
             how["laid"] = laid.then(lambda w: merge(w, w.ndim - 1, 1))
             spec = output_spec(tokens, matrix, None)
             y = product(Input(tokens, x, False, known), matrix, linear, spec=spec, **how)
-        return [_shaped(y, result.shape).astype(result.dtype)]
+        return y if widths is not None else _shaped(y, result.shape).astype(result.dtype)
 
     def _bias(self, running: Any) -> Array | None:
         return None if self.bias is None else running.array(self.bias).reshape(-1)
 
-    def _scaled(self, running: Any, result: Value, given: Given) -> Array:
+    def _scaled(self, running: Any, dtype: Any, given: Given) -> Array:
         """The product under a scaling that keeps a state."""
         linear, contract = self.recipe.linear, self._contracted()
         n, numbers = len(contract[0]), (contract, ((), ()))
@@ -142,7 +159,7 @@ class ProductOperation:
         y = split(y, (*left.shape[:lead], *right.shape[n:]), spec)
         if self.side == 0 and not self.turned:
             y = jnp.moveaxis(y, range(lead), range(y.ndim - lead, y.ndim))
-        return y.astype(result.dtype)
+        return y.astype(dtype)
 
     def _contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the data and of the parameter that are summed over, in the parameter's order."""

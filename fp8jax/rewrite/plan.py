@@ -287,9 +287,10 @@ def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     node = made if bias is None else bias.sum
     value = None if bias is None else bias.value
     data, params = p.data, p.node.eqn.params
-    operation = ProductOperation(
-        p.choice.recipe, data, w, layout, p.side, origin_of(data), kept, params=params, bias=value, turned=turned
-    )
+    how: dict[str, Any] = {"params": params, "bias": value, "turned": turned}
+    if outputs == 1 and (p.side == 1 or turned) and not batch[0] and (cut := _cut(node, alone)) is not None:
+        node, how["widths"] = cut
+    operation = ProductOperation(p.choice.recipe, data, w, layout, p.side, origin_of(data), kept, **how)
     others = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.place = operation, node
     node.operands = [kept or data, w, *others, *([] if value is None else [value])]
@@ -303,6 +304,17 @@ def _turned(node: Node, outputs: int, alone: Mapping[Value, Node]) -> Node | Non
         return None
     behind = (*range(outputs, rank), *range(outputs))
     return reader if tuple(reader.eqn.params["permutation"]) == behind else None
+
+
+def _cut(node: Node, alone: Mapping[Value, Node]) -> tuple[Node, tuple[int, ...]] | None:
+    """What cuts a result along its last axis, and alone reads it, as q, k and v of one product; and the widths."""
+    (result,) = node.results
+    reader = alone.get(result)
+    if reader is None or reader.kind != "split" or reader.operation is not None:
+        return None
+    reader.scope = node.scope  # of the product, for messages
+    params = reader.eqn.params
+    return (reader, tuple(params["sizes"])) if params["axis"] == result.aval.ndim - 1 else None
 
 
 def _replace_held(p: ReadWeight, entry: Entry) -> Entry:

@@ -11,7 +11,7 @@ import numpy as np
 from fp8jax.core import formats
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fallback, fold, fused, fused_codes, microscaled
+from fp8jax.ops import choice, fallback, fold, fused, fused_codes, microscaled
 from fp8jax.ops import quantize as op
 from tests import given_scales
 
@@ -250,6 +250,21 @@ def wrong_noise(impl: str) -> dict[str, int]:
                       for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (1, 1)))]  # fmt: skip
         found[name] = sum(abs(y.mean() - 0.5) > 5 * 0.5 / y.size**0.5 for y in apart)
     return found
+
+
+def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
+    """Of matrices side by side how many codes, scales and sums are not those of the one that they are."""
+    whole = special((70, sum(widths)), "bfloat16", 3e38)
+    apart = tuple(jnp.split(whole, np.cumsum(widths)[:-1], 1))
+    how: dict[str, object] = {"scale": None if scale is None else jnp.float32(scale), "impl": "triton"}
+    found = []
+    with choice.target(capability=90):
+        for x in (whole, apart):
+            (rows, columns), sums = op.quantize_and_sum(x, "e5m2", "same", **how)
+            assert rows is not None
+            assert columns is not None
+            found.append([_bytes(rows.codes), _bytes(columns.codes), np.asarray(rows.scale), np.asarray(sums)])
+    return [_differ(got, want) for want, got in zip(*found, strict=True)]
 
 
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:

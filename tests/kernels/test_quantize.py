@@ -82,7 +82,7 @@ def registers() -> None:
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
         "tensor, of maxima": lambda x: both(x, coding("tensor", e5m2), maxima=jnp.ones(1024), up=True),
         "weights, of maxima": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, maxima=jnp.ones(1024)),
-        "maxima of parts": lambda x: maxima_triton.maxima(x, tensor=True, parts=True, **options)[0],
+        "maxima of parts": lambda x: maxima_triton.maxima(x, tensor=True, parts=maxima_triton.PARTS, **options)[0],
         "squares": lambda x: squares_triton.sum_of_squares([x, x[0]], **options),
         "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),

@@ -180,6 +180,9 @@ def main() -> None:
         for name, differ in cases.wrong_blocks(shape).items():
             if differ:
                 wrong[f"fallback {shape}: {name}"] = [differ]
+    for widths, scale in (((128, 384, 128), None), ((256, 128), 1.7)):
+        if any(differ := cases.wrong_apart(widths, scale)):
+            wrong[f"{widths} side by side"] = differ
     for shape, dtype in cases.TEN_BITS:
         for name, differ in cases.wrong_packing(shape, dtype).items():
             if differ:
