@@ -60,7 +60,7 @@ def test_on_a_gpu_nothing_is_cut_and_nothing_put_together(monkeypatch):
     ("fn", "recipe"),
     [
         (lambda p, x: sum(jnp.split(x @ p["w"].astype(x.dtype), 3, 1)), "te_current"),
-        (lambda p, x: (lambda y: jnp.split(y, 2, -1)[0] + y[..., 256:])(x @ p["w"].astype(x.dtype)), "te_current"),
+        (lambda p, x: (lambda y: jnp.split(y, 2, -1)[0] + y[..., 384:])(x @ p["w"].astype(x.dtype)), "te_current"),
         (packed, "fast"),  # scales of rows
     ],
 )
