@@ -8,11 +8,11 @@ from jax import Array
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
-from fp8jax.ops import fused, microscaled
+from fp8jax.ops import beside, fused, microscaled
 from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.operand import encode
-from fp8jax.ops.quantize import Matrix, joined, quantize_and_sum
+from fp8jax.ops.quantize import quantize_and_sum
 from fp8jax.ops.saved import Origin
 
 
@@ -30,7 +30,7 @@ class Cotangent(NamedTuple):
 
 
 def quantized(
-    dy: Matrix,
+    dy: beside.Matrix,
     recipe: Linear,
     *,
     key: Array | None,
@@ -56,7 +56,7 @@ def quantized(
     rows, columns, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.own_strategy("dy")
     pair: tuple[Operand, Operand]
     if rows is None or columns is None or rows.folds or columns.folds:
-        dy = joined(dy)
+        dy = beside.joined(dy)
         if shared and rows is not None and rows.folds:
             pair = microscaled.gradient_operands(dy, rows, tokens, part)
             return Cotangent(*pair, column_sums(dy) if sums else None)

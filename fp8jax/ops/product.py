@@ -5,9 +5,8 @@ that function, several products that read one input share them, and the input it
 matrix its source says (`fp8jax.ops.operand`); `_forward` puts that together with what else the backward pass needs.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,8 @@ from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
-from fp8jax.ops import cotangent, fused, gradients
-from fp8jax.ops.choice import on_cuda, tell_saved, vary_alike, vary_over, varying
+from fp8jax.ops import beside, cotangent, fused, gradients
+from fp8jax.ops.choice import tell_saved, vary_alike, vary_over, varying
 from fp8jax.ops.frozen import FrozenCodes, FrozenWeight, check_kinds
 from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.gradients import Gradients
@@ -29,8 +28,7 @@ from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.operand import HeldWeight, Plain, Residual, Source, given, input_side, make_codes, weight_side
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
-from fp8jax.ops.partition import on_one_device
-from fp8jax.ops.quantize import Matrix, joined, quantize
+from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import NOTHING, Gradient, LaidOut, Origin, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, OutSharding, merged, product_sharding, split
@@ -121,7 +119,7 @@ def product(
         bias: (outputs,), added in the dtype of the result; or None.
         pass_on: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
         laid: what `w` is made of, to be saved in its place; or None.
-        widths: of the arrays that the result is to be, side by side, where `comes_apart`; None for one.
+        widths: of the arrays that the result is to be, side by side (`fp8jax.ops.beside`); None for one.
 
     Returns:
         (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`; with widths several of them.
@@ -181,14 +179,6 @@ def multiply(
     how = How(recipe, through is not None, passes, spec, of_run, name, widths)
     y, passed = _product(how, value, through, *others, of_x, of_w, noise, scales, token)
     return jax.tree.map(lambda y: derivatives.passed("a product", y, value, through, *others), y), passed
-
-
-def comes_apart(recipe: Linear) -> bool:
-    """Whether a product's result costs less as arrays side by side than as one that is cut: on one GPU, where a scale
-    serves the weight and one the gradient, whose parts then are no more put together than the result is cut."""
-    specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
-    of_tensors = all(spec is not None and spec.granularity == "tensor" for spec in specs)
-    return of_tensors and not recipe.states and on_cuda() and on_one_device()
 
 
 def of_weight(
@@ -293,7 +283,7 @@ def _forward(
         token,
     )
     spec, ys = merged(how.spec, (value.ndim - 1, 1)), list[Array]()
-    for of_columns, of_bias in _parts(columns, bias, how.widths):
+    for of_columns, of_bias in beside.parts(columns, bias, how.widths):  # type: ignore[arg-type]
         y = matmul(rows, of_columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
         # On the matrix, so that it is part of the product: cuBLASLt adds a row.
         y = y if of_bias is None else y + as_row(of_bias.astype(y.dtype), 2)
@@ -306,21 +296,6 @@ def _forward(
     if how.through or how.passes:
         ys = [mapped_alike(y, held) for y in ys]
     return (ys[0] if how.widths is None else tuple(ys), passed), saved
-
-
-def _parts(
-    columns: Operand, bias: Array | None, widths: tuple[int, ...] | None
-) -> Iterator[tuple[Operand, Array | None]]:
-    """Of arrays side by side the weight, (outputs, inputs), and the bias of each."""
-    start = 0
-    for n in widths or columns.shape[:1]:
-        here = slice(start, start + n)
-        start += n
-        if widths is None:
-            yield columns, bias
-            continue
-        of = dataclasses.replace(columns, codes=columns.codes[here]) if isinstance(columns, QTensor) else columns[here]
-        yield of, None if bias is None else bias[here]
 
 
 def _backward(how: How, saved: Residuals, cotangents: tuple[Any, Array | None]) -> tuple[Any, ...]:
@@ -337,7 +312,7 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Any, Array | None]) 
 
 
 def _gradients(
-    how: How, saved: Residuals, origin: Origin, dy: Matrix, others: Array | None
+    how: How, saved: Residuals, origin: Origin, dy: beside.Matrix, others: Array | None
 ) -> tuple[tuple[Any, ...], Any]:
     """The cotangents of all operands, and what is known of those that follow from that of the input."""
     recipe, (x, w, bias), key = how.recipe, saved.kinds, saved.key
@@ -347,8 +322,6 @@ def _gradients(
     expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
     dy_scale = None if expected is not None else origin.scale_for(gradient, recipe.spec("dy_wgrad"))
     dy = jax.tree.map(fused.matrix, dy)
-    if scales is not None or isinstance(saved.w, FrozenCodes):
-        dy = joined(dy)
     if slot is not None and (axes := varying(dy) - varying(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
@@ -356,6 +329,7 @@ def _gradients(
         )
     seen = None
     if expected is not None:
+        dy = beside.joined(dy)
         seen = scaling.largest_magnitude(dy)
         assert gradient is not None
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
@@ -363,6 +337,7 @@ def _gradients(
     side = input_side(recipe)
     dy_columns: Operand | None = None
     if isinstance(saved.w, FrozenCodes):
+        dy = beside.joined(dy)
         dy_rows, weight = saved.w.with_gradient(dy, recipe, key)
         total = None if bias is None else column_sums(dy)
     else:

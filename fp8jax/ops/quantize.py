@@ -12,19 +12,17 @@ from fp8jax.core import blocks, derivatives, encoding, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused, fused_codes
+from fp8jax.ops import beside, fused, fused_codes
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.fused_reference import column_sums
-from fp8jax.ops.partition import on_one_device, partitioned
+from fp8jax.ops.partition import partitioned
 
 _COLUMNS = noise.salt("columns")
 _KINDS = ("tensor", "token", "group", "block", "mx")  # of the kernel
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 Summed = tuple[Pair, Array | None]
-# Or the matrices that one is side by side.
-Matrix = Array | tuple[Array, ...]
 
 
 def quantize(
@@ -73,7 +71,7 @@ def quantize(
 
 
 def quantize_and_sum(
-    x: Matrix,
+    x: beside.Matrix,
     rows: QuantSpec | str | None,
     columns: QuantSpec | str | None = None,
     *,
@@ -93,13 +91,13 @@ def quantize_and_sum(
     """
     strategy = scaling.find(strategy)
     how = dataclasses.replace(_parse(rows, columns, strategy, sums), used=used)
-    if isinstance(x, tuple) and not _apart(x, how):
-        x = joined(x)
+    if isinstance(x, tuple) and not beside.quantized_apart(x, how.specs):
+        x = beside.joined(x)
     x = derivatives.refuse(derivatives.CODES, x, scale)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
-    if 0 in _shape(x):
+    if 0 in beside.shape_of(x):
         scale = None  # there is nothing to have one
     if impl == "auto" and part is not None and not isinstance(x, tuple):
         own: Any = {"same": how.same, "scale": scale, "strategy": strategy, "sums": sums}
@@ -181,28 +179,8 @@ def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None, strate
     return how
 
 
-def _apart(x: tuple[Array, ...], how: _How) -> bool:
-    """Whether the kernel would take matrices where they lie: on one GPU, under one scale for all of them."""
-    if not on_cuda() or not on_one_device() or missing_triton("quantize_triton") is not None:
-        return False
-    from pallas_kernels import quantize_triton
-
-    of_tensors = all(spec.granularity == "tensor" for spec in how.specs if spec is not None)
-    return of_tensors and quantize_triton.joins(x) is None
-
-
-def joined(x: Matrix) -> Array:
-    """The matrix, or those that lie side by side as one."""
-    return jnp.concatenate(x, 1) if isinstance(x, tuple) else x
-
-
-def _shape(x: Matrix) -> tuple[int, ...]:
-    """Of the matrix, or of those that lie side by side."""
-    return (x[0].shape[0], sum(y.shape[1] for y in x)) if isinstance(x, tuple) else x.shape
-
-
 def _choose(x: Any, how: _How, scale: Array | None, impl: str) -> Choice:
-    x = jax.ShapeDtypeStruct(_shape(x), x[0].dtype) if isinstance(x, tuple) else x
+    x = jax.ShapeDtypeStruct(beside.shape_of(x), x[0].dtype) if isinstance(x, tuple) else x
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in how.specs)
@@ -229,8 +207,8 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
-def _reference(how: _How, x: Matrix, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
-    x = joined(x)
+def _reference(how: _How, x: beside.Matrix, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
+    x = beside.joined(x)
     return _codes(how, x, scale, key), column_sums(x) if how.sums else None
 
 
@@ -268,7 +246,7 @@ def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
     return rows, None if how.transposed is None else transposed(how.transposed, words[1])
 
 
-def _kernel(how: _How, x: Matrix, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
+def _kernel(how: _How, x: beside.Matrix, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
     if how.integers:
         largest = None  # those are of what is finite
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
@@ -277,7 +255,7 @@ def _kernel(how: _How, x: Matrix, scale: Array | None, key: Array | None, larges
     if scale is not None:
         axes = sides[how.rows is None].split()[2 - scale.ndim :]
         scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
-    shape = _shape(x)
+    shape = beside.shape_of(x)
     outs = [s and notation(s, shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
     make = functools.partial(_one, how, shape)
     result: Summed = partitioned(
@@ -292,7 +270,7 @@ def _one(
     how: _How,
     whole: tuple[int, ...],
     cut: Cut,
-    x: Matrix,
+    x: beside.Matrix,
     scale: Array | None,
     words: Array | None,
     known: Array | None,
@@ -312,7 +290,7 @@ def _one(
         if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return (QTensor(codes, rows, None, None, alone), None), None
-    shape = _shape(x)
+    shape = beside.shape_of(x)
     shapes = (shape, shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.transposed)]
     asked: Any = {

@@ -13,10 +13,11 @@ from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
+from fp8jax.ops.beside import comes_apart
 from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import dot_general, in_order, output_spec, rows, weight_in_order
 from fp8jax.ops.norm import normalize
-from fp8jax.ops.product import comes_apart, product
+from fp8jax.ops.product import product
 from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, LaidOut, Origin
 from fp8jax.ops.scaled import Observed, scaled_linear

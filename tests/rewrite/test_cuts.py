@@ -1,4 +1,4 @@
-"""Products whose result is cut into arrays side by side, as q, k and v of one product: made apart where that is faster."""
+"""Products whose result is cut into arrays side by side, as q, k and v of one: made apart where that is faster."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,64 @@
+"""Matrices side by side: one to the products that make or read it, and several arrays to the rest of a program.
+
+So are q, k and v that one product computes, and their gradients. Cut out of one array they would be copied, and their
+gradients put together again: two passes over memory more, which on an H100 take a GPT-2 of 350M a 25th of its step.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import Array
+
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.choice import missing_triton, on_cuda
+from fp8jax.ops.partition import on_one_device
+
+# A matrix, or the matrices of as many rows that one is side by side.
+Matrix = Array | tuple[Array, ...]
+
+
+def joined(x: Matrix) -> Array:
+    """The matrix in one array."""
+    return jnp.concatenate(x, 1) if isinstance(x, tuple) else x
+
+
+def shape_of(x: Matrix) -> tuple[int, ...]:
+    """Of the whole matrix."""
+    return (x[0].shape[0], sum(y.shape[1] for y in x)) if isinstance(x, tuple) else x.shape
+
+
+def quantized_apart(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> bool:
+    """Whether the kernel that quantizes reads matrices where each lies: on one GPU, under one scale for all."""
+    if not on_cuda() or not on_one_device() or missing_triton("quantize_triton") is not None:
+        return False
+    from pallas_kernels import quantize_triton
+
+    return _of_tensors(specs) and quantize_triton.joins(x) is None
+
+
+def comes_apart(recipe: Linear) -> bool:
+    """Whether the result of a recipe's product costs less in several arrays than cut out of one: where its gradients,
+    too, are quantized from several."""
+    specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
+    return None not in specs and _of_tensors(specs) and not recipe.states and on_cuda() and on_one_device()
+
+
+def _of_tensors(specs: Sequence[QuantSpec | None]) -> bool:
+    return all(spec is None or spec.granularity == "tensor" for spec in specs)
+
+
+def parts(
+    columns: QTensor | Array, bias: Array | None, widths: Sequence[int] | None
+) -> Iterator[tuple[QTensor | Array, Array | None]]:
+    """The weight, (outputs, inputs), and the bias of each of several results; of one as they are."""
+    if widths is None:
+        yield columns, bias
+    start = 0
+    for n in widths or ():
+        here = slice(start, start + n)
+        start += n
+        of = replace(columns, codes=columns.codes[here]) if isinstance(columns, QTensor) else columns[here]
+        yield of, None if bias is None else bias[here]
