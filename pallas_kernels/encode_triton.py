@@ -136,14 +136,14 @@ def add_noise(
     HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Values of codes, for fp32 magnitudes in units of the codes: one of the two around, unbiased; Inf and NaN stay."""
-    # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
-    y = codec.from_bits(tl.minimum(codec.bits(y), 0x7FFFFFFF - ((1 << HOW.dropped) - 1)))
+    # The bound is a NaN to which noise can be added; the hardware's own, which each sum with NaN gives, is 0x7FFFFFFF.
+    BOUND: tl.constexpr = 0x7FFFFFFF - ((1 << HOW.dropped) - 1)
     if HOW.expanded:
-        x = interpolated(y, k, one, HOW)
+        x = interpolated(codec.from_bits(tl.minimum(codec.bits(y), BOUND)), k, one, HOW)
     else:
         # Under the smallest normal number the codes are as far apart as above it.
         shift = tl.where(y < HOW.smallest_normal, HOW.smallest_normal, 0.0)
-        x = codec.bits(y + shift) + (1 << (HOW.dropped - 17))
+        x = tl.minimum(codec.bits(y + shift), BOUND) + (1 << (HOW.dropped - 17))
     if PAIRED:
         x = codec.add_scaled_noise_to_pairs(x, noise, 1 << (HOW.dropped - 16))
     else:

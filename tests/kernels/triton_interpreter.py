@@ -140,8 +140,17 @@ def patch_once() -> None:
 
 
 def arithmetic() -> None:
-    """Lets this process compute in the interpreter what that cannot."""
+    """Lets this process compute in the interpreter what that cannot, and NaN with the bits that a GPU gives them."""
+    binary_op = interpreter.InterpreterBuilder.binary_op
+
+    def of_registers(*args: Any) -> Any:
+        result = binary_op(*args)
+        if result.data.dtype == np.float32:
+            result.data = ptx.register(result.data).view(np.float32)
+        return result
+
     interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.binary_op = of_registers
     interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm
 
