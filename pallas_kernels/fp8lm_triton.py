@@ -208,10 +208,11 @@ def _fp8lm(
     m = m.to(tl.float32) * tl.load(scales_ptr + (KEPT - 1) * layers)
     codes = v.to(tl.float32)
     v = codes * tl.load(scales_ptr + KEPT * layers)
-    # A second moment that is not zero stays so where its scale is tiny.
-    v = tl.where((codes > 0) & (v < _TINY), _TINY, v)
     m = b1_rest * g + b1 * m
-    v = b2_rest * (g * g) + b2 * v
+    v = b2 * v
+    # A second moment that is not zero stays so where fp32 has no number for it, or for its decay.
+    v = tl.where((codes > 0) & (v < _TINY), _TINY, v)
+    v = b2_rest * (g * g) + v
     direction = (m * correction1) / (tl.sqrt(v * correction2 + eps_root) + eps)
     change = -rate * (direction + weight_decay * w)
     w = w + change

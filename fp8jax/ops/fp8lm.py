@@ -232,7 +232,10 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     g = load(leaf.grad)
     g = g if adam.factor is None else g * adam.factor
     m = b1_rest * g + adam.b1 * load(leaf.mu)
-    v = b2_rest * (g * g) + adam.b2 * load(leaf.nu)
+    held = load(leaf.nu)
+    kept = adam.b2 * held
+    # One that is not zero stays so where fp32 has no number for its decay.
+    v = b2_rest * (g * g) + jnp.where((held > 0) & (kept < formats.TINY), formats.TINY, kept)
     direction = (m * corrections[0]) / (jnp.sqrt(v * corrections[1] + adam.eps_root) + adam.eps)
     weight = leaf.weight.astype(jnp.float32) if leaf.master is None else load(leaf.master)
     change = -rate * (direction + decay * weight)

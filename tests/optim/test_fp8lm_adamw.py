@@ -170,6 +170,21 @@ def test_weights_leave_zero_without_saturating_and_small_second_moments_stay_abo
     assert (np.asarray(state.nu["w"].dequantize()) > 0).all()
 
 
+def test_second_moments_below_fp32_are_its_smallest_number():
+    """Against the rule in float64, where moments decay to what fp32 flushes to zero: none is forgotten."""
+    b2 = 0.5
+    tx = fp8jax.fp8lm_adamw(RATE, 0.5, b2, weight_decay=0.0, min_size=0)
+    params, tiny = {"w": jnp.zeros((16, 16))}, float(np.finfo(np.float32).tiny)
+    sizes = np.geomspace(3e-19, 1e-17, 256).reshape(16, 16)
+    state, step, v = tx.init(params), jax.jit(tx.step), np.zeros((16, 16))
+    for i in range(12):
+        g = sizes * (i < 4)
+        params, state = step({"w": jnp.asarray(g, jnp.float32)}, state, params)
+        v = b2 * v + (1 - b2) * g**2
+        # Each step rounds to fp16's 11 bits, under a scale that fp32 has.
+        np.testing.assert_allclose(values(state.nu["w"]), np.maximum(v, tiny), rtol=12 * 2.0**-11)
+
+
 @pytest.mark.parametrize("outlier", [2e19, 3e38])
 @pytest.mark.parametrize("size", [None, 128])
 def test_a_gradient_whose_square_overflows_spoils_its_own_second_moment_alone(outlier, size):
