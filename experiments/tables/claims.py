@@ -97,6 +97,8 @@ CLAIMS: list[Claim] = [
     Claim("The same Llama written in Linen: `coat`", "models_llama1b_linen",
           ratio("coat", "step", "bf16", "Llama 1.1B in Linen")),
     Claim("The same in Equinox", "models_llama1b_equinox", ratio("coat", "step", "bf16", "Llama 1.1B in Equinox")),
+    Claim("The same in NNX on two GPUs, data parallel, 8 x 2,048 tokens each: `coat_fast`", "models_two",
+          ratio("coat_fast", "step", "bf16")),
     Claim("The same in NNX with blocks checkpointed by `dots_with_no_batch_dims_saveable`: `coat`, `coat_fast`",
           "models_llama1b_dots", several(*(ratio(name, "step", "bf16") for name in ("coat", "coat_fast")))),
     Claim("Memory to train all of a Llama-2-7B on one GPU, 1 x 2,048 tokens: `coat`; updated in the backward pass "

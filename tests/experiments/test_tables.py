@@ -321,6 +321,19 @@ def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
         assert found["notes"] == told
 
 
+def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
+    path = tmp_path / "x.json"
+    for bench, commit, case, why in record.MENDED:
+        row = ROW | {"commit": commit, "case": case}
+        others = [row | {"commit": "a"}, row | {"case": "one"}]
+        for name, rows, told in ((bench, [*others, row], [why]), (bench, others, []), ("other", [row], [])):
+            path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
+            found = record.load(path)
+            assert (found["rows"], found["notes"]) == (rows, told)
+        page = (ROOT / "results" / "pages" / f"{bench}.md").read_text()
+        assert why in page
+
+
 def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
