@@ -52,7 +52,7 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
 def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
     largest = jnp.max(jnp.where(powers == 255, 0, powers), axis=-1, keepdims=True, initial=0)
     scale = level * formats.decode_e8m0(largest)
-    fits = (scale >= formats.TINY) & (largest > 0)
+    fits = scale >= formats.TINY
     shift = jnp.where(fits, 127 - largest.astype(jnp.int32), 0)
     shifted = jnp.where(powers == 255, 255, jnp.clip(powers + shift, 0, 254)).astype(jnp.uint8)
     power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, GROUP))

@@ -88,12 +88,12 @@ def spread_factors(node: Node) -> list[Value]:
     product = node.operands[0].node if node.kind == "transpose" else None
     if product is None or product.operation is not None or product.kind != "dot_general":
         return []
-    (contracted, batch), last = product.eqn.params["dimension_numbers"], len(node.eqn.params["permutation"]) - 1
+    (_, batch), last = product.eqn.params["dimension_numbers"], len(node.eqn.params["permutation"]) - 1
     factors = product.operands
     by_channel = all(list(axes) == [x.aval.ndim - 1] for x, axes in zip(factors, batch, strict=True))
     vector = min(x.aval.ndim for x in factors) == 1
     back = tuple(node.eqn.params["permutation"]) == (*range(1, last + 1), 0)
-    return list(factors) if by_channel and vector and back and not any(map(len, contracted)) else []
+    return list(factors) if by_channel and vector and back else []
 
 
 def _no_less_than_zero(a: Any, b: Any) -> Any:

@@ -225,6 +225,11 @@ EXCHANGED = {
         ("all-reduce", "bf16", 8): 2 * (W // 2 // 4 + (MID + EMBED) // 8 + NORM),
         ("all-reduce", "f32", 2): 4 * NORM + 100,  # those of activations, too
     },
+    ("te_current, fp32", 2, 1, 2): {  # computed in it
+        ("all-gather", "f32", 2): 4 * (MID + EMBED) // 2,
+        ("reduce-scatter", "f32", 2): 4 * (MID + EMBED),
+        ("all-reduce", "f32", 2): 4 * NORM + 100 + 4 * (W // 2 + (MID + EMBED) // 2 + NORM),
+    },
     ("codes", 8, 4, 2): {
         ("all-gather", "u8", 4): 2 * W // 2 // 4,
         ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
@@ -248,6 +253,7 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     plain = fp8jax.recipes.te_current()
     recipe = {
         "te_current": plain,
+        "te_current, fp32": dataclasses.replace(plain, weights=Weights(compute="fp32")),
         "groups": dataclasses.replace(plain, comm=Comm("e4m3:group128")),
         "codes": dataclasses.replace(plain, comm=Comm("e4m3")),
         "delayed": dataclasses.replace(fp8jax.recipes.te_delayed(), comm=Comm("bf16")),
@@ -346,3 +352,6 @@ def test_memory_is_that_of_the_moment_that_holds_most():
     assert {name: size for name, size in found.items() if name in parts} == {k: n * whole for k, n in parts.items()}
     with pytest.raises(TypeError, match="a whole Recipe"):
         fp8jax.dist.plan(params, BLOCKS, {})
+    for axis in ("data", "fsdp", "tensor"):
+        with pytest.raises(ValueError, match=f"at least one device along each axis, not .*{axis}=0"):
+            fp8jax.dist.plan(params, recipe, {axis: 0})

@@ -68,6 +68,15 @@ def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices)
     assert sum(size for *_, size in found) <= X.size // devices * (1 + 4 / 32)
 
 
+def test_a_recipes_codes_are_gathered_under_its_own_scales():
+    """COAT's are rounded up to bf16."""
+    part = fp8jax.recipes.coat().linear
+    want = operand_of(X, part.spec("x"), "two_stage")
+    assert (want != operand_of(X, part.spec("x"))).any()
+    run = mapped(functools.partial(gather_sequence, axes="tensor", how=part))
+    np.testing.assert_array_equal(np.asarray(jax.jit(run)(X)), np.asarray(want))
+
+
 def test_a_sequence_is_cut_over_several_axes():
     """Gathered as over one axis of as many devices, scattered as the gradient of that, which is bf16's sum."""
     axes = ("outer", "inner")
@@ -268,8 +277,8 @@ def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
     one = crossings(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
     assert [x[:3] for x in one] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
     assert {x.dtype for x in crossings(128, 128, 8, "fp16")} == {"f16"}
-    folded = crossings(128, 128, 8, "e4m3:mx32+token")
-    assert [x[:3] for x in folded[:2]] == [("all-gather", "u8", 2048), scales[:3]]
+    for folded in ("e4m3:mx32+token", "e4m3:mx32"):
+        assert [x[:3] for x in crossings(128, 128, 8, folded)[:2]] == [("all-gather", "u8", 2048), scales[:3]]
     gathers = [x for x in crossings(128, 128, 8, "jetfire") if x.kind == "all-gather"]  # whose dy is no codes yet
     assert [x[1:3] for x in gathers] == [("u8", 16 * 128), ("f32", 4 * 4), ("bf16", 2 * 16 * 128)]
 
@@ -321,6 +330,7 @@ def test_nan_is_seen_wherever_its_scale_reaches():
     ("function", "shape", "how", "message"),
     [
         (gather_sequence, (2, 64, 64), {"how": "int8:block32"}, "parts of 8 along dimension 1 end within a block"),
+        (gather_sequence, (32, 64, 64), {"how": "int8:block32", "dim": 0}, "parts of 32 along dimension 0 end within"),
         (gather_sequence, (2, 64, 64), {"how": "e4m3:channel"}, "codes of e4m3:channel do not travel"),
         (gather_sequence, (2, 64, 64), {"how": "int10:group64"}, "do not travel"),
         (gather_sequence, (2, 64, 64), {"how": "int8+stochastic"}, "rounds to nearest"),
@@ -343,6 +353,8 @@ def test_outside_of_a_shard_map_the_message_says_what_to_do():
     for function in (gather_sequence, scatter_sequence):
         with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map.*Map the block over the mesh"):
             function(X, "tensor")
+    with pytest.raises(ValueError, match="2 weights were given quantized as 1"):
+        gather_linear(X, [X[0], X[0]], "tensor", recipe="coat", quantized=[None])
 
 
 @pytest.mark.parametrize("spec", ["int8:token", "int8:group32"])

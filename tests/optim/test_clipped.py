@@ -55,9 +55,10 @@ def test_a_step_is_that_of_the_chain(tx, step, scale):
 
 def test_a_factor_comes_before_clipping(tx, step):
     start = tx.init(PARAMS)
-    want = step(jax.tree.map(lambda g: 0.5 * g, GRADS), start, PARAMS)
-    got = step(GRADS, start, PARAMS, factor=0.5)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (want, got)))
+    for factor in (0.5, -0.5):
+        want = step(jax.tree.map(lambda g, factor=factor: factor * g, GRADS), start, PARAMS)
+        got = step(GRADS, start, PARAMS, factor=factor)
+        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (want, got)))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -106,7 +107,11 @@ def test_a_copy_of_a_fused_transformation_has_its_step(copy):
 
 @pytest.mark.parametrize("most", [0.5, 1e3])
 def test_gradients_in_codes_are_clipped_by_what_they_stand_for(most):
-    plain = {"w": jax.random.normal(jax.random.key(0), (16, 128)), "b": jnp.arange(4.0)}
+    plain = {
+        "w": jax.random.normal(jax.random.key(0), (16, 128)),
+        "b": jnp.arange(4.0),
+        "half": jnp.ones(3, "bfloat16"),
+    }
     codes = plain | {"w": fp8jax.quantize(plain["w"], fp8jax.QuantSpec("e4m3", "tensor"))}
     decoded = codes | {"w": codes["w"].dequantize()}
     tx = fp8jax.clip_by_global_norm(most)
@@ -115,5 +120,6 @@ def test_gradients_in_codes_are_clipped_by_what_they_stand_for(most):
     np.testing.assert_array_equal(np.asarray(got["w"].codes, np.float32), np.asarray(codes["w"].codes, np.float32))
     np.testing.assert_allclose(got["w"].dequantize(), want["w"], rtol=1e-6)
     np.testing.assert_allclose(got["b"], want["b"], rtol=1e-6)
+    assert got["half"].dtype == jnp.bfloat16
     same, _ = tx.update(decoded, tx.init(decoded))
     np.testing.assert_array_equal(same["w"], want["w"])

@@ -96,6 +96,10 @@ def test_wrappers_are_taken_over_where_both_have_them():
     converted = fp8jax.convert_state(state, new, p)
     assert float(converted.hyperparams["learning_rate"]) == 0.5
     assert int(converted.inner_state.count) == int(converted.count) == 3
+    further = optax.inject_hyperparams(lambda learning_rate, further: optax.adamw(learning_rate * further))(0.25, 2.0)
+    converted = fp8jax.convert_state(further.init(p), new, p)
+    assert float(converted.hyperparams["learning_rate"]) == 0.25
+    assert converted.hyperparams.keys() == new.init(p).hyperparams.keys()
     sums = optax.MultiSteps(optax.adamw(1e-2), 4).gradient_transformation()
     _, state = run(sums, p, sums.init(p), range(2))
     again = optax.MultiSteps(fp8jax.compressed_adamw(1e-2, min_size=0), 4).gradient_transformation()
@@ -113,8 +117,41 @@ def test_master_weights_of_fp8_lm_are_kept_between_its_settings():
     assert converted.mu["w"].codes.dtype == jnp.float8_e5m2
     for i, x in enumerate((converted.master, converted.mu, converted.nu)):
         np.testing.assert_allclose(converted.largest["w"][i], jnp.abs(x["w"].dequantize()).max(), rtol=1e-6)
+    # What is stored alike is taken as it is, and rounded as the new one does.
+    slow, fast = (fp8jax.compressed_adamw(1e-2, expand=expand, min_size=0) for expand in ("coat", True))
+    converted_too = fp8jax.convert_state(slow.init(p), fast, p)
+    assert jax.tree.structure(converted_too) == jax.tree.structure(fast.init(p)) != jax.tree.structure(slow.init(p))
     scale = np.asarray(converted.mu["w"].scale)
     assert (np.frexp(scale)[0] == 0.5).all(), "a power of two"
+
+
+def test_remainders_of_masters_have_as_many_bits_as_the_new_optimizers():
+    makers = {n: fp8jax.compressed_adamw(RATE, min_size=0, master=f"bf16+int{n}", **SETTINGS) for n in (8, 16)}
+    # The last one's remainder is the largest there is: rounded to 8 bits it would be one more than those.
+    wanted = {"w": params()["w"].at[0, 0].set(1 + 2.0**-8 - 2.0**-23)}
+    high, rest = fp8jax.split_masters(wanted, "bf16+int16")
+    assert int(rest["w"][0, 0]) == 2**15 - 1
+    state = optax.tree.set(makers[16].init(high), remainder=rest)
+    shorter = fp8jax.convert_state(state, makers[8], high)
+    short, again = (
+        fp8jax.master_weights(x, high)["w"] for x in (shorter, fp8jax.convert_state(shorter, makers[16], high))
+    )
+    error = np.abs(short - wanted["w"]) / 2.0 ** np.floor(np.log2(np.abs(wanted["w"])))
+    assert error[0, 0] == pytest.approx(2.0**-15, rel=0.01)
+    assert error.max() <= 2.0**-15
+    assert error[np.asarray(rest["w"]) < 127.5 * 256].max() <= 2.0**-16
+    np.testing.assert_array_equal(again, short)
+
+
+def test_a_converted_state_lies_where_one_from_the_start_does():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
+    p = {"w": jax.device_put(jnp.ones((6, 1024)), where)}
+    tx = OURS["compressed"]()
+    found = fp8jax.convert_state(EXACT().init({"w": jnp.ones((6, 1024))}), tx, p)
+    moments = [jax.tree.map(lambda x: x.sharding, state.mu) for state in (found, tx.init(p))]
+    assert moments[0] == moments[1]
+    assert moments[0]["w"].codes == where
 
 
 def test_states_of_flax_are_converted_with_their_variables():

@@ -108,7 +108,7 @@ def test_shardings_for_a_state_come_from_those_of_the_parameters():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     of = functools.partial(NamedSharding, mesh)
     tx = fp8jax.compressed_adamw(1e-2, min_size=64)
-    p = {"w": jnp.ones((16, 1024)), "cut": jnp.ones((16, 384)), "b": jnp.ones(8)}
+    p = {"w": jnp.ones((16, 1024)), "cut": jnp.ones((16, 1536)), "b": jnp.ones(8)}
     wanted = {"w": of(P(None, "x")), "cut": of(P(None, "x")), "b": of(P())}
     shardings = optax.tree.map_params(
         tx,
@@ -120,6 +120,6 @@ def test_shardings_for_a_state_come_from_those_of_the_parameters():
     )
     state = jax.jit(tx.init, out_shardings=shardings)(p)
     assert {x.sharding.spec for x in jax.tree.leaves(state.mu["w"])} == {P(None, "x")}
-    # Three groups do not divide by eight.
+    # Eight do not divide twelve groups.
     assert [x.sharding.spec for x in jax.tree.leaves(state.nu["cut"])] == [P(None, "x"), P(None, None), P(None, None)]
     assert jax.tree.map(lambda x: x.sharding, tx.init(jax.device_put(p, wanted)).mu) == shardings.mu

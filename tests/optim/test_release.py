@@ -257,6 +257,8 @@ def test_the_norm_of_a_step_comes_back_with_it():
     halved = [one.clipped(float(expected) / 2, expected) for one in held]
     _, updates = fp8jax.value_and_updates(loss, argnums=(0, 1))(halved, rest, shift, *data(0))
     np.testing.assert_allclose(fp8jax.updates_norm(updates), expected, rtol=1e-5)
+    half = np.linspace(1, 2, 99).astype(jnp.bfloat16)  # squared and summed in fp32
+    np.testing.assert_allclose(fp8jax.updates_norm([half]), np.linalg.norm(half.astype(np.float64)), rtol=1e-6)
     assert [int(one.state.count) for one in updates[0]] == [1] * LAYERS
 
 

@@ -144,6 +144,7 @@ NO_NORMS = {
     ),
     "rows in another order by einsum": before(lambda x, p: jnp.einsum("btk,k->tbk", rms(x, 1.0), p["n"])),
     "scale of data by einsum": before(lambda x, p: jnp.einsum("btk,btk->btk", rms(x, 1.0), x)),
+    "a little besides": before(lambda x, p: rms(x, 1.0) + 1e-3 * tanh(x)),
     "bias of data": before(lambda x, p: rms(x, p["n"]) + x),
 }
 
