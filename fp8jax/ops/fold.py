@@ -46,7 +46,7 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
     codes, scale = run(choice, impl, *operands, kernel=_refold_kernel, reference=_refold_reference)
-    return QTensor(codes, scale, None, None, QuantSpec(q.spec.format, "token", axis=q.spec.axis))
+    return QTensor(codes, scale, None, None, QuantSpec(q.spec.format, "token"))
 
 
 def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:

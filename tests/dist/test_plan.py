@@ -320,6 +320,10 @@ def test_thin_layers_are_coded_where_all_are_reduced_together():
         found = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, stacked=1)
         summed = [one for one in found.collectives if one.kind != "all-gather"]
         assert totals(summed) == want
+    # Of fewer rows than devices each has one.
+    thin = {"w": jax.ShapeDtypeStruct((2, 8192), jnp.float32)}
+    found = fp8jax.dist.plan(thin, dataclasses.replace(plain, comm=Comm("e4m3")), {"data": 2, "fsdp": 4})
+    assert totals(found.collectives)["all-to-all", "u8", 2] == 8192
 
 
 def test_memory_is_that_of_the_moment_that_holds_most():

@@ -153,8 +153,18 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
 
 
 def test_nan_is_a_maximum():
-    mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32).at[3, 5].set(jnp.nan)
+    mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32).at[13, 25].set(jnp.nan)  # not the first device's
     assert jnp.isnan(jax.jit(statistics)(place(mesh, x, "rows", "columns"))[1])
+
+
+def test_a_dimension_may_be_cut_by_two_axes():
+    mesh, axes = mesh_of(AxisType.Auto), ("rows", "columns")
+    cut = Cut({"m": axes})
+    run = lambda x: jnp.stack([cut.start("m", 5), cut.devices("m"), *cut.fours((40, 3), (4, 3)), cut.start("n", 5)])  # noqa: E731
+    found = jax.shard_map(
+        lambda x: run(x)[None], mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes)
+    )
+    assert jax.jit(found)(jnp.zeros(8)).tolist() == [[5 * i, 8, 3, 3 * i, 0] for i in range(8)]
 
 
 def test_inside_shard_map_arrays_are_a_devices_own():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +104,15 @@ def test_what_our_operations_save_has_names():
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="rounds to nearest, not 'int8:block32\\+stochastic'"):
         fp8jax.saveable(X, "h", "int8:block32+stochastic")
-    with pytest.raises(ValueError, match="floating dtype, not int32"):
-        fp8jax.saveable(jnp.arange(4), "h")
+    for x, told in ((jnp.arange(4), "int32[4]"), (jnp.float32(1), "float32[]")):
+        with pytest.raises(ValueError, match=re.escape(f"(..., channels) of a floating dtype, not {told}")):
+            fp8jax.saveable(x, "h")
+
+
+def test_a_group_has_as_many_octaves_as_the_format():
+    """From a 57,344th of its largest value on; what is less becomes 0."""
+    x = jnp.array([[1.0, 1 / 57000, -1 / 58000, 0.5] * 4])
+    assert np.sign(fp8jax.saveable(x, "h", "e4m3:group16+expand"))[0].tolist() == [1, 1, 0, 1] * 4
 
 
 @pytest.mark.parametrize("make", [

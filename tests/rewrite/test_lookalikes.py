@@ -108,6 +108,9 @@ NORMS = {
     "layer norm, rounded first": before(
         lambda x, p: (lambda z: (z - mean(z)) * lax.rsqrt(mean(z * z) - mean(z) ** 2 + 1e-5))(rounded(x)) * p["n"]
     ),
+    "layer norm, mean far below": before(
+        lambda x, p: (lambda z: z * lax.rsqrt(mean(z * z) + 1e-5) * p["n"])(x - 2 * (2 * (mean(x) / 4)))
+    ),
     "layer norm, clipped": before(
         lambda x, p: (x - mean(x)) * lax.rsqrt(jnp.maximum(mean(x * x) - mean(x) ** 2, 0) + 1e-5) * p["n"]
     ),
@@ -131,6 +134,10 @@ NO_NORMS = {
     "eps outside": before(lambda x, p: x / (jnp.sqrt(mean(x * x)) + 1e-3)),
     "no eps": before(lambda x, p: x * lax.rsqrt(mean(x * x))),
     "scale of tokens": before(lambda x, p: rms(x, p["tokens"])),
+    "scale of tokens, as many as channels": lambda p, x: rms(x[..., :6], p["tokens"]) @ p["square"][:6],
+    "the same, spread": lambda p, x: (
+        rms(x[..., :6], lax.broadcast_in_dim(p["tokens"][:, 0], (6, 6), (0,))) @ p["square"][:6]
+    ),
     "sharper": before(lambda x, p: x * (mean(x * x) + 1e-6) ** -0.6),
     "mean not taken away": before(lambda x, p: x * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * p["n"]),
     "half the mean": before(lambda x, p: (x - 0.5 * mean(x)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)),
