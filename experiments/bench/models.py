@@ -4,10 +4,11 @@ The models are those of `experiments.models.plain`, and a Llama of `plain_linen`
 nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them. Gradients
 are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for bf16, and
 `fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of many that follow each other
-without waiting; of "step, synchronised" the host reads the loss after each; of "step, read late" it reads the loss of
-the step before when it has started the next. Python's garbage collector leaves alone what tracing has left, as a
-training loop has it by `gc.freeze()` (docs/faq.md). Nothing is recomputed but under the policy that a row names: bf16
-keeps what Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program
+without waiting, of which the GPU has the next ones in hand when the first is timed; of "step, synchronised" the host
+reads the loss after each; of "step, read late" it reads the loss of the step before when it has started the next.
+Python's garbage collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md).
+Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and the baseline is as
+fast as it gets here. "temporaries" are what the compiled program
 needs beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
 (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their gradients in bf16,
 as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
@@ -204,7 +205,7 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
         kinds: tuple[Callable[[], Any], ...] = (arm, arm.synchronised, arm.late)
         calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, kinds, strict=True)}
     stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
-    times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
+    times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop, queued=arms)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
     return rows(user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else ""), times, needs)
 

@@ -93,6 +93,28 @@ def test_a_round_calls_as_often_as_fits_the_burst_and_begins_with_any(monkeypatc
     assert {name for name in turns[::3]} == set(lengths)
 
 
+@pytest.mark.parametrize(("host", "gpu", "calls", "took"), [(0.01, 1.0, 20, 1.0), (1.0, 0.01, 40, 1.0)])
+def test_queued_calls_are_timed_while_the_gpu_has_others_in_hand(monkeypatch, host, gpu, calls, took):
+    """A GPU that waits 3 s for the first call of an empty queue; a host that is slower than it times a round anew."""
+    clock, free, ran = [0.0], [0.0], []
+
+    def call():
+        clock[0] += host
+        start = free[0] if free[0] > clock[0] else clock[0] + (3.0 if gpu > host else 0.0)
+        free[0] = start + gpu
+        ran.append(free[0])
+        return free[0]
+
+    def wait(end):
+        clock[0] = max(clock[0], end)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.jax, "block_until_ready", wait)
+    assert timing.in_turns({"a": call}, 1, {"a": 10}, queued=["a"])["a"] == pytest.approx(took, rel=0.02)
+    assert len(ran) == calls
+    assert timing.in_turns({"a": call}, 1, {"a": 10})["a"] == pytest.approx(took + (0.3 if gpu > host else 0), rel=0.02)
+
+
 @pytest.mark.parametrize("arguments", ["gemm --out x --rounds 3", "gemm --rounds 3 --out x", "gemm --out=x --rounds 3"])
 def test_a_command_is_told_without_where_its_results_went(arguments):
     assert timing._asked(arguments.split()) == ["gemm", "--rounds", "3"]
