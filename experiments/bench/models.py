@@ -180,8 +180,8 @@ def main(argv: list[str]) -> None:
     save(table)
 
 
-def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace) -> list[timing.Row]:
-    """Rows of one model."""
+def ready(user: UserModel, recipes: Sequence[str], gpus: int = 1) -> dict[str, UserArm]:
+    """The arms of a model, compiled."""
     start = time.perf_counter()
 
     def prepared(recipe: str, arm: UserArm, traced: float) -> None:
@@ -193,11 +193,17 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
         arms, waiting = {}, list[Any]()
         for recipe in recipes:
             begin = time.perf_counter()
-            arms[recipe] = UserArm(user, recipe, options.gpus)
+            arms[recipe] = UserArm(user, recipe, gpus)
             waiting.append(pool.submit(prepared, recipe, arms[recipe], time.perf_counter() - begin))
         for done in waiting:
             done.result()
     print(f"  ready after {time.perf_counter() - start:.0f} s", flush=True)
+    return arms
+
+
+def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace) -> list[timing.Row]:
+    """Rows of one model."""
+    arms = ready(user, recipes, options.gpus)
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():
         print(f"  {recipe}: loss {float(arm()):.4f}", flush=True)

@@ -1,14 +1,17 @@
-"""Where the time of a Llama layer goes, by kernel: products, attention, our passes and XLA's, forward and backward.
+"""Where the time of a Llama layer, or of a whole training step, goes: products, attention, our passes and XLA's.
 
-The layer is that of `bench layer`. JAX's profiler records every kernel of some calls; what is told is its time a call,
-summed over a kind of kernels, and of the longest by name. A kind is told by the kernel's name: "8-bit products" are
-our own and cuBLASLt's FP8 ones, "our passes" what quantizes, transposes, normalizes and activates, "XLA's passes" all
-else that is no product and no attention. "gaps" is the time in which no kernel ran.
+The layer is that of `bench layer`, forward and backward; `--models` takes those of `bench models` in its place, as
+users write them. JAX's profiler records every kernel of some calls; what is told is its time a call, summed over a kind
+of kernels, and of the longest by name. A kind is told by the kernel's name: "8-bit products" are our own and cuBLASLt's
+FP8 ones, "our passes" what quantizes, transposes, normalizes, activates and updates parameters, "XLA's passes" all else
+that is no product and no attention. "gaps" is the time in which no kernel ran. "at the peak" is what products would
+take at 1,979 and 989.5 TFLOP/s, and passes, of whose compiled program the bytes are counted, at 3.35 TB/s.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -18,11 +21,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-from experiments.bench import layer, timing
+from experiments.bench import layer, models, peaks, timing, writings
+from experiments.bench.peaks import EIGHT, OURS, SIXTEEN, XLA
 
 ARMS = ("int8_fallback", "int8_block", "fast")
 CALLS, LONGEST = 5, 12
-EIGHT, SIXTEEN, ATTENTION, OURS, XLA = "8-bit products", "16-bit products", "attention", "our passes", "XLA's passes"
+ATTENTION, PEAK = "attention", "at the peak"
 # The first that a kernel's name matches. cuBLASLt's names have "q" for 8-bit operands, and "t" or "s" for wider ones.
 KINDS = (
     (EIGHT, r"(int8|fp8|mx)\w*_matmul|^_multiply$|matmul\w*_mosaic|nvjet_\w+_[qr][qr]|gemm_(e[45]|i8|s8)"),
@@ -99,8 +103,10 @@ def kernels(planes: Iterable[Any], device: str = "GPU") -> Iterator[KernelTime]:
 def profile(call: Any) -> Profile:
     """Records some calls of a compiled program, after one that is not recorded."""
     jax.block_until_ready(call())
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # what Python calls would come between the kernels of small programs
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(CALLS):
                 out = call()
             jax.block_until_ready(out)
@@ -109,8 +115,9 @@ def profile(call: Any) -> Profile:
         return Profile(tuple(kernels(planes, "CPU" if timing.dry() else "GPU")), CALLS)
 
 
-def rows(case: str, profiles: dict[str, Profile]) -> list[timing.Row]:
-    """A row a kind of kernels and arm, against bf16, with the sum; and the longest kernels of each arm."""
+def rows(case: str, profiles: dict[str, Profile], least: dict[str, dict[str, float]]) -> list[timing.Row]:
+    """A row a kind of kernels and arm, against bf16, with the sum, and at the peak the `least` seconds, where they are
+    known; and the longest kernels of each arm."""
     found, plain = list[timing.Row](), profiles[layer.BF16].by_kind()
     for name, of in profiles.items():
         spent = of.by_kind()
@@ -118,27 +125,60 @@ def rows(case: str, profiles: dict[str, Profile]) -> list[timing.Row]:
             value = spent.get(what, sum(spent.values()))
             ratio = base / value if value and base else None
             found.append(timing.row(case, name, what, 1e3 * value, "ms", layer.BF16 if ratio else None, ratio))
+        for what, value in least.get(name, {}).items():
+            if value:
+                found.append(timing.row(case, name, f"{what}, {PEAK}", 1e3 * value, "ms"))
+    of_case = f"{case}, " if least else ""
     for name, of in profiles.items():
         for kernel, spent_by, launches in of.by_name()[:LONGEST]:
-            found.append(timing.row(f"{name}: {kernel[:60]}", name, f"{launches:.0f} launches", 1e3 * spent_by, "ms"))
+            found.append(
+                timing.row(f"{of_case}{name}: {kernel[:60]}", name, f"{launches:.0f} launches", 1e3 * spent_by, "ms")
+            )
     return found
+
+
+def of_layer(length: int, names: list[str]) -> list[timing.Row]:
+    """Rows of a layer."""
+    config = layer.CONFIG
+    if timing.dry():
+        length, config = 16, dataclasses.replace(config, dim=256, heads=2, kv_heads=2, mlp_dim=512)
+    arms, found = layer.arms(length, config, names), {}
+    for name in (layer.BF16, *names):
+        ready = timing.compiled({name: arms[name].three}, [arms[name].operands])
+        found[name] = profile(ready[name])
+    return rows(f"batch {layer.BATCH}, length {length}", found, {})
+
+
+def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
+    """Rows of a model's training step."""
+    found, least = {}, {}
+    for name, arm in models.ready(user, names).items():
+        found[name] = profile(arm)
+        arm.stop()
+        least[name] = peaks.least(arm.program.as_text())
+    return rows(user.text, found, least)
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="profile", description=__doc__)
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--only", nargs="+", choices=list(layer.recipes()), metavar="RECIPE", default=list(ARMS))
+    parser.add_argument("--models", nargs="+", choices=models.MODELS, help="whole steps of these, and no layer")
+    parser.add_argument("--only", nargs="+", metavar="RECIPE", help=f"(default: {' '.join(ARMS)}; of models their own)")
+    parser.add_argument("--name", default="profile", help="of the results file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
+    if not options.models and (unknown := set(options.only or ()) - set(layer.recipes())):
+        parser.error(f"a layer has no arm {', '.join(sorted(unknown))}")
+    for arm in options.only or () if options.models else ():
+        writings.recipe_of(arm)
     timing.need_gpu()
-    length, config = options.length, layer.CONFIG
-    if timing.dry():
-        length, config = 16, dataclasses.replace(config, dim=256, heads=2, kv_heads=2, mlp_dim=512)
-    arms = layer.arms(length, config, options.only)
-    found = {}
-    for name in (layer.BF16, *options.only):
-        ready = timing.compiled({name: arms[name].three}, [arms[name].operands])
-        found[name] = profile(ready[name])
-    case = f"batch {layer.BATCH}, length {length}"
     notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
-    timing.write("profile", "Kernels of a Llama layer", rows(case, found), notes, {}, options.out)
+    title = "Kernels of training steps as users write them" if options.models else "Kernels of a Llama layer"
+    save = functools.partial(timing.write, options.name, title, notes=notes, versions={}, out=options.out)
+    if not options.models:
+        return save(of_layer(options.length, options.only or list(ARMS)))
+    table = list[timing.Row]()
+    for name in options.models:
+        user = models.MODELS[name]
+        table += of_model(user, list(dict.fromkeys([layer.BF16, *(options.only or user.arms)])))
+        save(table, complete=name == options.models[-1])

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from experiments.bench import profile
+from experiments.bench import peaks, profile
 from experiments.bench.profile import ATTENTION, EIGHT, OURS, SIXTEEN, XLA, KernelTime, Profile
 
 
@@ -68,7 +68,7 @@ def test_times_are_a_call_and_gaps_those_without_any_kernel():
 def test_rows_compare_kinds_with_bf16():
     plain = Profile((KernelTime("nvjet_sm90_tst_x", 0.0, 6e6), KernelTime("wrapped_add", 6e6, 7e6)), 1)
     ours = Profile((KernelTime("int8_matmul_mosaic", 0.0, 3e6), KernelTime("_quantize", 4e6, 5e6)), 1)
-    rows = profile.rows("case", {"bf16": plain, "fast": ours})
+    rows = profile.rows("case", {"bf16": plain, "fast": ours}, {})
     found = {(row["impl"], row["metric"]): (row["value"], row["ratio"]) for row in rows if row["case"] == "case"}
     assert found["fast", EIGHT] == (pytest.approx(3), None)
     assert found["fast", "gaps"] == (pytest.approx(1), None)
@@ -78,3 +78,57 @@ def test_rows_compare_kinds_with_bf16():
     assert found["bf16", SIXTEEN] == (pytest.approx(6), 1)
     (longest,) = [row for row in rows if row["case"] == "fast: int8_matmul_mosaic"]
     assert (longest["metric"], longest["value"]) == ("1 launches", pytest.approx(3))
+
+
+def test_rows_of_a_program_have_its_least_time():
+    ours = Profile((KernelTime("_quantize", 4e6, 5e6),), 1)
+    rows = profile.rows("model", {"bf16": ours, "fast": ours}, {"fast": {OURS: 7e-4, SIXTEEN: 0.0}})
+    assert [(r["impl"], r["metric"], r["value"]) for r in rows if "peak" in r["metric"]] == [
+        ("fast", f"{OURS}, at the peak", pytest.approx(0.7))
+    ]
+    assert [r["case"] for r in rows if r["metric"] == "1 launches"] == [
+        "model, bf16: _quantize",
+        "model, fast: _quantize",
+    ]
+
+
+PROGRAM = """
+%inner (p: bf16[8,4]) -> f32[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %c = f32[8,4]{1,0} convert(%p)
+  ROOT %e = f32[8,4]{1,0} exponential(%c)
+}
+
+%around (q: u8[64,32]) -> u8[64,32] {
+  %q = u8[64,32]{1,0} parameter(0)
+  ROOT %k2 = (u8[64,32]{1,0}, f32[1]{0}) custom-call(%q, %q), KERNEL quantize/triton_kernel_call"}
+}
+
+%body (t: bf16[8,4]) -> f32[8,4] {
+  %t = bf16[8,4]{1,0} parameter(0)
+  ROOT %f = f32[8,4]{1,0} fusion(%t), kind=kLoop, calls=%inner
+}
+
+ENTRY %main (x: f8e4m3fn[16,64], y: f8e5m2[32,64], z: bf16[3,8,64], w: bf16[3,64,4], t: bf16[8,4]) -> f32[8,4] {
+  %x = f8e4m3fn[16,64]{1,0} parameter(0)
+  %y = f8e5m2[32,64]{1,0} parameter(1)
+  %z = bf16[3,8,64]{2,1,0} parameter(2)
+  %w = bf16[3,64,4]{2,1,0} parameter(3)
+  %t = bf16[8,4]{1,0} parameter(4)
+  %eight = (f32[16,32]{1,0}, s8[4194304]{0}) custom-call(%x, %y), custom_call_target="__cublas$lt$matmul$f8"
+  %batch = (bf16[3,8,4]{2,1,0}, s8[99]{0}) custom-call(%z, %w), custom_call_target="__cublas$gemm"
+  %mend = (u8[999,999]{1,0}) custom-call(%x), KERNEL mend/triton_kernel_call"}
+  %u = u8[64,32]{1,0} bitcast(%x)
+  %dynamic = u8[64,32]{1,0} fusion(%u), kind=kCustom, calls=%around
+  ROOT %loop = f32[8,4]{1,0} while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+""".replace("KERNEL ", 'custom_call_target="__gpu$xla.gpu.ptx", metadata={op_name="step/')
+
+
+def test_the_least_time_is_that_of_operations_and_bytes():
+    assert peaks.least(PROGRAM) == pytest.approx({
+        EIGHT: 2 * 16 * 32 * 64 / 1979e12,
+        SIXTEEN: 2 * 3 * 8 * 4 * 64 / 989.5e12,
+        OURS: (2 * 64 * 32 + 4) / 3.35e12,  # an operand that is given twice is read once
+        XLA: 5 * (8 * 4) * (2 + 4) / 3.35e12,
+    })  # fmt: skip
