@@ -269,7 +269,13 @@ def encode(
         value = tl.minimum(tl.maximum(y, -127.0), 127.0)
         if HOW.stochastic:
             fraction = from_bits(((noise >> 9) | 0x3F800000).to(tl.int32, bitcast=True)) - 1.0
-            value = tl.minimum(tl.floor(value + fraction), 127.0)
+            # The sum is rounded down: beside an integer fp32 has no place for all of the noise's bits, and to nearest
+            # the largest draws would take it to the next.
+            value = tl.floor(
+                tl.inline_asm_elementwise(
+                    "add.rm.f32 $0, $1, $2;", "=f,f,f", [value, fraction], tl.float32, is_pure=True, pack=1
+                )
+            )
         codes = tl.where(y == y, bits(value + _ROUNDING), 0).to(tl.uint8)
     else:
         value = y

@@ -50,6 +50,16 @@ def _multiply_add(a: Array, b: Array, c: Array) -> Array:
     return register(_flushed(fused(*(_flushed(_number(x)) for x in (a, b, c)))))
 
 
+def _sum_down(a: Array, b: Array) -> Array:
+    """a + b, rounded down: of the sum in fp64 the error is known, too."""
+    x, y = (_number(part).astype(np.float64) for part in (a, b))
+    total = x + y
+    error = (x - (total - (total - x))) + (y - (total - x))
+    rounded = total.astype(np.float32)
+    high = (rounded > total) | ((rounded == total) & (error < 0))
+    return register(np.where(high, np.nextafter(rounded, np.float32(-np.inf)), rounded))
+
+
 def _smaller(a: Array, b: Array) -> Array:
     """fmin takes the number of a number and NaN, as min does without .NaN."""
     return register(np.fmin(*(np.abs(_number(x)) for x in (a, b)))) | ((a ^ b) & 0x80000000)
@@ -131,6 +141,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
     "shl.b32": lambda a, b: a << b,
+    "add.rm.f32": _sum_down,
     "add.s32": lambda a, b: a + b,
     "lop3.b32": _lookup_table,
     "prmt.b32": _permuted,
