@@ -43,7 +43,7 @@ def find(value: Value) -> ActivationForm | None:
                 result = evaluate(value, at, _refuse)
         except UnlikeError:
             continue
-        name = _name(result, _UP if others else np.ones(()), {v.kind for v in at})
+        name = _name(result, _UP if others else np.ones(()))
         if name is not None:
             return ActivationForm(name, narrow(gate), narrow(others[0]) if others else None)
     return None
@@ -94,17 +94,14 @@ def _independent(value: Value, gate: Value) -> list[Value]:
     return list(others)
 
 
-def _name(result: Any, up: Any, kinds: set[str]) -> str | None:
+def _name(result: Any, up: Any) -> str | None:
     """The form whose values these are, times those of the factor."""
-    if np.shape(result) != _GATE.shape or not np.isfinite(result).all():
+    if np.shape(result) != _GATE.shape:
         return None
     allowed = _TOLERANCE * np.abs(up) * np.maximum(1, np.abs(_GATE) * (np.abs(_GATE) > 6))
     errors = {name: np.max(np.abs(result - _values(f) * up) / allowed) for name, f in ACTIVATIONS.items()}
     best = min(errors, key=lambda name: errors[name])
-    if not errors[best] <= 1:
-        return None
-    # The two forms of GELU are nearer to each other than the rounding of constants.
-    return "gelu" if best == "gelu_tanh" and kinds & {"erf", "erfc"} else best
+    return best if errors[best] <= 1 else None
 
 
 @functools.cache

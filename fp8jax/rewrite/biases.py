@@ -43,8 +43,7 @@ def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
     if vector.kind in CASTS and vector.node is not None:
         source = vector.node.operands[0]
         vector = source if jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > 1 else vector
-    same = {value.dtype for value in (result, other, reader.results[0])} == {result.dtype}
-    return BiasForm(reader, before(vector, (*MARKS, *RESHAPES), in_order)) if same else None
+    return BiasForm(reader, before(vector, (*MARKS, *RESHAPES), in_order))
 
 
 def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:

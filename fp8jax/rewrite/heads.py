@@ -80,7 +80,6 @@ class Flow:
     def _of(self, value: Value) -> frozenset[Node] | None:
         """The products whose result a value is, up to a bias, scale and the like; None for other data."""
         if value not in self._results:
-            self._results[value] = frozenset()  # while a loop is followed once
             self._results[value] = self._look(value)
         return self._results[value]
 

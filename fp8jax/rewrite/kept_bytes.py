@@ -29,7 +29,7 @@ def kept_bytes(graph: Graph, entries: dict[Node, Entry], times: int = 1) -> Iter
             size = _of_operation(node.operation, entries[node], seen)
             if size is not None:
                 yield node, int(times * size)
-        if not node.sealed and not primitives.computes_again(node.eqn):
+        if not primitives.computes_again(node.eqn):
             turns = node.eqn.params["length"] if node.kind == "scan" else 1
             for body in node.bodies:
                 yield from kept_bytes(body, entries, times * turns)

@@ -86,6 +86,10 @@ READ = {
     "a gate": (lambda f, x, b: jax.nn.sigmoid(f("a", x)) * f("b", x), {}),
     "a residual sum": (lambda f, x, b: x + f("same", x), {}),
     "the shape of the input": (lambda f, x, b: f("same", x) * 2, {}),
+    "returned, and read on": (lambda f, x, b: ((y := f("v", x)), f("out", jnp.sin(y))), {"out": HEAD}),
+    "beside another": (lambda f, x, b: jax.lax.optimization_barrier((f("a", x), x))[0], {"a": HEAD}),
+    "a logarithm": (lambda f, x, b: (s := f("a", x)) - jnp.log(jnp.exp(s).sum(-1, keepdims=True)), {"a": ROUTER}),
+    "an exponential of a difference": (lambda f, x, b: jnp.exp(f("a", x) - jnp.sin(x[:, :4])), {}),
     "read on, and returned": (lambda f, x, b: (f("v", x), jnp.sin(f("out", jnp.sin(f("v", x))))), {}),
     "a sum of exponentials": (lambda f, x, b: (s := f("a", x)) * jnp.exp(s).sum(-1, keepdims=True), {}),
     "attention": (lambda f, x, b: jax.nn.softmax(f("a", x) @ f("b", x).T) @ x, {}),
@@ -224,6 +228,18 @@ def test_what_only_a_call_gives_away_is_left_alone():
     }
     assert eight(fp8jax.nnx.quantize(Scorer(), TE), x) == 1
     assert eight(fp8jax.nnx.quantize(Scorer(), fp8jax.Rule(".*", TE)), x) == 2
+
+
+def test_what_a_model_notes_is_no_output():
+    class Notes(nnx.Module):
+        def __init__(self) -> None:
+            self.body, self.wide, self.seen = line(8, 8), line(8, 6), nnx.Variable(jnp.zeros((3, 6)))
+
+        def __call__(self, x):
+            self.seen[...] = self.wide(x)
+            return self.body(x) * self.seen[...].sum()
+
+    assert {layer.path for layer in fp8jax.explain(Notes(), TE, jnp.ones((3, 8))).quantized} == {"body", "wide"}
 
 
 @functools.cache

@@ -152,6 +152,22 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
     assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).scattered == {"n": ("rows",)}
 
 
+def test_what_a_notation_says_of_cuts():
+    of = lambda *sides: cuts.Notation(*([cuts.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    two = of(("m n/4", "m n"), ("m n/6",))
+    assert (two.unit("n"), two.unit("m")) == (12, 1)
+    for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
+        with pytest.raises(ValueError, match=r"dimension m has lengths [89] and [89]"):
+            two.lengths(shapes)
+    # Shardy is told of dimensions that all devices divide; the others, and empty ones, are each alone.
+    assert of(("m n",), ("m n",)).rule({"m": 8, "n": 6}, 4) == ("m_ free0 -> m_ free1", {})
+    assert of(("m n",), ("m",)).rule({"m": 0, "n": 8}, 4) == ("free0 n_ -> free1", {})
+    assert two.rule({"m": 8, "n": 48}, 4)[1] == {"n_in4": 3, "n_": 4, "n_in1": 12, "n_in6": 2}
+    # The operand that comes first says by which axes a dimension is cut.
+    rows = (PartitionSpec("a"), PartitionSpec("b"))
+    assert of(("m k", "m n"), ("m",)).assign({"m": 8, "k": 8, "n": 8}, rows, {"a": 2, "b": 2}).axes == {"m": ("a",)}
+
+
 def test_nan_is_a_maximum():
     mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32).at[13, 25].set(jnp.nan)  # not the first device's
     assert jnp.isnan(jax.jit(statistics)(place(mesh, x, "rows", "columns"))[1])

@@ -82,6 +82,7 @@ def test_how_libraries_write_it_is_found():
         lambda p, x: x @ p["w"] + 3 * x[:, :1, :1],
         lambda p, x: x @ p["w"] + jnp.tanh(p["b"] * x[0, 0, 0]),
         lambda p, x: x @ p["w"] + p["b"][:12, None],
+        lambda p, x: x @ p["w"] + jax.lax.dynamic_slice_in_dim(p["w"], (x[0, 0, 0] > 0).astype(jnp.int32), 1)[0],
         lambda p, x: (x @ p["w"]).astype(jnp.bfloat16) + p["b"].astype(jnp.bfloat16),
         lambda p, x: jnp.swapaxes(x @ p["w"], 1, 2) + p["b"][:, None],
         lambda p, x: x @ p["w"] - p["b"],

@@ -71,6 +71,24 @@ def test_bytes_are_those_of_what_is_kept(recipe):
     assert f"kept of inputs for the backward pass: {total / 1024:.4g} KiB" in str(explained)
 
 
+@jax.custom_vjp
+def attended(x):
+    return jnp.tanh(x)
+
+
+attended.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (dy * (1 - y * y),))
+
+
+@pytest.mark.parametrize("fn", [
+    lambda p, x: attended(x) @ p["gate"].astype(x.dtype),  # keeps its result, as attention does
+    lambda p, x: jax.nn.gelu(norm(x, p["norm"]) @ p["gate"].astype(x.dtype)) @ p["down"].astype(x.dtype),
+])  # fmt: skip
+@pytest.mark.parametrize("context", [fp8jax.recipes.coat().context, FAITHFUL])
+def test_what_is_kept_in_any_case_or_made_again_has_no_bytes(fn, context):
+    fast = fp8jax.transform(fn, dataclasses.replace(fp8jax.recipes.coat(), context=context))
+    assert sum(entry.bytes for entry in fast.explain(P, X).quantized) == kept_codes(fast, P)
+
+
 def test_bytes_in_loops_count_each_turn_and_none_is_told_under_a_checkpoint():
     layers = jax.tree.map(lambda w: jnp.stack([w] * 3), P)
     one, all_of = (fp8jax.transform(fn, "coat") for fn in (mlp, stacked))

@@ -57,6 +57,7 @@ ACTIVATIONS = {
     "silu(g) * u": between(lambda g, u, p: silu(g) * u),
     "u * g / (1 + exp(-g))": between(lambda g, u, p: u * g / (1 + jnp.exp(-g))),
     "g * (1 + tanh(g / 2)) / 2": between(lambda g, u, p: g * (1 + tanh(g / 2)) / 2),
+    "silu(g) / 8 * 8": between(lambda g, u, p: 2 * (2 * (2 * (0.5 * (0.5 * (0.5 * silu(g)))))) * u),
     "gelu": between(lambda g, u, p: jax.nn.gelu(g, approximate=False) * u),
     "gelu of tanh": between(lambda g, u, p: jax.nn.gelu(g)),
     "gelu by erf": between(lambda g, u, p: u * (0.5 * g * (1 + lax.erf(g * 0.70710678)))),

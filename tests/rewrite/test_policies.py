@@ -90,13 +90,22 @@ def test_functions_take_the_policy():
 
 
 def test_answers_are_the_policys_own_and_equal_ones_are_one():
-    offload = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
-    policy = fp8jax.checkpoint_policies.with_products(offload)
+    with_products = fp8jax.checkpoint_policies.with_products
+    policy = with_products(POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host"))
     name, kind = jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "fp8jax_product"))(X).eqns[0], X.aval
     moved = policy(name.primitive, kind, name="fp8jax_product")
     assert (moved.src, moved.dst) == ("device", "pinned_host")
     assert type(policy(name.primitive, kind, name="theirs")).__name__ == "RecomputeType"
-    with_products = fp8jax.checkpoint_policies.with_products
+    names = [*fp8jax.CHECKPOINT_NAMES, "fp8jax_product", "fp8jax_beside_product", "fp8jax_token"]
+    dots, own = map(with_products, (POLICIES.dots_saveable, POLICIES.save_only_these_names("fp8jax_norm")))
+    assert all(dots(name.primitive, kind, name=one) is True for one in names)
+    assert [one for one in names if own(name.primitive, kind, name=one) is True] == ["fp8jax_norm"]
+    # It is asked of a product with this result.
+    asked = []
+    nothing = lambda primitive, *kinds, **how: asked.append((primitive.name, kinds, how.get("preferred_element_type")))  # noqa: E731
+    wide = kind.update(dtype=jnp.float32)
+    with_products(lambda *kinds, **how: bool(nothing(*kinds, **how)))(name.primitive, wide, name="fp8jax_product")
+    assert asked == [("name", (wide,), None), ("dot_general", (wide, wide), jnp.float32)]
     assert with_products(POLICIES.dots_saveable) == with_products(with_products(POLICIES.dots_saveable))
     assert hash(with_products(POLICIES.dots_saveable)) == hash(with_products(POLICIES.dots_saveable))
     assert with_products(None) is None
