@@ -1,19 +1,86 @@
-"""Flax's optimizers with the fused step: new weights are written where moments are, and no updates in between."""
+"""Flax's optimizers with the fused step, and the end of a step, which they and hand-written steps have in common."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 from flax import errors, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.struct import field
 from flax.training import train_state
+from flax.traverse_util import flatten_dict
 
 from fp8jax.core.recipe import Linear
+from fp8jax.core.scaling import Automatic, AxisNames
+from fp8jax.modules import scaled_linen
 from fp8jax.modules.scaled import GradientStatistic, LayerScaling, advance_scaling, give_bounds, observed_operands
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import bounds_of
+from fp8jax.rewrite.rules import Rules
+
+
+def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis_name: AxisNames = None) -> None:
+    """Ends a step of a model whose recipe has a state, in place; of another it does nothing. Call it after the update.
+
+        grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)))(model)
+        optimizer.update(model, grads)
+        fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
+
+    Histories and thresholds advance by what the step has seen (`advance_scaling`), and weights of automatic scaling get
+    the bounds of an optimizer that follows them (`set_weight_bounds`); others are measured in each call.
+    `fp8jax.nnx.Optimizer` does it in its `update`.
+
+    Args:
+        model: what `fp8jax.nnx.quantize` returned.
+        grads: gradients of the step, with those of `GradientStatistic` where the recipe observes gradients.
+        opt_state: of the optimizer of the model's parameters, after the update.
+        axis_name: as of `advance_scaling`.
+
+    Raises:
+        ValueError: gradients lack statistics that the recipe observes.
+    """
+    layers = [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
+    if any(map(observed_operands, layers)):
+        advance_scaling(model, grads, axis_name=axis_name)
+    _give(model, opt_state)
+
+
+def end_linen_step(
+    scaling: Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    opt_state: optax.OptState = (),
+    rules: Rules | None = None,
+    *,
+    axis_name: AxisNames = None,
+) -> dict[str, Any]:
+    """Ends a step of a model whose recipe has a state: what `fp8jax.nnx.end_step` does, for collections of Linen.
+
+    `fp8jax.linen.TrainState` does it where it holds the collection.
+
+    Args:
+        scaling: the collection "fp8jax_scaling", as `apply` has written it.
+        statistics: the gradients of the collection "fp8jax_statistics"; None where there is none.
+        opt_state: of the optimizer of the parameters, after the update.
+        rules: those that `fp8jax.linen.quantize` got, where anything but delayed scaling observes.
+        axis_name: as of `advance_scaling`.
+
+    Returns:
+        The collection for the next step.
+
+    Raises:
+        ValueError: as `advance_scaling`, or the optimizer follows none of a layer's weights.
+    """
+    names = {path[-1] for path in flatten_dict(scaling)}
+    if statistics or any(name.startswith("seen_") for name in names):
+        scaling = scaled_linen.advance_scaling(scaling, statistics or {}, rules, axis_name=axis_name)
+    bounds = bounds_of(opt_state)
+    if bounds and Automatic().variable("w") in names:
+        # An optimizer of all that `init` makes has its collection in front.
+        whole = all(path[0] == "params" for path in bounds)
+        scaling = scaled_linen.set_weight_bounds(scaling, {path[whole:]: bound for path, bound in bounds.items()})
+    return dict(scaling)
 
 
 def _fused(tx: Any, whose: str) -> FusedTransformation:
@@ -32,11 +99,11 @@ class FusedOptimizer(nnx.Optimizer):
     State and checkpoints are those of Flax's class, so that one takes the place of the other. There updates are written
     to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter.
 
-    A step ends for the model's scalings, too. Statistics among the gradients enter its states, as by
-    `advance_scaling`, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a
-    tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, as by `set_weight_bounds`, when the optimizer is made, too.
-    Calling these besides changes nothing. Each of several optimizers of a model would end the step: call
-    `advance_scaling` once before them, whose gradients have no statistics.
+    A step ends for the model's scalings, too, as by `fp8jax.nnx.end_step`: statistics among the gradients enter its
+    states, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a tracked
+    `tx`, such as `fp8jax.optimizer("moss", ...)`, when the optimizer is made, too. Calls by hand besides change
+    nothing. Each of several optimizers of a model would end the step: call `advance_scaling` once before them, whose
+    gradients have no statistics.
 
     Args:
         model: the module whose variables are trained.
@@ -70,14 +137,16 @@ class FusedOptimizer(nnx.Optimizer):
         """
         how = {"graph": self.graph} if hasattr(self, "graph") else {}
         layers = [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
-        if jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(layers):
-            grads = advance_scaling(model, grads)
+        observed = jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(layers)
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
         params, state = self.tx.step(gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(arguments))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, **how))
         self.step[...] += 1
-        _give(model, state)
+        if observed:
+            end_nnx_step(model, grads, state)
+        else:
+            _give(model, state)
 
 
 def _give(model: Any, opt_state: Any) -> None:
@@ -96,26 +165,45 @@ def _keep_thresholds(layers: Sequence[Linear]) -> bool:
 class FusedTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
 
-    Fields are those of Flax's class. Its `create` takes what `Optimizer` takes.
+    Its `create` takes what `Optimizer` takes. Where the recipe has a state, the collection may be held beside Flax's
+    fields, and a step ends for it, too, as by `fp8jax.linen.end_step`.
+
+    Attributes:
+        scaling: the collection "fp8jax_scaling" that `init` makes, or None.
+        rules: those that `fp8jax.linen.quantize` got, where `end_step` wants them.
 
     Raises:
         TypeError: `tx` has no `step`, as a chain of optax.
     """
 
-    def apply_gradients(self, *, grads: Any, step_arguments: dict[str, Any] | None = None, **others: Any) -> Any:
+    # By name, so that a class of a user's own may add fields without a default.
+    scaling: Any = field(default=None, kw_only=True)
+    rules: Any = field(pytree_node=False, default=None, kw_only=True)
+
+    def apply_gradients(
+        self, *, grads: Any, step_arguments: dict[str, Any] | None = None, statistics: Any = None, **others: Any
+    ) -> Any:
         """A state with new parameters and moments, and one step more.
 
         Args:
             grads: gradients, a tree as `params`.
             step_arguments: of the step: `key`, `factor`, `applied`.
-            others: fields that get new values.
+            statistics: gradients of the collection "fp8jax_statistics", where the recipe observes gradients.
+            others: fields that get new values, such as `scaling` as `apply` has written it.
         """
         tx, overwritten = _fused(self.tx, "fp8jax.linen.TrainState"), OVERWRITE_WITH_GRADIENT in grads
         own = (grads["params"], self.params["params"]) if overwritten else (grads, self.params)
         params, state = tx.step(own[0], self.opt_state, own[1], **(step_arguments or {}))
         if overwritten:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-        return self.replace(step=self.step + 1, params=params, opt_state=state, **others)
+        scaling = others.pop("scaling", self.scaling)
+        if scaling is not None:
+            scaling = end_linen_step(scaling, statistics, state, self.rules)
+        elif statistics is not None:
+            raise ValueError(
+                "statistics are of a model with a scaling: give TrainState.create its collection, scaling="
+            )
+        return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **others)
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: optax.GradientTransformation, **others: Any) -> Any:

@@ -1,6 +1,7 @@
 """Flax Linen: `quantize` for models that were not written for it, and what layers and training steps may need."""
 
 from fp8jax.flax_optimizers import FusedTrainState as _FusedTrainState
+from fp8jax.flax_optimizers import end_linen_step as _end_step
 from fp8jax.modules.linen import make_dot_general_cls as make_dot_general_cls
 from fp8jax.modules.linen import quantize as quantize
 from fp8jax.modules.linen import unquantize as unquantize
@@ -9,6 +10,7 @@ from fp8jax.modules.scaled_linen import measure_weights as measure_weights
 from fp8jax.modules.scaled_linen import set_weight_bounds as set_weight_bounds
 
 TrainState = _FusedTrainState
+end_step = _end_step
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
 
 from fp8jax.flax_optimizers import FusedOptimizer as _FusedOptimizer
+from fp8jax.flax_optimizers import end_nnx_step as _end_step
 from fp8jax.modules.lora_nnx import adapters as adapters
 from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora
@@ -16,6 +17,7 @@ from fp8jax.modules.untrained import UntrainedVariable as UntrainedVariable
 from fp8jax.modules.weights import quantize_weights as quantize_weights
 
 Optimizer = _FusedOptimizer
+end_step = _end_step
 
 
 def __dir__() -> list[str]:

@@ -188,6 +188,11 @@ def bounded(model, optimizer, grads):
     fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
 
 
+def ended(model, optimizer, grads):
+    optimizer.update(model, grads)
+    fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
+
+
 @pytest.mark.parametrize(
     ("recipe", "by_hand"), [("te_delayed", advanced), ("int8_fallback", advanced), ("moss", bounded)]
 )
@@ -201,7 +206,42 @@ def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand):
     chex.assert_trees_all_equal(ours, both)
     theirs, _ = scaled_run(recipe, nnx.Optimizer, tx, by_hand)
     close(nnx.state(runs[0], fp8jax.nnx.ScalingVariable), nnx.state(theirs, fp8jax.nnx.ScalingVariable))
+    one_call, _ = scaled_run(recipe, nnx.Optimizer, tx, ended)
+    chex.assert_trees_all_equal(nnx.state(one_call), nnx.state(theirs))
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (first, ours[0])), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["te_delayed", "int8_fallback", "moss"])
+def test_train_state_ends_the_step_of_scalings(recipe):
+    """As what is called by hand; parameters may be all that `init` makes, or the collection alone."""
+    model, tx = fp8jax.linen.quantize(Net(), recipe), fp8jax.optimizer(recipe, 1e-2, b2=0.95)
+    variables = model.init(jax.random.key(0), X)
+    params, scaling = variables["params"], variables["fp8jax_scaling"]
+    statistics = variables.get("fp8jax_statistics", {})
+
+    def of(params, statistics, scaling):
+        collections = {"params": params, "fp8jax_scaling": scaling, "fp8jax_statistics": statistics}
+        y, new = model.apply(collections, X, mutable=["fp8jax_scaling"])
+        return jnp.mean((y - X) ** 2), new.get("fp8jax_scaling", scaling)
+
+    grads, by_hand = jax.grad(of, argnums=(0, 1), has_aux=True)(params, statistics, scaling)
+    (weights, seen), opt_state = grads, tx.init(params)
+    for whole in (False, True):
+        inside = (lambda tree: {"params": tree}) if whole else (lambda tree: tree)
+        state = fp8jax.linen.TrainState.create(
+            apply_fn=model.apply, params=inside(params), tx=tx, scaling=scaling, rules=recipe
+        )
+        after = state.apply_gradients(grads=inside(weights), statistics=seen, scaling=by_hand)
+        if recipe == "moss":
+            new = fp8jax.weight_bounds(tx.step(weights, opt_state, params)[1])
+            wanted = fp8jax.linen.set_weight_bounds(by_hand, new)
+        else:
+            wanted = fp8jax.linen.advance_scaling(by_hand, seen, recipe)
+        chex.assert_trees_all_close(after.scaling, wanted, rtol=1e-6)
+        assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.scaling, scaling)), strict=True))
+    plain = fp8jax.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    with pytest.raises(ValueError, match=r"give TrainState.create its collection, scaling="):
+        plain.apply_gradients(grads=weights, statistics=seen)
 
 
 def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
