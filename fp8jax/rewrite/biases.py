@@ -35,7 +35,7 @@ def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
     if reader is None or reader.kind not in _SUMS or reader.operation is not None:
         return None
     (other,) = (value for value in reader.operands if value is not result)
-    if _explicit(result):
+    if explicit(result):
         return None
     vector = _vector(other, result.shape, result.aval.ndim - outputs)
     if vector is None or vector.data or vector.weight is None:
@@ -58,7 +58,7 @@ def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:
     return before(value, (*MARKS, *RESHAPES), in_order) if wide == wanted != [] else None
 
 
-def _explicit(value: Value) -> bool:
+def explicit(value: Value) -> bool:
     """Whether the array lies on Explicit mesh axes: there its sum says how the result lies."""
     sharding: Any = getattr(value.aval, "sharding", None)
     return bool(sharding is not None and sharding.mesh.explicit_axes)

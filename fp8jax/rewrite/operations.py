@@ -80,6 +80,11 @@ class ProductOperation:
         return self.recipe.linear
 
     @property
+    def laid_out(self) -> bool:
+        """Whether the product's matrix is made of what is stored."""
+        return bool(self.layout)
+
+    @property
     def inputs(self) -> int:
         """How many inputs it sums over."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
@@ -114,7 +119,7 @@ class ProductOperation:
             how["pass_on"] = functools.partial(running.pass_on, self.data)
         laid = self._laid_out(running)
         w = laid.layout(laid.parts)
-        how["laid"] = laid if self.layout else None
+        how["laid"] = laid if self.laid_out else None
         if self.kept is None:
             y = self._product(x, w, {**how, "known": known})
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
@@ -172,7 +177,7 @@ class ProductOperation:
     def _held(self, given: Given) -> Any:
         """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
         _, contract = self._contracted()
-        return None if self.layout or tuple(contract) != tuple(range(len(contract))) else given.weight
+        return None if self.laid_out or tuple(contract) != tuple(range(len(contract))) else given.weight
 
     def _laid_out(self, running: Any) -> LaidOut:
         """What the product's matrix is made of: the parameter, and whatever else its layouts read."""

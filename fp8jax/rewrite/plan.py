@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, held, norms, primitives, weighing
+from fp8jax.rewrite import activations, biases, held, joins, norms, primitives, weighing
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.entries import Entry, ReadWeight
 from fp8jax.rewrite.graph import (
@@ -96,7 +96,7 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
     for p in products:
         operation = (p.place or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or isinstance(operation, HeldOperation):
+        if operation is None or linear is None or isinstance(operation, (HeldOperation, joins.JoinedOperation)):
             continue
         if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
             if any(scaling.observes for scaling in linear.states.values()):
@@ -225,6 +225,9 @@ def _replace_all(
                 if (told := getattr(p.node.operation, "told", "")) and p.place is None:
                     entry = entry._replace(reason=f"{entry.reason}; {told}")
                 entries[p.place or p.node] = entry
+    for (graph_of, _), group in groups.items():
+        if any(p.taken and p.choice.linear.joins for p in group):  # type: ignore[union-attr]
+            joins.join(graph_of, group, entries)
     if not products and caller.names is not None and rules.between:
         # A norm that is called by itself: what reads it is not here.
         for value in graph.outputs[: caller.results]:
