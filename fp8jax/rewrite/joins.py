@@ -59,7 +59,10 @@ def join(graph: Graph, group: Sequence[ReadWeight], entries: dict[Node, Entry]) 
         if linear is None or not linear.joins or type(o) is not ProductOperation or active.intersection(place.results):
             continue
         plain = o.side == 1 and not o.layout and o.kept is None and o.widths is None and not o.turned
-        if plain and o.weight.aval.ndim == 2 and o.weight.node is None and not biases.explicit(o.weight):
+        if plain and biases.explicit(o.weight):
+            reason = f"{entries[place].reason}; not joined, for its parameter lies on Explicit axes"
+            entries[place] = entries[place]._replace(reason=reason)
+        elif plain and o.weight.aval.ndim == 2 and o.weight.node is None:
             data, same = origin_of(p.data), (p.data.dtype, p.data.shape, o.weight.dtype, str(o.params), o.bias is None)
             alike[data, linear, same, id(place.call)].append(p)
     order = {node: i for i, node in enumerate(graph.all())}

@@ -104,6 +104,14 @@ def test_what_stays_apart(fn):
     np.testing.assert_array_equal(fast(params, X), same(params, X))
 
 
+def test_on_explicit_axes_they_stay_apart_and_explain_says_so():
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    params, x = (jax.device_put(a, jax.NamedSharding(mesh, jax.P())) for a in (P, X))
+    with jax.set_mesh(mesh):
+        reasons = {e.path: e.reason for e in fp8jax.transform(apart, joining()).explain(params, x).quantized}
+    assert reasons == dict.fromkeys(WIDTHS, "the recipe; not joined, for its parameter lies on Explicit axes")
+
+
 @pytest.mark.parametrize("name", ["fast", "deepseek", "te_delayed", "int8_block", "bf16"])
 def test_recipes_without_one_scale_a_tensor_are_refused(name):
     with pytest.raises(ValueError, match=r"linear\.joins needs current scaling and one scale a tensor"):
