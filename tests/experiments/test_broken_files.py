@@ -69,12 +69,16 @@ def test_a_result_with_a_field_that_cannot_be_is_damaged(finished, tmp_path):
     result, config = read_result(path)
     assert (dataclasses.asdict(result), config) == (json.loads(text)["result"], json.loads(text)["config"])
     assert set(WRONG) == {field.name for field in dataclasses.fields(Result)}
-    for name, value in WRONG.items():
+    for name, value in (*WRONG.items(), ("steps", True)):
         whole = json.loads(text)
         whole["result"][name] = value
         path.write_text(json.dumps(whole))
         with pytest.raises(ValueError, match="nu is None" if name == "state_bytes" else f"{name} is "):
             read_result(path)
+    whole = json.loads(text)
+    whole["result"]["state_bytes"]["other"] = 0
+    path.write_text(json.dumps(whole))
+    assert read_result(path)[0].state_bytes["other"] == 0
     for other in ("[]", '{"result": {}}', DEEP):
         path.write_text(other)
         with pytest.raises(ValueError):  # noqa: PT011 (what is wrong is different each time)

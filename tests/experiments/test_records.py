@@ -20,11 +20,14 @@ def test_lines_rows_and_texts_are_read_with_their_places(tmp_path):
     lines = write(tmp_path / "a.jsonl", {"text": "one"}, {"messages": TALK, "id": 3}, {"text": "two"}, end="")
     (tmp_path / "b.txt").write_text("three\nlines")
     (tmp_path / "c.bin").write_bytes(b"\0\1")
+    (tmp_path / "blank.txt").write_text(" \n")
     found, files, skipped = records.read([str(tmp_path)], "text")
     assert [r.text for r in found] == ["one", None, "two", "three\nlines"]
     assert [r.where.removeprefix(lines) for r in found[:3]] == [":1", ":2", ":3"]
     assert found[1].messages == tuple(TALK)
-    assert (files, skipped) == (3, [str(tmp_path / "c.bin")])
+    assert (files, skipped) == (4, [str(tmp_path / "c.bin")])
+    told = {"role": "developer", "content": "be short"}
+    assert records.record({"messages": [told, *TALK]}, "text", "here").messages[0] == told
     other = write(tmp_path / "d.ndjson", {"body": "x"})
     assert records.read([other], "body")[0][0].text == "x"
     assert records.among([other])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pathlib
 import re
 import types
 
@@ -94,6 +95,14 @@ def test_under_vmap(kind):
     found = jax.jit(jax.vmap(statistics))(place(mesh, x, None, "rows", "columns"))
     same(found, jax.vmap(lambda x: statistics(x))(x))
     assert not found[0].sharding.is_fully_replicated
+    twice = jax.jit(jax.vmap(jax.vmap(statistics)))(place(mesh, jnp.stack([x, 2 * x]), None, None, "rows", "columns"))
+    same(jax.tree.map(lambda y: y[0], twice), found)
+
+
+def test_programs_are_told_apart_by_their_code(monkeypatch):
+    before, read = partition._sources.__wrapped__(), pathlib.Path.read_bytes
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "fold.py"))
+    assert partition._sources.__wrapped__() != before
 
 
 @both

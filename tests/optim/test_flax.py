@@ -143,6 +143,26 @@ def test_sharding_metadata_of_parameters_reaches_the_arrays_of_their_moments():
             assert np.isfinite(float(nnx.jit(step)(model, optimizer)))
 
 
+def test_names_of_sharded_axes_stay_where_blocks_can_be_cut():
+    """Of 32 x 256 with 8 groups a row: where there is no mesh, and where the arrays lie on one of as many devices."""
+    tx = fp8jax.compressed_adamw(1e-2, **SMALL)
+    x = jnp.ones((32, 256))
+    for kind in (P, lambda *names: names):
+        for names, kept in (((None, "x"), (None, None)), (("x", None), ("x", None))):
+            for key in ("out_sharding", "optimizer_sharding"):
+                box = nnx.Param(x, eager_sharding=False, **{key: kind(*names)})
+                moment = tx.init({"w": box}).mu["w"]
+                found = (part.get_metadata()[key] for part in (moment.codes, moment.scale))
+                assert [tuple(each) for each in found] == [names, kept]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    placed = nnx.Param(jax.device_put(x, jax.NamedSharding(mesh, P(None, "x"))), optimizer_sharding=P(None, "x"))
+    assert tx.init({"w": placed}).mu["w"].scale.get_metadata()["optimizer_sharding"] == (None, "x")
+    # Updates are in the boxes of the parameters, whatever gradients are in.
+    params = {"w": nn.Partitioned(x, names=("y", "x"))}
+    updates, _ = tx.update({"w": nnx.Param(x)}, tx.init(params), params)
+    assert isinstance(updates["w"], nn.Partitioned)
+
+
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -47,6 +47,11 @@ def test_every_setting_arrives():
             chex.assert_trees_all_equal(u, v)
 
 
+def test_stacked_layers_have_scales_of_their_own_where_a_recipe_has_one_a_tensor():
+    state = fp8jax.optimizer("fp8_lm", 1e-2, stacked=1, min_size=0).init({"w": jnp.ones((3, 8, 16))})
+    assert state.mu["w"].scale.shape == (3, 1, 1)
+
+
 def test_weights_of_a_recipe_with_automatic_scaling_are_followed():
     """As `tracked` does, with the limit of the same settings and the recipe's interval; or not."""
     moss = fp8jax.recipes.moss()
