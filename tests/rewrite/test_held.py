@@ -172,6 +172,9 @@ TURNED = {
     "heads": lambda p, x: jnp.einsum(
         "bthc,dhc->btd", x.reshape(2, -1, 4, x.shape[-1] // 4), p["w"].reshape(WIDTH, 4, -1)
     ),
+    "heads last": lambda p, x: jnp.einsum(
+        "btch,dhc->btd", jnp.swapaxes(x.reshape(2, -1, 4, x.shape[-1] // 4), 2, 3), p["w"].reshape(WIDTH, 4, -1)
+    ),
     "twice": lambda p, x: jnp.einsum("bth,hd->btd", x, p["w"].T),
 }
 
