@@ -13,6 +13,7 @@ from pallas_kernels import call_triton, quantize_triton
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import operations_triton as operations
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import slices_triton as slicing
 from pallas_kernels.quantize_triton import PLAIN_DTYPES
 from pallas_kernels.scaling_triton import Coding
 
@@ -83,11 +84,7 @@ def _cotangents(
     i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
     m0 = top + 4 * i
     at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    z0 = device.load_plain(z_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
-    z1 = device.load_plain(z_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
-    z2 = device.load_plain(z_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
-    z3 = device.load_plain(z_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
-    zs = (z0, z1, z2, z3)
+    zs = slicing.load_slices(z_ptr + first, at0, N, m0, n, M, N, MASKED)
     by_rows, by_columns = device.inverse(tl.load(row_scale_ptr)), device.inverse(tl.load(column_scale_ptr))
     words = tl.zeros((R, WIDE), tl.uint32)
     for j in tl.static_range(4):
@@ -105,8 +102,8 @@ def _cotangents(
         codes = device.encode(d, device.scaled(d, by_rows, ROWS), 0, ROWS)
         device.store(rows_ptr + first, at0 + j * N, codes, device.inside(m, n, M, N), MASKED)
         codes = device.encode(d, device.scaled(d, by_columns, COLUMNS), 0, COLUMNS)
-        words = device.insert(words, codes, j, N % 4 == 0)
-    device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+        words = slicing.insert(words, codes, j, N % 4 == 0)
+    slicing.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 def cotangent_codes(

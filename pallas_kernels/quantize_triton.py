@@ -18,6 +18,7 @@ from jax import Array
 from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import slices_triton as slicing
 from pallas_kernels.scaling_triton import Coding as Coding
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -84,11 +85,7 @@ def _quantize(
         source = tl.where(last, third_ptr, tl.where(later, second_ptr, x_ptr))
         source += top.to(tl.int64) * stride + tl.multiple_of(left - begin, 64)
         at = (4 * i * stride)[:, None] + tl.arange(0, WIDE)[None, :]
-    # All loads before the first store, which could be to where they read.
-    x0 = device.load_plain(source, at, device.inside(m0, n, M, N), MASKED)
-    x1 = device.load_plain(source, at + stride, device.inside(m0 + 1, n, M, N), MASKED)
-    x2 = device.load_plain(source, at + 2 * stride, device.inside(m0 + 2, n, M, N), MASKED)
-    x3 = device.load_plain(source, at + 3 * stride, device.inside(m0 + 3, n, M, N), MASKED)
+    x0, x1, x2, x3 = slicing.load_slices(source, at, stride, m0, n, M, N, MASKED)
     xs = (x0, x1, x2, x3)
     if SUMS:
         total = (codec.fp32(x0, False) + codec.fp32(x1, False)) + (codec.fp32(x2, False) + codec.fp32(x3, False))
@@ -178,9 +175,9 @@ def _quantize(
                 y = y * power
             codes = device.encode(x, y, device.noise(random2, j), COLUMNS)
         if COLUMNS.kind != "none":
-            words = device.insert(words, codes, j, N % 4 == 0)
+            words = slicing.insert(words, codes, j, N % 4 == 0)
     if COLUMNS.kind != "none":
-        device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+        slicing.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jax import Array
 from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import slices_triton as slicing
 from pallas_kernels import storage_triton as storage
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
@@ -94,7 +95,7 @@ def _put(
     if ROWS:
         device.store(rows_ptr, at, codes, here, MASKED)
     if COLUMNS:
-        words = device.insert(words, codes, j, N % 4 == 0)
+        words = slicing.insert(words, codes, j, N % 4 == 0)
     return words
 
 
@@ -197,11 +198,11 @@ def _codes(
                     columns2, i, top, n, M, N, MASKED, KINDS, HOW, ROWS, COLUMNS, AGAIN, False,
                 )  # fmt: skip
     if COLUMNS:
-        device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
+        slicing.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
-            device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
+            slicing.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
     if AGAIN.kind != "none":
-        device.store_words(columns2, top, left, i, n, words2, M, N, MASKED)
+        slicing.store_words(columns2, top, left, i, n, words2, M, N, MASKED)
 
 
 @triton.jit
@@ -242,7 +243,7 @@ def _ahead(
             if OPERATION.gated:
                 tl.store(peaks1 + place + r, on.row_peaks_of_finite(y1, OPERATION.dtype), mask=top + r < M)
         words = _put(y, factor, words, j, columns, 0, 0, N, MASKED, HOW, False, True)
-    device.store_words(columns, top, left, i, n, words, M, N, MASKED)
+    slicing.store_words(columns, top, left, i, n, words, M, N, MASKED)
     peak0, peak1 = on.peak_of_finite(top0, OPERATION.dtype), on.peak_of_finite(top1, OPERATION.dtype)
     if not (tl.maximum(peak0, peak1, propagate_nan=tl.PropagateNan.ALL) < float("inf")):
         ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)

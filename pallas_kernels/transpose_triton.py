@@ -8,6 +8,7 @@ from jax import Array
 
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import slices_triton as slicing
 from pallas_kernels.quantize_triton import FP8_CAPABILITY as FP8_CAPABILITY
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
@@ -40,8 +41,8 @@ def _transpose(
             x = codes.to(tl.float8e5 if HOW.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
             factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
             codes = device.encode(x, x * factor, 0, HOW)
-        words = device.insert(words, codes, j, N % 4 == 0)
-    device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+        words = slicing.insert(words, codes, j, N % 4 == 0)
+    slicing.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 def transpose(

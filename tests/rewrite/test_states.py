@@ -195,6 +195,8 @@ def test_bounds_of_weights_come_from_the_optimizer():
     np.testing.assert_array_equal(new["up"].state.w, bounds["up",])
     assert (fast(STACKED, X, states=new) != fast(STACKED, X, states=states)).any()
     np.testing.assert_array_equal(fast(STACKED, X), fast(STACKED, X, states=states))
+    # A bound that is given stays beside one that is measured.
+    np.testing.assert_array_equal(fast(STACKED, X, states={**states, "up": new["up"]}), fast(STACKED, X, states=new))
     with pytest.raises(ValueError, match="the optimizer follows no parameter down"):
         fast.set_weight_bounds(states, {("up",): bounds["up",]})
 
