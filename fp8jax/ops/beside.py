@@ -1,7 +1,7 @@
 """Matrices side by side: one to the products that make or read it, and several arrays to the rest of a program.
 
 So are q, k and v that one product computes, and their gradients. Cut out of one array they would be copied, and their
-gradients put together again: two passes over memory more, which on an H100 take a GPT-2 of 350M a 25th of its step.
+gradients put together again: two passes over memory more, by which a step of GPT-2 350M at 16,384 tokens moves 9.6 GB.
 """
 
 from collections.abc import Iterator, Sequence

@@ -93,11 +93,13 @@ def small(training):
 
 def test_a_user_s_model_trains_in_both(monkeypatch):
     """Losses agree but for what 8 bits round."""
-    found = losses(small(models.MODELS["llama1b"].training), ("bf16", "held:coat", "coat, 8-bit head"))
+    found = losses(small(models.MODELS["llama1b"].training), ("bf16", "held:coat", "coat, 8-bit head", "coat, joined"))
     assert found["bf16"][2] < found["bf16"][0]
     assert found["bf16"] == pytest.approx(found["held:coat"], rel=0.02)
     assert found["bf16"] != found["held:coat"] != found["coat, 8-bit head"]
     assert found["bf16"] == pytest.approx(found["coat, 8-bit head"], rel=0.02)
+    assert found["bf16"] == pytest.approx(found["coat, joined"], rel=0.02)
+    assert writings.recipe_of("coat, joined").linear.joins
 
 
 @pytest.mark.slow
