@@ -23,6 +23,10 @@ from fp8jax.optim.fused import FusedTransformation
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
 NONE_STACKED = np.int32(0)
+_NOT_CUT = (
+    "fp8lm_adamw cuts no directions, so that fp8jax.tracked cannot follow it: chain fp8jax.track_weights() behind it, "
+    "which measures updates"
+)
 
 
 class FP8LMState(NamedTuple):
@@ -281,7 +285,8 @@ def fp8lm_adamw(
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        del extra_args
+        if extra_args.get("max_direction") is not None:
+            raise ValueError(_NOT_CUT)
         return advance("update", updates, state, params, adam_of(state))
 
     def step(
@@ -292,8 +297,11 @@ def fp8lm_adamw(
         key: None = None,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
+        max_direction: ArrayLike | None = None,
         part: adamw.Portion = adamw.WHOLE,
     ) -> tuple[optax.Params, Any]:
+        if max_direction is not None:
+            raise ValueError(_NOT_CUT)
         if key is not None:
             raise ValueError(
                 "fp8lm_adamw takes no key: its rounding is a hash of the step; give master_rounding='stochastic', or "

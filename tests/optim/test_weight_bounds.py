@@ -269,5 +269,9 @@ def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     with pytest.raises(ValueError, match=r"master .bf16.stochastic. rounds weights up as well as down"):
         tx.step(params, tx.init(params), params)
+    tx = fp8jax.tracked(fp8jax.fp8lm_adamw(1e-3, b2=0.95, master="bf16+int8"), limit)
+    for move in (tx.step, tx.update):
+        with pytest.raises(ValueError, match="fp8lm_adamw cuts no directions"):
+            move(params, tx.init(params), params)
     with pytest.raises(ValueError, match="interval must be a positive number"):
         fp8jax.tracked(fp8jax.compressed_adamw(1e-3), limit, 0)
