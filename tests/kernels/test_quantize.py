@@ -43,6 +43,7 @@ def check(got, want, few=3e-4):
 # Largest numbers of registers a thread may take: three programs or more share a multiprocessor.
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
+    "tensor, three matrices": 64,
     "tensor, sums": 64, "tensor, of maxima": 64, "weights, of maxima": 80, "maxima of parts": 128, "squares": 64,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
@@ -81,6 +82,9 @@ def registers() -> None:
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
         "tensor, of maxima": lambda x: both(x, coding("tensor", e5m2), maxima=jnp.ones(1024), up=True),
+        "tensor, three matrices": lambda x: both(
+            (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), maxima=jnp.ones(1024)
+        ),
         "weights, of maxima": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, maxima=jnp.ones(1024)),
         "maxima of parts": lambda x: maxima_triton.maxima(x, tensor=True, parts=maxima_triton.PARTS, **options)[0],
         "squares": lambda x: squares_triton.sum_of_squares([x, x[0]], **options),
