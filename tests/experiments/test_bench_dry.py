@@ -34,6 +34,7 @@ SLOW = {
     "gemm",
     "gemm_int8",
     "peers",
+    "scaling",
 }
 
 

@@ -9,17 +9,18 @@ import pytest
 
 from tests.kernels import h200
 
-pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+# Each time, what a plan says is compared with tables (tests/dist/test_plan.py) and with what XLA makes of one for CPUs
+# (test_tensor.py).
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))]
 # All-reduces of single numbers, which a plan leaves out: the loss, norms, and keys.
 NUMBERS, ALONE = 1024, (("all-reduce", "f32"), ("all-reduce", "u32"))
 # Gradients of norms: XLA sums them at once over "tensor" and over another axis.
 NORMS = 4 * 5 * 256
 
 # RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION, the end left out where it is empty.
-FAST = ["coat:1:2:2:e4m3:"]
-SLOW = [
-    "bf16:2:1:1::", "te_current:1:2:1::", "deepseek:2:2:1:e4m3:", "bf16:1:2:1::", "bf16:2:2:1::", "coat:2:1:1::",
-    "coat:1:2:1::", "deepseek:1:2:1::", "int8_block:1:2:1::", "te_current:2:2:1::", "bf16:1:2:1:e4m3:",
+STEPS = [
+    "coat:1:2:2:e4m3:", "bf16:2:1:1::", "te_current:1:2:1::", "deepseek:2:2:1:e4m3:", "bf16:1:2:1::", "bf16:2:2:1::",
+    "coat:2:1:1::", "coat:1:2:1::", "deepseek:1:2:1::", "int8_block:1:2:1::", "te_current:2:2:1::", "bf16:1:2:1:e4m3:",
     "bf16:2:1:1:bf16:", "coat:1:2:1:e4m3:", "te_current:1:2:1:e4m3:", "moss:1:2:1:e4m3:", "coat:2:1:1:e4m3:one_phase",
     "fp8_lm:1:2:1:e4m3:one_phase", "fp8_lm_two_phase:2:2:1:e4m3:", "int8_fallback:1:2:1:e4m3:", "bf16:1:1:2::",
     "te_current:1:1:2::", "deepseek:1:1:2::", "fast:1:1:2::", "moss_mx:1:1:2::", "int8_block:1:1:2::",
@@ -45,9 +46,7 @@ def report(steps, module="compiled_steps"):
     return json.loads(told)
 
 
-@pytest.mark.parametrize(
-    "steps", [FAST, *(pytest.param(SLOW[i : i + 6], marks=pytest.mark.slow) for i in range(0, len(SLOW), 6))], ids=str
-)
+@pytest.mark.parametrize("steps", [STEPS[i : i + 6] for i in range(0, len(STEPS), 6)], ids=str)
 def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
     for step, (program, planned) in report(steps).items():
         found, want = ({tuple(key): size for *key, size in side} for side in (program, planned))
@@ -61,7 +60,6 @@ def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
 PARTS = "coat, released, bf16+int8 masters"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [f"7b:1:2048:1:{PARTS}", f"7b:1:2048:16:{PARTS}", f"7b:1:2048:54:{PARTS}", "7b:1:2048:16:bf16, bf16+int8 masters",
