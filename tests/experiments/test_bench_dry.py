@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fp8jax
 from experiments import results
 from experiments.bench import arms, models, writings
 
@@ -94,13 +95,15 @@ def small(training):
 
 def test_a_user_s_model_trains_in_both(monkeypatch):
     """Losses agree but for what 8 bits round."""
-    found = losses(small(models.MODELS["llama1b"].training), ("bf16", "held:coat", "coat, 8-bit head", "coat, joined"))
-    assert found["bf16"][2] < found["bf16"][0]
-    assert found["bf16"] == pytest.approx(found["held:coat"], rel=0.02)
-    assert found["bf16"] != found["held:coat"] != found["coat, 8-bit head"]
-    assert found["bf16"] == pytest.approx(found["coat, 8-bit head"], rel=0.02)
-    assert found["bf16"] == pytest.approx(found["coat, joined"], rel=0.02)
+    names = ("bf16", "held:coat, 8-bit head", "coat, joined")
+    plain, eight, joined = losses(small(models.MODELS["llama1b"].training), names).values()
+    assert plain[2] < plain[0]
+    assert plain != eight
+    assert plain == pytest.approx(eight, rel=0.02)
+    assert plain == pytest.approx(joined, rel=0.02)
     assert writings.recipe_of("coat, joined").linear.joins
+    heads = [writings.recipe_of(arm).head for arm in ("held:coat", "coat, 8-bit head", "held:coat, 8-bit head")]
+    assert heads == [fp8jax.recipes.bf16().head, fp8jax.recipes.HEAD, fp8jax.recipes.HEAD]
 
 
 @pytest.mark.slow

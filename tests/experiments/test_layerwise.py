@@ -101,6 +101,7 @@ def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
     assert largest <= max(4 * head, 4 * one)
 
 
+@pytest.mark.slow
 def test_whole_parameters_are_never_there_at_once():
     """With each layer temporaries grow by less than a tenth of its parameters; their gradients are in the results."""
     sizes = {}

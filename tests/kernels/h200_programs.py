@@ -226,6 +226,5 @@ LARGEST = [
 ]
 INT8_LARGEST = [
     functools.partial(int8, True, 512),
-    functools.partial(int8_rows, out=F32),
     int8_everything,
 ]

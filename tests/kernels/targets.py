@@ -23,7 +23,12 @@ CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "rtx_pro_6000": 120}
 MARK = "found: "
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
 # Of functions whose programs take several GPUs.
-MESHES = {"sharded": {"fsdp": 2}, "switchback": {"fsdp": 2}, "by_hand": {"data": 2, "fsdp": 2}}
+MESHES = {
+    "sharded": {"fsdp": 2},
+    "few_sharded": {"fsdp": 2},
+    "switchback": {"fsdp": 2},
+    "by_hand": {"data": 2, "fsdp": 2},
+}
 WITHOUT = " without kernels"
 FP8 = "--xla_gpu_enable_triton_gemm=false"
 Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
@@ -166,6 +171,12 @@ def sharded() -> Programs:
     wanted = {name: found[name] for name in ("deepseek", "int8_block")}
     plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in wanted.items()}
     return found | plain
+
+
+def few_sharded() -> Programs:
+    """One by each: cuBLASLt, a kernel of ours, and none."""
+    all_ = sharded()
+    return {name: all_[name] for name in ("te_current", "deepseek", f"int8_block{WITHOUT}")}
 
 
 def switchback() -> Programs:

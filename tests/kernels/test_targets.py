@@ -16,6 +16,7 @@ from fp8jax.ops.quantize import quantize
 from pallas_kernels import call_mosaic
 from tests.kernels import h200, targets
 from tests.programs import chosen, triton_calls
+from tests.rows import slow
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 HALF = {"t4": ("f16", "f16")}
@@ -81,7 +82,7 @@ def test_an_fp8_path_that_is_broken_is_reported(few: dict[str, Any]) -> None:
     assert all("kernels are switched off" in line for line in few["a100"]["te_current"]["warnings"])
 
 
-@pytest.mark.parametrize("function", ["sharded", pytest.param("by_hand", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("function", ["few_sharded", slow("sharded"), slow("by_hand")])
 def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_their_gradients(function: str) -> None:
     found = targets.report(function, ["h200"], targets.FP8)["h200"]
     own = [("all-reduce", "f32", 4 * 512 * 256 // 2)] if function == "by_hand" else []  # the program's over "data"

@@ -102,13 +102,17 @@ def test_a_biass_gradient_is_the_sum_of_all_gradients_in_fp32(name):
     x, w, target = (a.astype(jnp.bfloat16) for a in problem())
     b, key = jnp.arange(OUTPUTS, dtype=jnp.float32), KEY if LINEAR[name].stochastic else None
     linear = lambda x, w, b: fp8jax.linear(x, w, recipe=name, bias=b, key=key)  # noqa: E731
-    y, back = jax.vjp(linear, x, w, b)
-    z, plain = jax.vjp(lambda x, w: linear(x, w, None), x, w)
-    *others, db = back(target)
+
+    @jax.jit
+    def both(x, w, b):
+        y, back = jax.vjp(linear, x, w, b)
+        return y, back(target)
+
+    (y, (*others, db)), (z, (*plain, _)) = both(x, w, b), both(x, w, None)
     assert db.dtype == jnp.float32
     exact = np.asarray(target, np.float64).sum((0, 1))
     assert np.all(np.abs(np.asarray(db) - exact) <= 2.0**-24 * TOKENS * np.abs(np.asarray(target)).max())
-    assert all(np.array_equal(np.asarray(one), np.asarray(two)) for one, two in zip(others, plain(target), strict=True))
+    assert all(np.array_equal(np.asarray(one), np.asarray(two)) for one, two in zip(others, plain, strict=True))
     assert np.array_equal(np.asarray(y), np.asarray(z + b.astype(z.dtype)))
 
 
@@ -155,7 +159,7 @@ def test_einsum_and_dot_general_have_the_axes_of_jax(subscripts, shapes):
     assert got(x, w).shape == want(x, w).shape
     assert relative(got(x, w), want(x, w)) < 0.06
     loss = lambda f, x, w: (f(x, w) ** 2).sum()  # noqa: E731
-    grads = [jax.grad(functools.partial(loss, f), (0, 1))(x, w) for f in (got, want)]
+    grads = [jax.jit(jax.grad(functools.partial(loss, f), (0, 1)))(x, w) for f in (got, want)]
     for a, b in zip(*grads, strict=True):
         assert a.shape == b.shape
         assert relative(a, b) < 0.15
@@ -269,7 +273,7 @@ def test_weights_quantized_ahead_give_the_same_bits(name):
 
     quantized = fp8jax.quantize_weight(w, recipe=recipe)
     assert all(leaf.dtype in (jnp.uint8, jnp.float32) for leaf in jax.tree.leaves(quantized))
-    each, ahead = (jax.value_and_grad(loss, argnums=(0, 1))(x, w, q) for q in (None, quantized))
+    each, ahead = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, w, q) for q in (None, quantized))
     jax.tree.map(np.testing.assert_array_equal, each, ahead)
     # Its statistics are taken ahead too: the program reads the weight no more.
     assert ("float32", w.shape) not in residuals(lambda x, w: loss(x, w, quantized), x, w)
@@ -310,7 +314,8 @@ def test_gradients_of_replicated_parameters_are_summed_where_shard_map_checks_wh
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(data, whole, whole), out_specs=(data, whole, whole))
     got = jax.jit(mapped)(x, w, s)
     # Each device has scales of its own for its part.
-    parts = [gradients(half, w, s) for half in (x[:8], x[8:])]
+    alone = jax.jit(gradients)
+    parts = [alone(half, w, s) for half in (x[:8], x[8:])]
     want = [jnp.concatenate([p[0] for p in parts]), parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]]
     for a, b in zip(got, want, strict=True):
         assert float(jnp.linalg.norm(a - b)) <= 1e-2 * float(jnp.linalg.norm(b))

@@ -83,7 +83,7 @@ def clipped_by_shares(held, norm, max_norm, gradients, layers=LAYERS):
     now = float(optax.tree.norm(gradients)) * np.sqrt(layers)
     clip = lambda one: one.clipped(max_norm, before=norm)  # noqa: E731
     held = jax.tree.map(clip, held, is_leaf=lambda x: isinstance(x, fp8jax.Held))
-    return held, now, min(1.0, max_norm / (now if norm else now / np.sqrt(layers)))
+    return held, now, float(min(1.0, max_norm / (now if norm else now / np.sqrt(layers))))
 
 
 def pairs(a, b):
@@ -236,13 +236,15 @@ def test_clipping_in_two_passes_is_that_of_optax():
     held = released.init(stack, "layers", stacked=True)
     loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
     norm = jax.jit(fp8jax.gradient_norm(loss, argnums=(0, 1)))(held, rest, shift, x, y)
-    expected = norm_of_all(stack, rest, shift, x, y)
+    expected = jax.jit(norm_of_all)(stack, rest, shift, x, y)
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
     limit = float(norm) / 3
-    _, (new, _) = fp8jax.value_and_updates(loss, argnums=(0, 1))(held.clipped(limit, norm), rest, shift, x, y)
-    grads = jax.grad(lambda stack: written(block, stack, rest, shift, x, y))(stack)
+    updated = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1)))
+    _, (new, _) = updated(held.clipped(limit, norm), rest, shift, x, y)
+    grads = jax.jit(jax.grad(lambda stack: written(block, stack, rest, shift, x, y)))(stack)
     state = tx.init({"layers": stack})
-    plain, state = tx.step({"layers": grads}, state, {"layers": stack}, factor=limit / norm)
+    step = jax.jit(lambda *args: tx.step(*args, factor=limit / norm))
+    plain, state = step({"layers": grads}, state, {"layers": stack})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4), new.params, plain["layers"])  # of 3e-3
     moments = new.mu["up"].dequantize(), state.mu["layers"]["up"].dequantize()
     # A few codes are at a tie, or one exponent and so a group of 128 of these 24,576.
