@@ -1,6 +1,7 @@
 """Packed rows: each document alone in what it sees and what its loss is."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -91,19 +92,26 @@ def test_the_order_of_documents_and_their_copies_do_not_matter():
         assert dataclasses.replace(one, **{part: getattr(one, part)[::-1]}).fingerprint != one.fingerprint
 
 
+def by_itself(run, row, here):
+    """The logits of a document, in a row of its own that is filled after it: one program for all lengths."""
+    ids = np.zeros((1, row.shape[-1]), row.dtype)
+    ids[0, : here.sum()] = row[0, here]
+    return np.asarray(run(ids))[0, : here.sum()]
+
+
 @pytest.mark.parametrize("window", [slow(None), 4])
 def test_no_token_sees_another_document(window):
     packed = packing.pack(documents(), 0.2, 20, whole=True)
     rows = packed.train[:2]
     config = dataclasses.replace(SHAPE, window=window)
     model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    together = np.asarray(model(rows[:, 0], rows[:, 2]))
-    crossing = np.asarray(model(rows[:, 0]))
+    run = functools.partial(nnx.jit(lambda model, *tokens: model(*tokens)), model)
+    together, crossing = np.asarray(run(rows[:, 0], rows[:, 2])), np.asarray(run(rows[:, 0]))
     different = 0
     for row, logits, without in zip(rows, together, crossing, strict=True):
         for number in range(1, row[2].max() + 1):
             here = row[2] == number
-            alone = np.asarray(model(row[0][None, here]))[0]
+            alone = by_itself(run, row, here)
             assert relative(logits[here], alone) < 2e-5
             different += relative(without[here], alone) > 1e-3
     assert different > 1
@@ -116,20 +124,21 @@ def task(**settings):
 def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
     rows = packing.pack(documents(), 0.2, 20, whole=True).train[:2]
     each = task()
-    params = each.init().params
-    total, count = 0.0, 0
+    state, loss = jax.jit(each.init)(), jax.jit(each.loss)
+    params, total, count = state.params, 0.0, 0
+    run = jax.jit(lambda ids: each.model(params, {})(ids))
     for row in rows:
         for number in range(1, row[2].max() + 1):
             here = row[2] == number
             ids, answers = row[0][here], row[1][here]
-            logits = np.asarray(each.model(params, {})(ids[None, :-1])[0], np.float64)
+            logits = np.float64(by_itself(run, row, here)[:-1])
             losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(ids) - 1), ids[1:]]
             total, count = total + (losses * answers[1:]).sum(), count + answers[1:].sum()
-    assert float(each.loss(params, {}, rows)) == pytest.approx(total / count, rel=1e-5)
+    assert float(loss(params, {}, rows)) == pytest.approx(total / count, rel=1e-5)
     # Tokens that are no answers, and the filling, have no part in it but as what answers are read after.
     filled = rows.copy()
     filled[:, 0][filled[:, 2] == 0] = 7
-    assert float(each.loss(params, {}, filled)) == pytest.approx(total / count, rel=1e-5)
+    assert float(loss(params, {}, filled)) == pytest.approx(total / count, rel=1e-5)
     none = rows.copy()
     none[:, 1] = 0  # nothing is to be learned
     for chunked in (False, True):
@@ -139,17 +148,17 @@ def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
         for more, want in ((rows, total / count), (none, 0)):
             parts = run(np.concatenate([more, none[:1]])[:, None])
             np.testing.assert_allclose(np.mean(parts), want, rtol=1e-5)
-    state, _ = jax.jit(each.step)(each.init(), rows)
-    want = jax.grad(lambda p: each.loss(p, {}, rows))(params)
+    state, _ = jax.jit(each.step)(state, rows)
+    want = jax.jit(jax.grad(each.loss))(params, {}, rows)
     assert relative(jax.tree.map(lambda a, b: a - b, params, state.params), want) < 1e-4
 
 
 def test_microbatches_take_rows_whole():
     rows = packing.pack(documents(), 0.2, 20, whole=True).train[:4]
     parts = task(microbatches=2)
-    params = parts.init().params
-    loss = parts.gradients(params, {}, jnp.asarray(rows))[0]
-    halves = [float(parts.loss(params, {}, rows[i : i + 2])) for i in (0, 2)]
+    params, alone = jax.jit(parts.init)().params, jax.jit(parts.loss)
+    loss = jax.jit(parts.gradients)(params, {}, jnp.asarray(rows))[0]
+    halves = [float(alone(params, {}, rows[i : i + 2])) for i in (0, 2)]
     assert float(loss) == pytest.approx(np.mean(halves), rel=1e-5)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton.language as tl
+from triton.language import semantic
 from triton.runtime import interpreter
 
 from fp8jax.ops import partition
@@ -141,19 +142,25 @@ def patch_once() -> None:
 
 
 def types_once() -> None:
-    """Makes what the types of all tensors of a shape have in common once: anew for each it takes half of the time."""
+    """Makes what the types of all tensors of a shape have in common once: anew for each it takes half of the time.
+
+    And looks for no overflow of integers: what is found is told nobody but a debugger.
+    """
     core, of_values, of_dtype = tl.core, tl.core._type_for_tuple_values, interpreter._get_np_dtype
     block, tensor = core.block_type.__init__, core.tensor.__init__
     tuples, blocks, shapes, dtypes = {}, {}, {}, {}
 
+    def sizes_of(shape: Any) -> tuple[Any, ...]:
+        return tuple([x if type(x) is int else getattr(x, "value", x) for x in getattr(shape, "values", shape)])
+
     def of_sizes(values: Any, fields: Any = None) -> Any:
-        sizes = tuple(getattr(x, "value", x) for x in values)
-        if fields is not None or any(type(x) is not int for x in sizes):
+        sizes = sizes_of(values)
+        if fields is not None or not all([type(x) is int for x in sizes]):
             return of_values(values, fields)
         return tuples.get(sizes) or tuples.setdefault(sizes, of_values(values))
 
     def new_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, tuple(core._unwrap_shape(shape))
+        key = element_ty.name, sizes_of(core._unwrap_if_constexpr(shape) if type(shape) is core.constexpr else shape)
         if key not in blocks:
             block(self, element_ty, shape)
             blocks[key] = self.shape, self.numel, self.name
@@ -171,6 +178,7 @@ def types_once() -> None:
 
     core._type_for_tuple_values, interpreter._get_np_dtype = of_sizes, np_dtype
     core.block_type.__init__, core.tensor.__init__ = new_block, new_tensor
+    semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
 
 def arithmetic() -> None:
