@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments.checkpoint import Checkpoints, DamagedError, digest, flatten
+from experiments.checkpoint import Checkpoints, DamagedError, checksums, digest, digest_of, flatten
 from experiments.config import DiskError, UserError
 
 
@@ -29,7 +29,7 @@ def make(seed=0):
         "half": jax.random.normal(key, (5,), jnp.bfloat16),
         "on": jnp.array(True),
     }
-    return State(jnp.int32(seed), params, jnp.zeros((0, 3)))
+    return State(jnp.int32(seed), params, jnp.zeros((0, 3), jnp.bfloat16))
 
 
 def assert_same(a, b):
@@ -53,6 +53,14 @@ def test_round_trip_keeps_every_bit_and_the_metadata(tmp_path):
         state, meta = checkpoints.restore(3, jax.eval_shape(make))
     assert_same(state, make(3))
     assert (meta["step"], meta["loader"], meta["config"]) == (3, {"next_index": 3}, {"lr": 0.1})
+
+
+def test_sums_tell_of_values_places_and_shapes():
+    x = jnp.arange(6.0).reshape(2, 3)
+    sums = [checksums({"x": y})["x"] for y in (x, x[::-1], x[:, ::-1], x.at[1, 2].add(1))]
+    assert len(set(sums)) == 4
+    assert all(len(each) == 16 and each[:8] != each[8:] for each in sums)
+    assert digest_of({"x": x}) != digest_of({"x": x.reshape(3, 2)})
 
 
 def test_newest_n_are_kept(tmp_path):
@@ -162,6 +170,7 @@ def test_resuming_steps_back_to_the_newest_that_is_whole(tmp_path):
     damage(folder / "3")
     (folder / "4" / "_CHECKPOINT_METADATA").write_text("{")
     (tmp_path / "damaged-4").mkdir()
+    (tmp_path / "damaged-4.2").mkdir()
     told = []
     with Checkpoints(folder, 4) as checkpoints:
         state, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)
@@ -174,9 +183,10 @@ def test_resuming_steps_back_to_the_newest_that_is_whole(tmp_path):
         "damaged-3",
         "damaged-4",
         "damaged-4.2",
+        "damaged-4.3",
     ]
     assert [re.search(r"checkpoints/(\d) is damaged: .*; moved to .*/(.*)", line).groups() for line in told] == [
-        ("4", "damaged-4.2"),
+        ("4", "damaged-4.3"),
         ("3", "damaged-3"),
     ]
     with Checkpoints(folder, 4) as checkpoints:

@@ -41,6 +41,13 @@ def chunks(monkeypatch):
     monkeypatch.setattr(of_tokens, "CHUNK_BYTES", 6 * SHAPE.vocab * 24)
 
 
+def test_chunks_are_of_whole_tiles_where_a_quarter_more_of_them_is(monkeypatch):
+    monkeypatch.setattr(of_tokens, "CHUNK_BYTES", 3 * 2**29)
+    assert of_tokens.chunks_of(16_000, 65_536, False) == 5  # of 3,200 tokens, and not 4 that end within a tile
+    assert of_tokens.chunks_of(16_001, 65_536, False) == 4
+    assert of_tokens.chunks_of(10**6, 10**6, True) == 16
+
+
 def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, True), **settings):
     """Loss in evaluation, metrics of a step and the weights after it, of whole and of chunked logits."""
     found = []
