@@ -27,6 +27,7 @@ from experiments.sections import Lora
 from fp8jax.dist import Factors
 from fp8jax.ops.global_norm import global_norm
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.weight_bounds import bounds_of
 
 
 class TrainState(NamedTuple):
@@ -134,7 +135,7 @@ class Task:
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=held,
-            model_state=self._bounded(held, model_state, opt_state),
+            model_state=self._bounded(held, model_state, opt_state) if bounds_of(opt_state) else model_state,
             opt_state=opt_state,
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
             healthy=jnp.array(True),
