@@ -67,8 +67,7 @@ def moss() -> Recipe:
     likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling needs
     an optimizer that follows weights, as `fp8jax.optimizer` of this recipe is (or `fp8jax.track_weights` last in a
     chain), and its bounds in the model after each update: `fp8jax.nnx.Optimizer` does so, elsewhere
-    `fp8jax.nnx.set_weight_bounds` and `fp8jax.linen`'s. A model that never gets them quantizes by the bound of its
-    first weights.
+    `fp8jax.nnx.end_step` and `fp8jax.linen.end_step`. A model that never gets them measures its weights in each call.
     """
     return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
