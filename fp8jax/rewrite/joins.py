@@ -59,6 +59,8 @@ def join(graph: Graph, group: Sequence[ReadWeight], entries: dict[Node, Entry]) 
         if linear is None or not linear.joins or type(o) is not ProductOperation or active.intersection(place.results):
             continue
         plain = o.side == 1 and not o.layout and o.kept is None and o.widths is None and not o.turned
+        numbers = o.params["dimension_numbers"]
+        plain = plain and tuple(numbers[0][1]) == (0,) and not any(numbers[1])  # (inputs, outputs), as they lie
         if plain and biases.explicit(o.weight):
             reason = f"{entries[place].reason}; not joined, for its parameter lies on Explicit axes"
             entries[place] = entries[place]._replace(reason=reason)
