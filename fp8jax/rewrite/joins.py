@@ -44,7 +44,8 @@ def join(graph: Graph, group: Sequence[ReadWeight], entries: dict[Node, Entry]) 
     """Puts one operation in place of those products of a group that a recipe joins (`Linear.joins`), and tells it.
 
     Products stay apart whose results an activation reads: its backward pass makes the codes of their gradients. So do
-    those whose parameters have no layout as (inputs, outputs), or lie on Explicit axes of a mesh.
+    those whose parameters have no layout as (inputs, outputs), or lie on Explicit axes of a mesh; and those whose bias
+    is computed, as a row of several is, for that may be after the first product.
 
     Args:
         graph: that the products are in.
@@ -64,7 +65,7 @@ def join(graph: Graph, group: Sequence[ReadWeight], entries: dict[Node, Entry]) 
         if plain and biases.explicit(o.weight):
             reason = f"{entries[place].reason}; not joined, for its parameter lies on Explicit axes"
             entries[place] = entries[place]._replace(reason=reason)
-        elif plain and o.weight.aval.ndim == 2 and o.weight.node is None:
+        elif plain and o.weight.aval.ndim == 2 and o.weight.node is None and (o.bias is None or o.bias.node is None):
             data, same = origin_of(p.data), (p.data.dtype, p.data.shape, o.weight.dtype, str(o.params), o.bias is None)
             alike[data, linear, same, id(place.call)].append(p)
     order = {node: i for i, node in enumerate(graph.all())}

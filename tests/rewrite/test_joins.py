@@ -95,8 +95,9 @@ def test_explain_says_what_is_joined():
         lambda p, x: x @ p["q"].astype(x.dtype) + x @ p["k"].T.astype(x.dtype),
         lambda p, x: sum(jnp.einsum("...i,oi->...o", x, p[n].astype(x.dtype)) for n in "qk"),
         lambda p, x: x @ p["q"].astype(x.dtype) + (x @ p["k"].astype(x.dtype) + p["d"][0].astype(x.dtype)),
+        lambda p, x: sum(x @ p[n].astype(x.dtype) + p["d"][i].astype(x.dtype) for i, n in enumerate("qk")),
     ],
-    ids=["activation", "another input", "transposed", "of outputs and inputs", "one bias"],
+    ids=["activation", "another input", "transposed", "of outputs and inputs", "one bias", "rows of biases"],
 )
 def test_what_stays_apart(fn):
     params = {"q": P["q"], "k": P["q"] / 3, "d": P["q"] / 2}
