@@ -214,7 +214,7 @@ def joins(matrices: Sequence[Any]) -> str | None:
     """Why the kernel cannot take matrices as one that they are side by side, or None."""
     if len(matrices) == 1:
         return None
-    if not 1 < len(matrices) < 4 or any(x.shape[1] % ALIGNED for x in matrices):
+    if not 1 < len(matrices) < 4 or any(x.shape[1] % ALIGNED or not x.shape[1] for x in matrices):
         widths = ", ".join(str(x.shape[1]) for x in matrices)
         return f"it takes two or three matrices side by side, of multiples of {ALIGNED} columns, not of {widths}"
     if len({(x.shape[0], x.dtype) for x in matrices}) > 1:

@@ -6,7 +6,9 @@ gradients put together again: two passes over memory more, by which a step of GP
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -39,11 +41,12 @@ def quantized_apart(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> 
     return _of_tensors(specs) and quantize_triton.joins(x) is None
 
 
-def comes_apart(recipe: Linear) -> bool:
-    """Whether the result of a recipe's product costs less in several arrays than cut out of one: where its gradients,
-    too, are quantized from several."""
+def comes_apart(recipe: Linear, widths: Sequence[int]) -> bool:
+    """Whether the result of a recipe's product costs less in arrays of these widths than cut out of one: where its
+    gradients, too, are quantized from several. Narrow ones would be as many products of few columns."""
     specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
-    return None not in specs and _of_tensors(specs) and not recipe.states and on_cuda() and on_one_device()
+    each: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in widths)
+    return None not in specs and not recipe.states and quantized_apart(each, specs)
 
 
 def _of_tensors(specs: Sequence[QuantSpec | None]) -> bool:

@@ -94,7 +94,7 @@ class ProductOperation:
         result, widths = node.results[0], self.widths
         if widths is None:
             return [self._computed(running, given, result)]
-        if given.state is None and self.kept is None and comes_apart(self.recipe.linear):
+        if given.state is None and self.kept is None and comes_apart(self.recipe.linear, widths):
             parts = self._computed(running, given, result, widths)
             return [_shaped(y, of.shape).astype(of.dtype) for y, of in zip(parts, node.results, strict=True)]
         last = len(result.shape) - 1

@@ -1,5 +1,7 @@
 """Products whose result is cut into arrays side by side, as q, k and v of one: made apart where that is faster."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,10 @@ def packed(p, x):
     return q * jnp.max(k, -1, keepdims=True) + v[..., :WIDTH] * v[..., WIDTH : 2 * WIDTH] + x
 
 
+def cut(at, p, x):
+    return sum(jnp.sum(jnp.sin(y), -1) for y in jnp.split(x @ p["w"].astype(x.dtype), at, -1))
+
+
 def loss(fn):
     return lambda p, x: jnp.sum(jnp.sin(fn(p, x).astype(jnp.float32)))
 
@@ -31,7 +37,7 @@ def loss(fn):
 def test_results_and_gradients_have_the_bits_of_the_whole_product(recipe, monkeypatch):
     results = []
     for apart in (False, True):
-        monkeypatch.setattr(operations, "comes_apart", lambda _, apart=apart: apart)
+        monkeypatch.setattr(operations, "comes_apart", lambda *_, apart=apart: apart)
         run = jax.value_and_grad(loss(fp8jax.transform(packed, recipe)), (0, 1))
         assert len(dots(run, P, X)) == (5 if apart else 3)
         results.append(jax.jit(run)(P, X))
@@ -62,6 +68,9 @@ def test_on_a_gpu_nothing_is_cut_and_nothing_put_together(monkeypatch):
         (lambda p, x: sum(jnp.split(x @ p["w"].astype(x.dtype), 3, 1)), "te_current"),
         (lambda p, x: (lambda y: jnp.split(y, 2, -1)[0] + y[..., 384:])(x @ p["w"].astype(x.dtype)), "te_current"),
         (packed, "fast"),  # scales of rows
+        (functools.partial(cut, (120, 384)), "te_current"),  # narrow parts
+        (functools.partial(cut, (0, 384)), "te_current"),
+        (functools.partial(cut, (128, 256, 384)), "te_current"),
     ],
 )
 def test_what_is_left_whole(fn, recipe, monkeypatch):
