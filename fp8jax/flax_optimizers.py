@@ -70,7 +70,7 @@ def end_linen_step(
         The collection for the next step.
 
     Raises:
-        ValueError: as `advance_scaling`, or the optimizer follows none of a layer's weights.
+        ValueError: as `advance_scaling`, or the optimizer follows no weight of a layer with automatic scaling.
     """
     names = {path[-1] for path in flatten_dict(scaling)}
     if statistics or any(name.startswith("seen_") for name in names):
@@ -79,7 +79,7 @@ def end_linen_step(
     if bounds and Automatic().variable("w") in names:
         # An optimizer of all that `init` makes has its collection in front.
         whole = all(path[0] == "params" for path in bounds)
-        scaling = scaled_linen.set_weight_bounds(scaling, {path[whole:]: bound for path, bound in bounds.items()})
+        scaling = scaled_linen.give_bounds(scaling, {path[whole:]: bound for path, bound in bounds.items()})
     return dict(scaling)
 
 

@@ -125,14 +125,38 @@ def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
+    return _bounded(scaling, bounds, _tracked(scaling))
+
+
+def give_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
+    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds.
+
+    Raises:
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer follows no weight of one.
+    """
+    tracked = _tracked(scaling)
+    return _bounded(scaling, bounds, {path: weight for path, weight in tracked.items() if weight in bounds} or tracked)
+
+
+def _tracked(scaling: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """By the path of each bound in the collection that of its weight."""
     training.settles(training.BOUNDS)
-    flat, name = flatten_dict(scaling), Automatic().variable("w")
-    if not any(path[-1] == name for path in flat):
+    name = Automatic().variable("w")
+    tracked = {path: weight_path(path[:-1]) for path in flatten_dict(scaling) if path[-1] == name}
+    if not tracked:
         raise ValueError("the model has no layer with automatic weight scaling")
-    for path, old in flat.items():
-        if path[-1] == name:
-            weight = weight_path(path[:-1])
-            flat[path] = stacked_bound(bounds.get(weight), "/".join(weight), old.shape)
+    return tracked
+
+
+def _bounded(
+    scaling: Mapping[str, Any],
+    bounds: Mapping[tuple[str, ...], Array],
+    weights: Mapping[tuple[str, ...], tuple[str, ...]],
+) -> dict[str, Any]:
+    """The collection with the bounds of these weights."""
+    flat = flatten_dict(scaling)
+    for path, weight in weights.items():
+        flat[path] = stacked_bound(bounds.get(weight), "/".join(weight), flat[path].shape)
     return unflatten_dict(flat)
 
 

@@ -259,6 +259,20 @@ def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
     assert kinds[0][frozen][...] == kinds[1][frozen][...]
 
 
+def test_linen_s_step_gives_bounds_of_trained_weights_and_leaves_frozen_ones():
+    variables = fp8jax.linen.quantize(Net(), "moss").init(jax.random.key(0), X)
+    params, scaling = variables["params"], variables["fp8jax_scaling"]
+    frozen, trained = sorted(params)
+    follows = {frozen: optax.set_to_zero(), trained: optax.chain(optax.sgd(1e-2), fp8jax.track_weights())}
+    opt_state = optax.multi_transform(follows, {name: name for name in params}).init(params)
+    after = fp8jax.linen.end_step(scaling, opt_state=opt_state)
+    assert jax.tree.leaves(after[frozen]) == jax.tree.leaves(scaling[frozen]) == [0]
+    assert jax.tree.leaves(after[trained]) == [jnp.abs(params[trained]["kernel"]).max()]
+    alone = optax.chain(optax.sgd(1e-2), fp8jax.track_weights()).init({"other": params[trained]})
+    with pytest.raises(ValueError, match=f"the optimizer follows no parameter {frozen}/kernel"):
+        fp8jax.linen.end_step(scaling, opt_state=alone)
+
+
 def test_weights_loaded_before_the_optimizer_is_made_are_within_its_bounds():
     model = fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "moss")
     right = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
