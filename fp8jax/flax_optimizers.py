@@ -41,8 +41,7 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
     Raises:
         ValueError: gradients lack statistics that the recipe observes.
     """
-    layers = [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
-    if any(map(observed_operands, layers)):
+    if any(map(observed_operands, _recipes(model))):
         advance_scaling(model, grads, axis_name=axis_name)
     _give(model, opt_state)
 
@@ -136,8 +135,7 @@ class FusedOptimizer(nnx.Optimizer):
             arguments: of the step: `key`, `factor`, `applied`.
         """
         how = {"graph": self.graph} if hasattr(self, "graph") else {}
-        layers = [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
-        observed = jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(layers)
+        observed = jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(_recipes(model))
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
         params, state = self.tx.step(gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(arguments))
         nnx.update(model, params)
@@ -149,10 +147,15 @@ class FusedOptimizer(nnx.Optimizer):
             _give(model, state)
 
 
+def _recipes(model: Any) -> list[Linear]:
+    """Of the layers whose recipe has a state."""
+    return [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
+
+
 def _give(model: Any, opt_state: Any) -> None:
     """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
-    bounds, modules = bounds_of(nnx.as_pure(opt_state)), (module for _, module in nnx.iter_modules(model))
-    if bounds is not None and any(isinstance(module, LayerScaling) and module.linear.tracked for module in modules):
+    bounds = bounds_of(nnx.as_pure(opt_state))
+    if bounds is not None and any(linear.tracked for linear in _recipes(model)):
         give_bounds(model, bounds)
 
 

@@ -210,7 +210,7 @@ def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None
     return None
 
 
-def joins(matrices: Sequence[Any]) -> str | None:
+def unfit_beside(matrices: Sequence[Any]) -> str | None:
     """Why the kernel cannot take matrices as one that they are side by side, or None."""
     if len(matrices) == 1:
         return None
@@ -276,7 +276,7 @@ def quantize(
     assert coding != "same"
     matrices = [*x] if isinstance(x, Sequence) else [x]
     (m, n), dtype = (matrices[0].shape[0], sum(y.shape[1] for y in matrices)), matrices[0].dtype
-    reason = unsupported((m, n), dtype, (rows, coding)) or joins(matrices)
+    reason = unsupported((m, n), dtype, (rows, coding)) or unfit_beside(matrices)
     if reason is not None:
         raise ValueError(f"the quantize kernel cannot run: {reason}")
     if same and (rows is None or rows.kind not in ("tensor", "block")):

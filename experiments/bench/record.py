@@ -176,10 +176,10 @@ def load(path: Path) -> dict[str, Any]:
         check(content)
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return without_wrong(renamed(content))
+    return corrected(renamed(content))
 
 
-def without_wrong(result: dict[str, Any]) -> dict[str, Any]:
+def corrected(result: dict[str, Any]) -> dict[str, Any]:
     """A result without the figures that were counted wrong, and a note for each that is left out or has been mended."""
     rows, notes = list(result["rows"]), list(result.get("notes", []))
     for bench, commit, impl, metric, why in WRONG:

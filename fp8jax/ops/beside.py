@@ -38,7 +38,7 @@ def quantized_apart(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> 
         return False
     from pallas_kernels import quantize_triton
 
-    return _of_tensors(specs) and quantize_triton.joins(x) is None
+    return _of_tensors(specs) and quantize_triton.unfit_beside(x) is None
 
 
 def comes_apart(recipe: Linear, widths: Sequence[int]) -> bool:
