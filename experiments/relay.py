@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 _HELLO = b"fp8jax "  # what a relay says first at the run's address; all else is JAX's client of another process
 # Seconds between two attempts to reach process 0, and until a connection that broke by itself is closed on both sides.
@@ -62,19 +62,20 @@ class Relay:
         return self._heard is not None and time.monotonic() - self._heard > self._patience
 
     def _welcome(self, one: socket.socket) -> None:
-        if not _HELLO.startswith(one.recv(len(_HELLO), socket.MSG_PEEK)):
+        hello = one.recv(len(_HELLO), socket.MSG_PEEK)
+        if not hello or not _HELLO.startswith(hello):
             self._forward(one)
             return
-        number = int(one.makefile("rb").readline().split()[1])
-        self._listen(number, one)
+        lines = one.makefile("rb")
+        self._listen(int(lines.readline().split()[1]), one, lines)
 
     def _join(self) -> None:
         one = _reach(self._address)
         one.sendall(_HELLO + b"%d\n" % self._number)
-        self._listen(0, one)
+        self._listen(0, one, one.makefile("rb"))
 
-    def _listen(self, number: int, one: socket.socket) -> None:
-        """Hears what the relay of another process says, until it ends."""
+    def _listen(self, number: int, one: socket.socket, lines: BinaryIO) -> None:
+        """Hears what the relay of another process says, until one is gone or it ends."""
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # also where a host is gone without a word
         for name, value in (
             ("TCP_KEEPIDLE", max(1, int(self._patience / 4))),
@@ -86,9 +87,11 @@ class Relay:
         with self._lock:
             self._others[number] = one
         ended: int | None = number
-        with contextlib.suppress(OSError), one.makefile("rb") as lines:
+        with contextlib.suppress(OSError):
             for line in lines:
                 ended = None if line == b"bye\n" else int(line.split()[1])
+                if ended is not None:
+                    break
         if ended is None or self._gone.is_set():
             return
         self._gone.set()

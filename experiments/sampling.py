@@ -89,7 +89,8 @@ def extend(
     if 0 < config.learned_positions < length:
         raise ValueError(f"the model has {config.learned_positions} positions, not {length}; ask for fewer tokens")
     if prompt_BxT.min() < 0 or prompt_BxT.max() >= config.vocab:
-        raise ValueError(f"a prompt has ids up to {prompt_BxT.max()}, and the model knows those below {config.vocab}")
+        ids = f"{prompt_BxT.min()} to {prompt_BxT.max()}"
+        raise ValueError(f"a prompt has ids from {ids}, and the model knows 0 to {config.vocab - 1}")
     graphdef, variables = nnx.split(model)
     # Arrays alone: variables belong to the trace that made them, and the loop has one of its own.
     arrays = nnx.to_pure_dict(variables)

@@ -166,7 +166,6 @@ def replace(node: Node, side: int, weight: Weight, linear: Linear | None, path: 
     held, params = weight.held, node.eqn.params
     assert held is not None
     if linear is not None and linear.quantized:
-        linear = dataclasses.replace(linear, w_scaling=None) if linear.w_scaling is not None else linear
         if any(scaling.observes for scaling in linear.states.values()):
             raise ValueError(
                 f"{path} is {held}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "

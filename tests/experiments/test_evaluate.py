@@ -22,13 +22,13 @@ from experiments.task import Task
 from experiments.tokenizer import Bytes
 
 VOCAB = 11
-TABLE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+TABLE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(jnp.bfloat16).astype(np.float32)
 LOG = TABLE - np.log(np.exp(TABLE.astype(np.float64)).sum(-1, keepdims=True))
 
 
 def bigram(table, tokens_BxT):
-    """Logits of the next token that depend on the current one alone."""
-    return jnp.take(table, tokens_BxT, axis=0)
+    """Logits of the next token, in 16 bits, that depend on the current one alone."""
+    return jnp.take(table, tokens_BxT, axis=0).astype(jnp.bfloat16)
 
 
 def peeking(table, tokens_BxT):
@@ -54,6 +54,12 @@ def test_a_text_of_one_token_cannot_be_scored():
 
 def test_a_perplexity_is_a_number_however_large_the_loss_is():
     assert scoring.Score(9e5, 3).perplexity == scoring.Score(2100, 3).perplexity == math.exp(700)
+
+
+def test_a_sum_loses_no_token_beside_large_ones():
+    logs = -jnp.ones((4, 64)).at[:, 0].set(2.0**24)
+    windows = scoring.Windows(np.zeros((1, 65), np.int32), np.ones((1, 64), bool))
+    assert scoring.score_text(lambda *_: logs, None, windows) == (2**24 + 63, 64)
 
 
 def test_continuations_are_scored_given_their_context():

@@ -99,8 +99,26 @@ def test_impossible_choices_are_errors(settings, message):
         TokenChoice(**settings).validate()
 
 
+def test_rare_tokens_are_drawn_from_logits_of_16_bits():
+    """Noise of 16 bits would be too coarse for them."""
+    logits, rare = jnp.asarray([0.0] + [-8.0] * 500, jnp.bfloat16), 500 * np.exp(-8.0)
+    spread = 5 * (0.14 / 4000) ** 0.5
+    assert drawn(TokenChoice(1.0), logits)[1:].sum() == pytest.approx(rare / (1 + rare), abs=spread)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(TokenChoice):
+    """A choice that notes how often it is made."""
+
+    times: list = dataclasses.field(default_factory=list, compare=False)
+
+    def __call__(self, logits, key):
+        jax.debug.callback(lambda: self.times.append(1))
+        return super().__call__(logits, key)
+
+
 def test_seeds_give_texts_and_ends_end_them():
-    model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = Llama(dataclasses.replace(TINY, learned_positions=30), dtype=jnp.float32, rngs=nnx.Rngs(0))
     prompt, choice = np.asarray([[3, 4], [3, 4]]), TokenChoice(2.0)
     texts = sampling.extend(model, prompt, 30, choice, seed=1)
     assert texts == sampling.extend(model, prompt, 30, choice, seed=1)
@@ -108,7 +126,10 @@ def test_seeds_give_texts_and_ends_end_them():
     assert texts[0] != texts[1]
     assert all(len(text) == 30 for text in texts)
     end = texts[0][10]
-    ended = sampling.extend(model, prompt, 30, choice, seed=1, stop=[end])
+    counted = Counted(2.0)
+    ended = sampling.extend(model, prompt, 30, counted, seed=1, stop=[end])
+    jax.effects_barrier()
+    assert len(counted.times) == max(map(len, ended)) - 2
     for text, whole in zip(ended, texts, strict=True):
         assert text == whole[: whole.index(end, 2) + 1 if end in whole[2:] else 30]
     assert sampling.extend(model, prompt, 30, choice, seed=1, stop=[3])[0][:2] == [3, 4]
@@ -119,7 +140,8 @@ def test_seeds_give_texts_and_ends_end_them():
     [
         (np.zeros((1, 0)), 4, "a prompt needs 1 to 3 tokens"),
         (np.zeros((1, 4)), 4, "a prompt needs 1 to 3 tokens .* got 4"),
-        (np.full((1, 2), 40), 4, "ids up to 40, and the model knows those below 40"),
+        (np.array([[3, 40]]), 4, "ids from 3 to 40, and the model knows 0 to 39"),
+        (np.array([[3, -1]]), 4, "ids from -1 to 3, and the model knows 0 to 39"),
         (np.zeros((1, 2)), 20, "the model has 16 positions, not 20"),
     ],
 )

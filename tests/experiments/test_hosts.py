@@ -234,6 +234,58 @@ def test_impossible_processes_are_refused(argv, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.fixture
+def gathered(monkeypatch):
+    """What processes give to all, one after the other: each sees what those before it gave, and its own."""
+    given = []
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    monkeypatch.setattr(
+        hosts.multihost_utils, "process_allgather", lambda x: given.append(np.array(x)) or np.stack(given)
+    )
+    return given
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (config.UserError("--data x: no such"), "process 1: --data x: no such", 2),
+        (config.DiskError("ä" * 2000), "process 1: ä+", config.DiskError.exit_code),
+        (OSError(28, "No space left on device"), r"process 1: \[Errno 28\] No space left on device", 3),
+    ],
+    ids=["input", "long", "disk"],
+)
+def test_what_one_process_finds_wrong_all_raise(gathered, error, said, code):
+    with hosts.agreement():
+        pass
+    with pytest.raises(hosts.Agreed) as own, hosts.agreement():
+        raise error
+    with pytest.raises(hosts.Agreed) as others, hosts.agreement():
+        pass
+    with pytest.raises(hosts.Agreed) as first, hosts.agreement():
+        raise config.UserError("of a later process")
+    for found in (own, others, first):
+        assert re.fullmatch(said, str(found.value))
+        assert found.value.exit_code == code
+    with pytest.raises(KeyError), hosts.agreement():
+        raise KeyError
+
+
+def test_what_a_process_was_started_with_otherwise_is_named(gathered):
+    hosts.check_same({"--seed": 1, "--lr": [1e-3], "text": "a"})
+    hosts.check_same({"--seed": 1, "--lr": [1e-3], "text": "a"})
+    with pytest.raises(hosts.Agreed, match="process 2 was started with another --seed, text than process 0") as found:
+        hosts.check_same({"--seed": 7, "--lr": [1e-3], "text": "b"})
+    assert found.value.exit_code == 2
+
+
+def test_a_process_of_slurm_finds_its_place(monkeypatch):
+    job = {"JOB_ID": "1", "STEP_NODELIST": "n[3-4]", "NTASKS": "4", "PROCID": "2", "LOCALID": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "9")
+    assert hosts._place(config.Run(coordinator="auto")) == ("n3:9", 2, 4, [1])
+
+
 GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
 
 

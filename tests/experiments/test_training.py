@@ -189,15 +189,20 @@ def test_sampling_continues_the_prompt_as_the_model_says():
 
 
 def test_sampling_follows_the_key_and_the_probabilities():
-    def weighted(_, tokens):
-        return jnp.broadcast_to(0.8 * jnp.log(jnp.array([0.7, 0.3, 0.0])), (*tokens.shape, 3))
+    """Of logits of 16 bits, whose noise would be too coarse for the 500 rare tokens."""
+    rare = 500 * np.exp(-8.0)
 
-    drawn = sampling.sample(weighted, None, [0], 2001, jax.random.key(1))
-    assert drawn == sampling.sample(weighted, None, [0], 2001, jax.random.key(1))
-    assert drawn != sampling.sample(weighted, None, [0], 2001, jax.random.key(2))
+    def weighted(_, tokens):
+        logits = jnp.full(502, -4.0, jnp.bfloat16).at[0].set(0).at[1].set(-jnp.inf)
+        return jnp.broadcast_to(logits, (*tokens.shape, 502))
+
+    drawn, again, other = (
+        sampling.sample(weighted, None, [0], 2001, jax.random.key(i), temperature=0.5) for i in (1, 1, 2)
+    )
+    assert drawn == again != other
     # Five standard deviations of the mean of 2,000 draws.
-    assert abs(np.mean(drawn[1:]) - 0.3) < 5 * (0.21 / 2000) ** 0.5
-    assert 2 not in drawn
+    assert abs(np.mean(np.array(drawn[1:]) > 1) - rare / (1 + rare)) < 5 * (0.14 / 2000) ** 0.5
+    assert 1 not in drawn
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,14 @@ def test_a_contraction_that_is_cut_is_summed_once(kind):
 def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
     """As FSDP has gradients of weights: what the devices send is half of an all-reduce's."""
 
-    def product(a, b, sharding):
+    def summed_over_k(a, b):
         def local(cut: Cut, a, b):
             return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
 
-        y = partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sums="k", wanted=wanted)
+        return partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sums="k", wanted=wanted)
+
+    def product(a, b, sharding):
+        y = summed_over_k(a, b)
         found.append(jax.typeof(y).sharding.spec)
         explicit = kind == AxisType.Explicit
         return jax.sharding.reshard(y, sharding) if explicit else lax.with_sharding_constraint(y, sharding)
@@ -149,6 +152,8 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
     same(run(*placed), np.asarray(a) @ np.asarray(b).T)
     if kind == AxisType.Explicit:
         assert tuple(found[0]) == kept
+        several = [place(mesh, jnp.stack([x, x]), None, None, operand) for x in (a, b)]
+        assert tuple(jax.eval_shape(jax.vmap(summed_over_k), *several).sharding.spec) == (None, *kept)
     text, summed = run.as_text(), kept != (None, None)
     assert ("reduce-scatter(" in text) == summed
     assert ("all-reduce(" in text) == (not summed or (operand, kept) == (("rows", "columns"), (None, "rows")))

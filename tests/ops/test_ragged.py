@@ -24,20 +24,26 @@ def rounded(x, fmt=ml_dtypes.float8_e4m3fn):
     return (np.asarray(x, np.float64) / scale).astype(np.float32).astype(fmt).astype(np.float64) * scale
 
 
-def test_each_group_by_its_own_matrix():
-    y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe="te_current"), X, W)
-    dy = jax.random.normal(jax.random.key(2), y.shape)
-    x, w, g = (
-        rounded(np.asarray(X)),
-        [rounded(np.asarray(m)) for m in W],
-        rounded(np.asarray(dy), ml_dtypes.float8_e5m2),
-    )
-    want = np.stack([x[i] @ w[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
+E5M2 = ml_dtypes.float8_e5m2
+
+
+MIXED = fp8jax.recipes.Linear("e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e5m2", saved=None)
+
+
+@pytest.mark.parametrize("recipe", ["te_current", MIXED], ids=["te_current", "mixed"])
+def test_each_group_by_its_own_matrix(recipe):
+    y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe=recipe), X, W)
+    dy, of = jax.random.normal(jax.random.key(2), y.shape), fp8jax.recipes.linear_part(recipe)
+    kinds = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": E5M2}
+    by = lambda x, operand: rounded(np.asarray(x), kinds[of.spec(operand).format])  # noqa: E731
+    forward, backward = ([by(m, operand) for m in W] for operand in ("w", "w_dgrad"))
+    x, g, x_wgrad, g_wgrad = by(X, "x"), by(dy, "dy"), by(X, "x_wgrad"), by(dy, "dy_wgrad")
+    want = np.stack([x[i] @ forward[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     dx, dw = back(dy)
-    want = np.stack([g[i] @ w[e].T for i, e in enumerate(OF)] + [np.zeros(INPUTS)])
+    want = np.stack([g[i] @ backward[e].T for i, e in enumerate(OF)] + [np.zeros(INPUTS)])
     np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-    want = np.stack([x[:9][e == OF].T @ g[:9][e == OF] for e in range(3)])
+    want = np.stack([x_wgrad[:9][e == OF].T @ g_wgrad[:9][e == OF] for e in range(3)])
     np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 

@@ -220,11 +220,15 @@ def test_scales_that_serve_one_side_alone_leave_the_transposed_matrix_in_16_bits
     assert turned.T.shape == W.shape
 
 
-@pytest.mark.parametrize("how", ["tiled", "looked up"])
-def test_values_have_no_gradient(how):
-    fast = fp8jax.transform(lambda p, x: (VALUES[how][0](p, x), x @ p["other"]), "te_current")
-    grads = jax.grad(lambda w: fast({"w": w, "other": W}, X)[0].sum(), allow_int=True)(HELD)
-    assert not np.any(grads.codes.scale)
+@pytest.mark.parametrize("how", ["tiled", "looked up", "multiplied"])
+def test_what_is_held_has_no_gradient(how):
+    fn = VALUES[how][0] if how in VALUES else lambda p, x: x @ p["w"]
+    fast = fp8jax.transform(lambda p, x: (fn(p, x), x @ p["other"]), "te_current")
+    of = lambda w: fast({"w": w, "other": W}, X)[0].sum()  # noqa: E731
+    assert not np.any(jax.grad(of, allow_int=True)(HELD).codes.scale)
+    base, adapter = jax.grad(lambda w, a: of(fp8jax.lora.AdaptedWeight(w, a)), (0, 1))(W, ADAPTER)
+    assert not np.any(base)
+    assert all(np.any(part) for part in jax.tree.leaves(adapter))
 
 
 def test_a_head_that_rules_leave_alone_is_multiplied_by_its_codes_in_16_bits():
