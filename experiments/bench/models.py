@@ -9,7 +9,7 @@ reads the loss after each; of "step, read late" it reads the loss of the step be
 Python's garbage collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md).
 Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and the baseline is as
 fast as it gets here. "temporaries" are what the compiled program
-needs beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
+needs beside its arguments; "arrays" are those of the state, each of which JAX looks at before it starts a step. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
 (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their gradients in bf16,
 as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
 """
@@ -107,6 +107,7 @@ class UserArm:
             size, length, outputs = 1, 32, 64
         training = user.training(arm, length, outputs, timing.dry())
         shapes, self.data = jax.eval_shape(training.begin), plain.batch(user.kind, gpus * size, length, outputs)
+        self.arrays = len(jax.tree.leaves(shapes))
         options: dict[str, Any] = {}
         if gpus > 1:
             mesh = jax.make_mesh((gpus,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -213,11 +214,14 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop, queued=arms)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
-    return rows(user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else ""), times, needs)
+    case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
+    return rows(case, times, needs, {recipe: arm.arrays for recipe, arm in arms.items()})
 
 
-def rows(case: str, times: dict[str, timing.Seconds], needs: dict[str, float]) -> list[timing.Row]:
-    """Milliseconds of a step and GB of temporaries, against bf16 of the same kind."""
+def rows(
+    case: str, times: dict[str, timing.Seconds], needs: dict[str, float], arrays: dict[str, int]
+) -> list[timing.Row]:
+    """Milliseconds of a step and GB of temporaries, against bf16 of the same kind, and arrays of the state."""
     table = []
     for recipe, size in needs.items():
         for end in KINDS:
@@ -225,4 +229,5 @@ def rows(case: str, times: dict[str, timing.Seconds], needs: dict[str, float]) -
             spread = time_.quartiles(lambda t: 1e3 * t)
             table.append(timing.row(case, recipe, f"step{end}", 1e3 * time_, "ms", BASE, base / time_, spread))
         table.append(timing.row(case, recipe, "temporaries", size, "GB", BASE, needs[BASE] / size))
+        table.append(timing.row(case, recipe, "arrays", arrays[recipe], ""))
     return table
