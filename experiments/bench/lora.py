@@ -128,7 +128,8 @@ def measure(options: argparse.Namespace) -> list[timing.Row]:
     for name, arm in arms.items():
         print(f"  {name}: loss {float(arm()):.4f}", flush=True)
         arm.stop()
-    times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps), lambda n: arms[n].stop())
+    calls = {name: timing.late(arm) for name, arm in arms.items()}
+    times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda n: arms[n].stop())
     case, table = f"Llama 3.1 8B, {options.batch} x {options.length:,} tokens", list[timing.Row]()
     needs = {name: arm.needs() for name, arm in arms.items()}
     for name, time_ in times.items():

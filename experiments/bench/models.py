@@ -3,15 +3,14 @@
 The models are those of `experiments.models.plain`, and a Llama of `plain_linen` and `plain_equinox`, whose code knows
 nothing of 8 bits; `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and `fp8jax.filter_transform` quantize them. Gradients
 are clipped by their global norm; AdamW is optax's in a chain, in Flax's `nnx.Optimizer` or `TrainState`, for bf16, and
-`fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of many that follow each other
-without waiting, of which the GPU has the next ones in hand when the first is timed; of "step, synchronised" the host
-reads the loss after each; of "step, read late" it reads the loss of the step before when it has started the next.
-Python's garbage collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md).
-Nothing is recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and the baseline is as
-fast as it gets here. "temporaries" are what the compiled program
-needs beside its arguments; "arrays" are those of the state, each of which JAX looks at before it starts a step. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
-(`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their gradients in bf16,
-as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
+`fp8jax.optimizer(..., clip=)`, in fp8jax's, for the others. "step" is the time of a step of a loop that reads the loss
+of the step before when it has started the next; of "step, synchronised" it reads each loss at once. Python's garbage
+collector leaves alone what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md). Nothing is
+recomputed but under the policy that a row names: bf16 keeps what Flax's modules keep, and the baseline is as fast as it
+gets here. "temporaries" are what the compiled program needs beside its arguments; "arrays" are those of the state, each
+of which JAX looks at before it starts a step. "auto" is the recipe of the device where layers gain, "auto:coat" that
+one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their
+gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
 """
 
 import argparse
@@ -33,7 +32,7 @@ from experiments.bench import timing, writings
 from experiments.bench.writings import BASE, Training
 from experiments.models import plain
 
-KINDS = ("", ", synchronised", ", read late")
+KINDS = ("", ", synchronised")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,6 @@ class UserArm:
         self.begin: Any = jax.jit(training.begin, **options)
         self.build = timing.lowered(training.step, shapes, *self.data, donate_argnums=0, **options)
         self.state: Any = None
-        self.last: jax.Array | None = None
 
     @functools.cached_property
     def program(self) -> Any:
@@ -142,15 +140,10 @@ class UserArm:
         """One step, and the host reads its loss."""
         return jax.block_until_ready(self())
 
-    def late(self) -> jax.Array:
-        """One step, and the host reads the loss of the one before."""
-        before, self.last = self.last, self()
-        return jax.block_until_ready(self.last if before is None else before)
-
     def stop(self) -> None:
         """Frees the state."""
         jax.tree.map(lambda x: x.delete(), self.state)
-        self.state = self.last = None
+        self.state = None
 
 
 def main(argv: list[str]) -> None:
@@ -209,10 +202,10 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     for recipe, arm in arms.items():
         print(f"  {recipe}: loss {float(arm()):.4f}", flush=True)
         arm.stop()
-        kinds: tuple[Callable[[], Any], ...] = (arm, arm.synchronised, arm.late)
+        kinds: tuple[Callable[[], Any], ...] = (timing.late(arm), arm.synchronised)
         calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, kinds, strict=True)}
     stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
-    times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop, queued=arms)
+    times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
     case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
     return rows(case, times, needs, {recipe: arm.arrays for recipe, arm in arms.items()})

@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
     notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
     title = "A Llama of billions of parameters"
     timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus, complete=False)
-    calls: dict[str, Callable[..., Any]] = {**arms}
+    calls = {name: timing.late(arm) for name, arm in arms.items()}
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda name: arms[name].stop())
     one = speed.peak(jax.devices()[0].device_kind)
     for name in times:

@@ -3,9 +3,9 @@
 The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
 backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
 attention give and computes the rest again, as a good engineer would have it. Recipes recompute what `--remat auto` of
-`experiments.train` does. "temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on
-each GPU. Where torch and torchao are importable, the same model by torch.compile stands beside it
-(`experiments.bench.step_torch`).
+`experiments.train` does. The host reads what a step gives when it has started the next. "temporaries" are what the
+compiled program needs beside its arguments, "memory" all of it, on each GPU. Where torch and torchao are importable,
+the same model by torch.compile stands beside it (`experiments.bench.step_torch`).
 """
 
 import argparse
@@ -256,11 +256,12 @@ def measure(
         table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]
         stop = lambda name, arms=arms: arms[name].stop()  # noqa: E731
         memories = {name: memory(arm.program) for name, arm in arms.items()}
+        calls = {name: timing.late(arm) for name, arm in arms.items()}
         rounds: dict[str, list[float]] = {name: [] for name in arms}
         done, before = table, 0
         # Written after each round, so that what cuts the last one short takes nothing with it.
         while before < options.rounds:
-            for name, took in timing.in_turns(dict(arms), 1, dict.fromkeys(arms, options.steps), stop).items():
+            for name, took in timing.in_turns(calls, 1, dict.fromkeys(arms, options.steps), stop).items():
                 rounds[name] += took.rounds
             before, times = before + 1, {name: timing.Seconds(took) for name, took in rounds.items()}
             table = list(done)

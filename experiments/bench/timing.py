@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from fp8jax.ops import choice
 
 Row = dict[str, Any]
 L2_BYTES = 50 << 20
-LONGEST_WAIT = 1e-3  # seconds that the host spends on a result that is there
 
 
 def copies(bytes_of_one: int) -> int:
@@ -117,15 +116,12 @@ def in_turns(
     rounds: int,
     calls: dict[str, int],
     after: Callable[[str], None] = lambda name: None,
-    queued: Collection[str] = (),
 ) -> dict[str, Seconds]:
     """Median time of a call of each, of several rounds of so many calls; a round first runs as many untimed.
 
     The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
-    `after` is told which one's turn is over. Of `queued`, whose calls wait for nothing, the GPU has the timed calls in
-    hand before it ends the untimed ones: what it waits for the first of many is no part of their time. Python's garbage
-    collector leaves alone what there is before: it would stop some rounds to look at all that tracing the programs of
-    all has left, as docs/faq.md says of training loops.
+    `after` is told which one's turn is over. Python's garbage collector leaves alone what there is before: it would
+    stop some rounds to look at all that tracing the programs of all has left, as docs/faq.md says of training loops.
     """
     rounds, calls = (1, dict.fromkeys(ready, 1)) if dry() else (rounds, calls)
     names = list(ready)
@@ -134,10 +130,22 @@ def in_turns(
     with left_alone():
         for _ in range(rounds):
             for i in order.permutation(len(names)):
-                run = _run_queued if names[i] in queued else _run
-                times[names[i]].append(run(ready[names[i]], calls[names[i]]))
+                times[names[i]].append(_run(ready[names[i]], calls[names[i]]))
                 after(names[i])
     return {name: Seconds(t) for name, t in times.items()}
+
+
+def late(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Steps of which the host reads the result of the one before when it has started the next: the GPU has one in hand
+    at the beginning of a round and at its end, and waits for the host in neither."""
+    last: Any = None
+
+    def call() -> Any:
+        nonlocal last
+        before, last = last, step()
+        return jax.block_until_ready(last if before is None else before)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -159,17 +167,6 @@ def _run(call: Callable, calls: int) -> float:
             out = call()
         jax.block_until_ready(out)
     return (time.perf_counter() - begin) / calls
-
-
-def _run_queued(call: Callable, calls: int) -> float:
-    """As `_run`, from the end of the untimed calls to that of the timed ones, which follow each other without a gap;
-    if the host cannot call as fast as that, as `_run` itself."""
-    first, last = ([call() for _ in range(calls)][-1] for _ in range(2))
-    called = time.perf_counter()
-    jax.block_until_ready(first)
-    begin = time.perf_counter()
-    jax.block_until_ready(last)
-    return (time.perf_counter() - begin) / calls if begin - called > LONGEST_WAIT else _run(call, calls)
 
 
 def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,

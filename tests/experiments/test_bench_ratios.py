@@ -110,27 +110,13 @@ def test_sums_are_compared_with_bf16_s_and_collectives_with_collectives():
 
 def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
     times = planted(bf16=3.0, coat=2.0) | {"bf16, synchronised": Seconds([4.0]), "coat, synchronised": Seconds([5.0])}
-    times |= {"bf16, read late": Seconds([6.0]), "coat, read late": Seconds([2.5])}
     found = {(r["impl"], r["metric"]): (r["value"], r["ratio"])
              for r in models.rows("c", times, {"bf16": 8.0, "coat": 4.0}, {"bf16": 7, "coat": 9})}  # fmt: skip
     assert found["coat", "step"] == (2000, 1.5)
     assert found["coat", "step, synchronised"] == (5000, 0.8)
-    assert found["coat", "step, read late"] == (2500, 2.4)
     assert found["coat", "temporaries"] == (4, 2)
     assert (found["bf16", "arrays"], found["coat", "arrays"]) == ((7, None), (9, None))
-    assert all(
-        math.isclose(found["bf16", m][1], 1) for m in ("step", "step, synchronised", "step, read late", "temporaries")
-    )
-
-
-def test_a_loss_read_late_is_that_of_the_step_before():
-    arm = object.__new__(models.UserArm)
-    losses, arm.data = iter(jnp.arange(5.0)), ()
-    arm.state, arm.last, arm.program = {}, None, lambda state: (state, next(losses))
-    assert [float(arm.late()) for _ in range(3)] == [0, 0, 1]
-    arm.stop()
-    arm.state = {}
-    assert float(arm.late()) == 3
+    assert all(math.isclose(found["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))
 
 
 def test_an_optimizer_is_compared_with_the_fastest_way_to_move_its_bytes(monkeypatch):
