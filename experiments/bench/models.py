@@ -79,6 +79,7 @@ def _sized(kind: Any, shape: tuple[int, ...], arm: str, length: int, outputs: in
     return writings.of_nnx(lambda rngs: kind(outputs, *shape, length, rngs), arm)
 
 
+VITL, CUDNN_VIT = (1024, 24, 16), functools.partial(plain.PlainViT, attention_fn=plain.fused)
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 MODELS = {
     "llama1b": UserModel("Llama 1.1B, 8 x 2,048 tokens", functools.partial(_llama, None)),
@@ -88,8 +89,10 @@ MODELS = {
                                functools.partial(_shaped, writings.of_linen), ("bf16", "coat")),
     "llama1b_equinox": UserModel("Llama 1.1B in Equinox, 8 x 2,048 tokens",
                                  functools.partial(_shaped, writings.of_equinox), ("bf16", "coat")),
-    "vitl": UserModel("ViT-L/16, 256 images", functools.partial(_sized, plain.PlainViT, (1024, 24, 16)),
+    "vitl": UserModel("ViT-L/16, 256 images", functools.partial(_sized, plain.PlainViT, VITL),
                       ("bf16", "coat_fast"), "images", 256, 224, 1000),
+    "vitl_cudnn": UserModel("ViT-L/16, attention by cuDNN, 256 images", functools.partial(_sized, CUDNN_VIT, VITL),
+                            ("bf16", "coat_fast"), "images", 256, 224, 1000),
     "gpt350m": UserModel("GPT-2 350M, 16 x 1,024 tokens", functools.partial(_sized, plain.PlainGPT, (1024, 24, 16)),
                          ("bf16", "coat_fast"), "text", 16, 1024, 50_304),
     "gpt124m": UserModel("GPT-2 124M, 32 x 1,024 tokens", functools.partial(_sized, plain.PlainGPT, (768, 12, 12)),

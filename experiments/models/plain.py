@@ -103,14 +103,21 @@ class PlainGPT(nnx.Module):
         return self.tokens.attend(self.norm(x))
 
 
-class PlainViTBlock(nnx.Module):
-    """Flax's own attention, then GELU."""
+def fused(q: jax.Array, k: jax.Array, v: jax.Array, **_: Any) -> jax.Array:
+    """`attend` in both directions, as the `attention_fn` of a layer of Flax; (B, T, H, C)."""
+    return attend(q, k, v, causal=False).reshape(q.shape)
 
-    def __init__(self, dim: int, heads: int, rngs: nnx.Rngs) -> None:
+
+class PlainViTBlock(nnx.Module):
+    """Flax's layer of attention, then GELU."""
+
+    def __init__(self, dim: int, heads: int, attention_fn: Any, rngs: nnx.Rngs) -> None:
         linear = functools.partial(nnx.Linear, dtype=jnp.bfloat16, rngs=rngs)
         norm = functools.partial(nnx.LayerNorm, dim, dtype=jnp.bfloat16, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = nnx.MultiHeadAttention(heads, dim, dtype=jnp.bfloat16, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            heads, dim, dtype=jnp.bfloat16, decode=False, attention_fn=attention_fn, rngs=rngs
+        )
         self.fc, self.out = linear(dim, 4 * dim), linear(4 * dim, dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -119,12 +126,24 @@ class PlainViTBlock(nnx.Module):
 
 
 class PlainViT(nnx.Module):
-    """From images (B, side, side, 3), cut into squares of 16, to logits (B, classes) of their mean."""
+    """From images (B, side, side, 3), cut into squares of 16, to logits (B, classes) of their mean.
 
-    def __init__(self, classes: int, dim: int, layers: int, heads: int, side: int, rngs: nnx.Rngs) -> None:
+    Attention is Flax's own unless another `attention_fn` is given.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        side: int,
+        rngs: nnx.Rngs,
+        attention_fn: Any = nnx.dot_product_attention,
+    ) -> None:
         self.patch = nnx.Conv(3, dim, (16, 16), (16, 16), dtype=jnp.bfloat16, rngs=rngs)
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, (side // 16) ** 2, dim)))
-        self.blocks = nnx.List([PlainViTBlock(dim, heads, rngs) for _ in range(layers)])
+        self.blocks = nnx.List([PlainViTBlock(dim, heads, attention_fn, rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(dim, dtype=jnp.bfloat16, rngs=rngs)
         self.head = nnx.Linear(dim, classes, rngs=rngs)
 
