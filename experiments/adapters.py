@@ -65,10 +65,9 @@ class AdaptedLinear(nnx.Module):
         x, w = x.astype(self.dtype), self.weight
         if self.linear.quantized or isinstance(w, fp8jax.FrozenWeight):
             key = content_key(x) if self.linear.stochastic else None
-            w = w if isinstance(w, fp8jax.FrozenWeight) else jax.lax.stop_gradient(w)
             y = fp8jax.linear(x, w, recipe=self.linear, key=key, out_sharding=out_sharding)
         else:
-            y = jnp.matmul(x, jax.lax.stop_gradient(w), out_sharding=out_sharding)
+            y = jnp.matmul(x, w, out_sharding=out_sharding)
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
         if not self.adapts:
@@ -101,7 +100,7 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
             if spec is not None and _floating(spec.format) != _floating(held):
                 raise UserError(
                     f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and units multiply floating codes or "
-                    f"integers; give --base {spec.format if spec.format != 'e5m2' else 'e4m3'}, or take recipe bf16"
+                    f"integers; give --base {spec.format}, or take recipe bf16"
                 )
     return dataclasses.replace(recipe, linear=linear, context=fp8jax.recipes.Context())
 

@@ -204,8 +204,7 @@ def product(
         own = last + (seat(jnp.int32(last)) < rest_of_last).astype(jnp.int32)
 
         def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-            minor = 0 if tile.raster_axis == "M" else 1
-            tile_m, tile_n = plgpu.planar_snake(turn * blocks + seat(turn), (tiles_m, tiles_n), minor, tile.raster)
+            tile_m, tile_n = plgpu.planar_snake(turn * blocks + seat(turn), (tiles_m, tiles_n), 1, tile.raster)
             if walking:
                 tile_m = order_ref[tile_m]
             if tile.cluster == "M":

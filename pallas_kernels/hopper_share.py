@@ -23,7 +23,7 @@ class Tile:
         split: the dimension along which the warpgroups divide a block's tile. None: two take turns, each with a whole
             tile of its own, so that one multiplies while the other writes.
         stages: depth of the shared-memory ring, at least 2.
-        raster: width of the band of tiles, along `raster_axis`, that blocks walk together (locality in L2).
+        raster: width of the band of tiles, along N, that blocks walk together (locality in L2).
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
@@ -36,7 +36,6 @@ class Tile:
     split: Literal["M", "N"] | None = "M"
     stages: int = 4
     raster: int = 8
-    raster_axis: Literal["M", "N"] = "N"
     cluster: Literal["M", "N"] | None = None
     lead: int = 0
     slots: int = 2

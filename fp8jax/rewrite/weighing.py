@@ -130,7 +130,7 @@ def _weigh(products: list[ReadWeight], alone: Mapping[Value, Node], made: str, o
 
 def _told(known: _Weighed, together: Sequence[int], of: int) -> str:
     """The time that products gain or lose together, and with which others one does."""
-    seconds = sum(known.each[i] for i in together) - (known.codes if together else 0.0)
+    seconds = sum(known.each[i] for i in together) - known.codes
     others = ", ".join(dict.fromkeys(known.products[i].path for i in together if i != of))
     return f"{abs(1e6 * seconds):,.0f} us{f' with {others}' if others else ''}"
 

@@ -218,6 +218,40 @@ def test_a_limit_scores_the_first_tokens_alone(trained, finished, corpus, capsys
     assert float(row[-1]) == pytest.approx(found[paths[0]].nll / math.log(2) / 20, abs=1e-4)
 
 
+def test_without_a_limit_a_text_is_scored_whole_and_the_last_line_is_of_all(trained, capsys):
+    texts, nothing = {"a": ("abcd" * 9,), "b": ("é" * 5,)}, lambda params, tokens: -jnp.ones(tokens[:, 1:].shape)
+    found = evaluate._print_texts(report.make_console(), trained, nothing, texts, 0)
+    assert {name: score.tokens for name, score in found.items()} == {"a": 36, "b": 10, "together": 46}
+    assert table_row(capsys.readouterr().out, "together") == ["46", "46", "1.0000", "2.7183", f"{1 / math.log(2):.4f}"]
+
+
+def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_are_named(trained, tmp_path):
+    text, none, records = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
+    text.write_text("one two three. " * 40)
+    none.write_bytes(b"\xff\xfe\x00\xff")
+    of = lambda *data: evaluate.read_texts(Evaluation(Path(), "bf16", data=tuple(map(str, data))), trained)  # noqa: E731
+    assert of(tmp_path) == {str(text): (text.read_text(),)}
+    with pytest.raises(configuration.UserError, match=r"b\.txt"):
+        of(text, none)
+    records.write_text(json.dumps({"text": "x"}) + "\n")
+    for name, field, value in (("data", "data", (str(records),)), ("model", "init", "folder")):
+        part = dataclasses.replace(getattr(trained.config, name), **{field: value})
+        other = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **{name: part}))
+        with pytest.raises(configuration.UserError, match="packed records; name texts to score with --data"):
+            evaluate.read_texts(Evaluation(Path(), "bf16"), other)
+
+
+def test_a_leak_is_looked_for_in_the_first_tokens_of_all_texts(finished, tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(10 * name)
+    seen = []
+    monkeypatch.setattr(evaluate, "_print_texts", lambda *_: None)
+    monkeypatch.setattr(evaluate, "_print_leak", lambda *args: seen.append(args[-1].tolist()))
+    how = {"quantize": "te_current", "leak": True, "leak_tokens": 14}
+    evaluate.evaluate(Evaluation(finished, "bf16", data=(str(tmp_path),), **how), report.make_console())
+    assert seen == [[0, *10 * b"a", 0, *3 * b"b"]]
+
+
 def test_shares_and_their_errors(trained, capsys, monkeypatch):
     questions = [evaluate.Question("x", ("a", "b", "c", "d"), right) for right in (0, 0, 1, 2)]
     monkeypatch.setattr(evaluate, "answer", lambda *_: [(0, 1), (0, 1), (0, 1), (2, 1)])
@@ -284,6 +318,7 @@ def test_the_command_line_prints_all_three(finished, tmp_path, capsys):
     ):
         assert part in shown, shown
     assert re.search(r"chance\s+│\s+0.4167", shown)
+    assert "validation split" not in shown
 
 
 def test_the_likeliest_choice_is_taken_per_byte_too(trained, monkeypatch):
@@ -303,6 +338,7 @@ def test_the_likeliest_choice_is_taken_per_byte_too(trained, monkeypatch):
 
     # Two letters of two bytes: 1 nat a byte against 1.5, but 2 nats a letter.
     questions = [evaluate.Question("x", ("\u00e9\u00e9", "abc"), 0)]
+    assert evaluate.answer(trained, of_bytes, [evaluate.Question("x", ("a" * 16, "b"), 0)]) == [(1, 0)]
     assert evaluate.answer(trained, of_bytes, questions) == [(0, 0)]
 
 

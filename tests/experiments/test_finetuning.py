@@ -44,7 +44,7 @@ SHAPE = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_dim": 48}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint of random weights with a tokenizer and a template."""
+    """A checkpoint of random weights and biases with a tokenizer and a template."""
     from experiments.hub import save
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
@@ -58,8 +58,10 @@ def checkpoint(tmp_path_factory):
         show_progress=False,
     )
     model.train_from_iterator(["What is it? It is of course brief. user assistant system"] * 3, trainer)
-    llama = LlamaConfig(vocab=304, **SHAPE)
+    llama = LlamaConfig(vocab=304, bias="qkv", **SHAPE)
     params = nnx.to_pure_dict(nnx.state(Llama(llama, rngs=nnx.Rngs(3)), nnx.Param))
+    for name in "qkv":
+        params["layers"]["attention"][name]["bias"] += 0.5
     save.save(folder, llama, params, dtype=jnp.bfloat16)
     model.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": TEMPLATE}
@@ -105,6 +107,21 @@ def test_text_and_answers_are_transformers_own(checkpoint):
     assert len(differ) == 2
 
 
+def test_templates_are_found_and_rendered_as_checkpoints_mean_them(tmp_path):
+    """Without the line breaks after tags and the space before them; text in JSON as it is; the default of several."""
+    written = "{{ bos_token }}\n  {% for m in messages %}\n  {{ m | tojson }}{{ strftime_now('%%') }}\n  {% endfor %}\n"
+    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": written}]
+    settings = {"bos_token": {"content": "<b>", "__type": "AddedToken"}, "chat_template": several}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    talk = ({"role": "user", "content": "<ü>"},)
+    assert chat.Template(tmp_path).render(talk, "x") == '<b>\n  {"role": "user", "content": "<ü>"}%\n'
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert chat.Template(tmp_path).render(talk, "x") == "<ü>"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content.what() }}")
+    with pytest.raises(UserError, match="x: the template of conversations refuses it"):
+        chat.Template(tmp_path).render(talk, "x")
+
+
 def test_bad_templates_and_conversations_are_named(checkpoint, tmp_path):
     folder = tmp_path / "x"
     folder.mkdir()
@@ -120,6 +137,12 @@ def test_bad_templates_and_conversations_are_named(checkpoint, tmp_path):
     source.write_text("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="f:7: the template writes what comes before message 2 otherwise"):
         chat.Template(folder).spans(TALK, "f:7")
+    source.write_text("{{ messages[0].content }}{% if messages | length > 3 %}!{% endif %}{{ messages[1:] }}")
+    with pytest.raises(UserError, match="f:7: the template writes what comes before message 2 otherwise"):
+        chat.Template(folder).spans(TALK[:4], "f:7")
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read \(no JSON object\)"):
+        chat.Template(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
         chat.Template(folder)
@@ -214,6 +237,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
         held = base["layers"][part][name]["held"]
         for one, other in zip((held[0], held[1]), jax.tree.leaves(stored), strict=True):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert (np.asarray(base["layers"]["attention"]["q"]["bias"], np.float32) == 0.5).all()
     np.testing.assert_array_equal(
         np.asarray(base["embed"]["embedding"]), np.asarray(plain.params["embed"]["embedding"])
     )

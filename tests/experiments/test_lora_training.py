@@ -58,6 +58,8 @@ def test_adapters_learn_beside_any_base(base, recipe):
     layers = [x for x in jax.tree.leaves(held["layers"]) if x.ndim == 3 and x.size > 100]
     assert {x.dtype.itemsize for x in layers} == {size}
     assert sum(x.size for x in layers) == 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)
+    assert held["layers"]["mlp_norm"]["scale"].dtype == jnp.float32
+    assert held["embed"]["embedding"].dtype == jnp.bfloat16
 
 
 def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
@@ -72,24 +74,30 @@ def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
 
 
 def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
-    task = build()
-    plain = Task.build(SHAPE, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5)
+    llama, lora = dataclasses.replace(SHAPE, bias="qkv"), Lora(8, lora_alpha=24.0, lora_targets=".*/(q|v|out|up|down)")
+    task = Task.build(llama, optax.adamw(2e-2), fp8jax.recipes.te_current(), remat=False, seed=5, lora=lora)
+    plain = Task.build(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5)
     params = jax.jit(plain.init)().params
-    state, base, losses = trained(task, 6)
+    made, loss = jax.jit(task.base), jax.jit(plain.loss)
     # Of the same parameters; e4m3 rounds them, and what they are multiplied with.
-    given = jax.jit(task.base)(params)
-    for got, want in zip(*map(jax.tree.leaves, (given, base)), strict=True):
+    for got, want in zip(*map(jax.tree.leaves, (made(params), made())), strict=True):
         # Scales in another program may be rounded otherwise, by one last place.
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-7)
-    assert losses[0] == pytest.approx(float(jax.jit(plain.loss)(params, {}, TOKENS)), abs=0.02)
-    assert losses[-1] < losses[0] - 0.1
-    exact = dataclasses.replace(build(recipe="bf16"), tx=task.tx)
+    for name in "qkv":
+        params["layers"]["attention"][name]["bias"] += jnp.linspace(-1, 1, llama.layers)[:, None]
+    state, base, losses = trained(task, 6, params=params)
+    assert losses[0] == pytest.approx(float(loss(params, {}, TOKENS)), abs=0.02)
+    assert losses[-1] < losses[0] - 0.03
+    exact = Task.build(llama, task.tx, fp8jax.recipes.bf16(), remat=False, seed=5, lora=lora)
     merged = jax.jit(task.merged)(state.params, base)
     whole = jax.jit(lambda params: plain.model(params, {})(TOKENS[:, :-1]))
     got = whole(jax.tree.map(lambda x: x.astype(jnp.float32), merged))
     want = jax.jit(lambda params, base: exact.model(params, base)(TOKENS[:, :-1]))(state.params, base)
     assert relative(got, want) < 0.02
     assert relative(got, whole(params)) > 0.1
+    of = lambda tree: {k: np.asarray(v, np.float64) for k, v in tree["layers"]["mlp"]["up"].items() if k != "held"}  # noqa: E731
+    a, b = (of(state.params)[f"lora_{x}"] for x in "ab")
+    assert relative(of(merged)["kernel"] - 24 / 8 * a @ b, of(params)["kernel"]) < 0.04
 
 
 def test_a_bad_loss_changes_nothing_and_the_base_is_no_output():

@@ -106,6 +106,22 @@ def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
         matmul_scaled(codes[:, :128], codes[:, :128].astype(jnp.float8_e4m3fn))
 
 
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (Tile(64, 64, None), "it has to compute 128 rows"),
+        (Tile(64, 96), "columns that divide 128"),
+        (Tile(128, 128, None), "a walk takes tiles that both warpgroups share"),
+        (Tile(64, 64, cluster="N"), "without clusters or a lead"),
+        (Tile(64, 64, lead=1), "without clusters or a lead"),
+    ],
+)
+def test_tiles_that_blocks_do_not_take_are_refused(tile: Tile, message: str) -> None:
+    (*args, residual), _ = operands(128, 128, 128, 1)
+    with pytest.raises(ValueError, match=message):
+        matmul_int8_block(*args, residual=residual, tile=tile)
+
+
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 @pytest.mark.parametrize("which", ["INT8_LARGEST", slow("INT8")])
 def test_compiles_for_an_h200_without_spills(which: str) -> None:

@@ -59,14 +59,34 @@ def test_recipes_lie_near_the_product(name):
     assert 0 < relative(got, run(lambda x, w: jax.lax.ragged_dot(x, w, sizes))) < 0.25
 
 
+def test_gradients_have_noise_of_their_own_and_the_dtypes_of_operands():
+    """Of identities the gradients are what each product rounds the result's gradient to."""
+    x, w, dy = (
+        jnp.eye(32, dtype=jnp.bfloat16),
+        jnp.eye(32)[None],
+        jax.random.normal(jax.random.key(0), (32, 32), jnp.bfloat16),
+    )
+    run = lambda x, w: fp8jax.ragged_dot(x, w, jnp.array([32]), recipe="jetfire", key=jax.random.key(1))  # noqa: E731
+    dx, dw = jax.vjp(run, x, w)[1](dy)
+    assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
+    step = float(jnp.abs(dy).max()) / 127 + 2.0**-7  # and the result's own rounding
+    assert (np.abs(dx - dy) < step).all()
+    assert (np.abs(dw[0] - dy) < step).all()
+    assert np.mean(np.abs(dx - dw[0]) > step / 2) > 0.1
+
+
 def test_codes_are_saved():
-    kept = residuals(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe="te_current"), X, W)
-    assert [d for d, s in kept if s == X.shape] == ["uint8"]
+    run = lambda x, w: jnp.sin(fp8jax.ragged_dot(x, w, SIZES, recipe="te_current"))  # noqa: E731
+    assert [d for d, s in residuals(run, X, W) if s == X.shape] == ["uint8"]
+    named = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("fp8jax_product"))
+    assert ("float32", (TOKENS, OUTPUTS)) in residuals(named, X, W)
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"not \(10, 8\), \(3, 6, 8\) and \(3,\)"):
         fp8jax.ragged_dot(X, W.transpose(0, 2, 1), SIZES, recipe="coat")
+    with pytest.raises(ValueError, match=r"not \(10, 8\), \(3, 8, 6\) and \(2,\)"):
+        fp8jax.ragged_dot(X, W, SIZES[:2], recipe="coat")
     with pytest.raises(TypeError, match="group_sizes of integers, not float32"):
         fp8jax.ragged_dot(X, W, SIZES.astype(jnp.float32), recipe="coat")
     with pytest.raises(ValueError, match="stochastically"):

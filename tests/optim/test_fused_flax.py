@@ -246,6 +246,29 @@ def test_train_state_ends_the_step_of_scalings(recipe):
         plain.apply_gradients(grads=weights, statistics=seen)
 
 
+def test_the_end_of_a_step_merges_what_replicas_have_seen():
+    """Of two replicas that have seen 3 and 5 both go on from 5, also of gradients."""
+    seen = jnp.array([3.0, 5.0])
+    model = fp8jax.nnx.quantize(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "te_delayed")
+    graph, state = nnx.split(model)
+
+    def of_nnx(own):
+        model = nnx.merge(graph, jax.tree.map(lambda x: x, state))
+        model.dot_general.seen_x[...] = model.dot_general.slot[...] = own
+        fp8jax.nnx.end_step(model, nnx.state(model, fp8jax.nnx.GradientStatistic), axis_name="data")
+        return [getattr(model.dot_general, operand)[...].max() for operand in ("x", "dy")]
+
+    variables = fp8jax.linen.quantize(nn.Dense(64), "te_delayed").init(jax.random.key(0), X)
+
+    def of_linen(own):
+        scaling, statistics = variables["fp8jax_scaling"] | {"seen_x": own}, {"slot": own}
+        after = fp8jax.linen.end_step(scaling, statistics, axis_name="data")
+        return [after[operand].max() for operand in ("x", "dy")]
+
+    for ends in (of_nnx, of_linen):
+        np.testing.assert_array_equal(jax.vmap(ends, axis_name="data")(seen), [[5, 5]] * 2)
+
+
 def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
     tx = fp8jax.optimizer("moss", 1e-2, b2=0.95)
     second = nnx.All(nnx.Param, nnx.filterlib.PathContains(2))

@@ -63,7 +63,9 @@ def test_what_is_small_is_left_in_16_bits_and_told(known):
     small = explained(SHAPES, 1024, 4096, 16384, kv=1024)
     assert taken(small) == {*"qkv", "gate", "up", "down"}
     assert "gains nothing at 16,384 tokens: 53 us slower in 8 bits" in str(small)
-    assert taken(explained(SHAPES, 1024, 4096, 1024, kv=1024)) == set()
+    none = explained(SHAPES, 1024, 4096, 1024, kv=1024)
+    assert taken(none) == set()
+    assert "in 0 products, by rates of an H100" in str(none)
 
 
 def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
@@ -115,6 +117,7 @@ def test_one_of_two_that_read_an_array_may_be_left_and_loops_and_stacks_are_know
     x, shapes = (1, 8192, 1024), {"wide": (1024, 4096), "thin": (1024, 128)}
     assert taken(told(both, SHAPES, x, **shapes)) == set()
     assert taken(told(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {*shapes}
+    assert taken(told(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == set()
     (loop,) = (entry for entry in told(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries if entry.product)
     assert loop.times == 3
     gained = [entry.gain for entry in told(stacked, "te_current", (4, 4096, 512), w=(4, 512, 512)).entries]

@@ -1,6 +1,7 @@
 """Frozen weights and adapters in the parameters of a transformed function, beside the same written by hand."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,7 @@ HELD = fp8jax.freeze(W)
 ADAPTER = fp8jax.lora.Adapter(0.1 * jax.random.normal(KEYS[4], (WIDTH, 3)), jax.random.normal(KEYS[5], (3, INNER)), 6.0)
 SPELLINGS = {
     "einsum": lambda p, x: jnp.einsum("btd,dh->bth", x, p["w"]),
+    "accumulated": lambda p, x: jnp.matmul(x, p["w"].astype(x.dtype), preferred_element_type=jnp.float32),
     "weight first": lambda p, x: jnp.moveaxis(jax.lax.dot_general(p["w"], x, (((0,), (2,)), ((), ()))), 0, 2),
     "heads": lambda p, x: jnp.einsum("btd,dhc->bthc", x, p["w"].reshape(WIDTH, 4, INNER // 4)).reshape(2, -1, INNER),
     "a vector of tokens": lambda p, x: jax.vmap(jax.vmap(lambda row: row @ p["w"]))(x),
@@ -136,6 +138,8 @@ def test_spellings_of_a_product_read_the_codes(how):
     np.testing.assert_allclose(fast(p, x), want, rtol=2e-5, atol=2e-5)
     assert ("float8_e4m3fn",) * 2 in dots(fast, p, x)
     assert "frozen as e4m3:tensor and an adapter of rank 3" in str(fast.explain(p, x))
+    narrow = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    assert jax.eval_shape(fast, p, narrow).dtype == jax.eval_shape(SPELLINGS[how], {"w": W}, narrow).dtype
     # The same function of arrays has a plan of its own.
     assert relative(fast({"w": W}, x), np.asarray(x @ W)) < 0.08
 
@@ -163,6 +167,11 @@ def test_what_reads_no_matrix_reads_the_values(how):
     assert np.isfinite(jax.grad(lambda a: loss(fast, a))(ADAPTER).b).all()
     if how == "tiled":
         assert relative(fast(p, X)[0], exact) < 1e-5
+    cast = lambda p, x: (fn({"w": p["w"].astype(x.dtype)}, x), x @ p["other"].astype(x.dtype))  # noqa: E731
+    narrow = X.astype(jnp.bfloat16)
+    found = jax.jit(fp8jax.transform(cast, "te_current"))(p, narrow)[0]
+    assert found.dtype == jnp.bfloat16
+    assert relative(found, exact) < 0.08
 
 
 TURNED = {
@@ -197,7 +206,9 @@ def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, column
 
     slope = jax.random.normal(KEYS[3], (*X.shape[:2], WIDTH))
     loss = lambda fn: jax.grad(lambda a, x: jnp.sum(slope * fn(a, x)), (0, 1))(adapter, x)  # noqa: E731
-    assert relative(fast(p(adapter), x)[0], exact(adapter, x)) < 0.08
+    y, beside = fast(p(adapter), x)
+    assert relative(y, exact(adapter, x)) < 0.08
+    assert relative(beside, x @ jnp.ones((columns, 8))) < 0.08
     ours, theirs = loss(lambda a, x: fast(p(a), x)[0]), loss(exact)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert relative(a, b) < 0.08
@@ -206,13 +217,14 @@ def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, column
     assert relative(plain, slope @ held.dequantize().T) < 0.08
 
 
-def test_scales_that_serve_one_side_alone_leave_the_transposed_matrix_in_16_bits():
-    square = fp8jax.freeze(W[:, :WIDTH], "e4m3:token")
+@pytest.mark.parametrize("spec", ["e4m3:token", "e4m3:block128+expand"])
+def test_scales_that_serve_one_side_alone_leave_the_transposed_matrix_in_16_bits(spec):
+    square = fp8jax.freeze(W[:, :WIDTH], spec)
     fast = fp8jax.transform(lambda p, x: (x @ p["w"].T, x @ p["other"]), "te_current")
     p = {"w": square, "other": W}
     np.testing.assert_allclose(fast(p, X)[0], X @ square.dequantize().T, rtol=1e-5, atol=1e-5)
     assert "not read as (inputs, outputs)" in str(fast.explain(p, X))
-    with pytest.raises(ValueError, match="codes of e4m3:token do not serve the transposed matrix"):
+    with pytest.raises(ValueError, match=re.escape(f"codes of {spec} do not serve the transposed matrix")):
         _ = square.T
     turned = fp8jax.freeze(W).T
     assert turned.shape == (INNER, WIDTH)
