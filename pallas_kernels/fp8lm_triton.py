@@ -18,6 +18,7 @@ from jax import Array
 
 from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
+from pallas_kernels import fp8lm_values_triton as lm
 from pallas_kernels import masters_triton as masters
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -29,8 +30,8 @@ MAX_ELEMENTS = 2**31
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _INF = tl.constexpr(float("inf"))
+_HUGE = tl.constexpr(float(np.finfo(np.float32).max))
 _FP16_MAX, _FP16_SMALLEST = tl.constexpr(65504.0), tl.constexpr(2.0**-24)
-_FP16_NORMAL, _FP16_MANTISSA = tl.constexpr(2.0**-14), tl.constexpr(10)
 
 
 class FP8LMScalars(NamedTuple):
@@ -79,60 +80,6 @@ class FP8LMLaunch(NamedTuple):
 
 
 @triton.jit
-def _load(pointer: tl.tensor, at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    return tl.load(pointer + at, mask=mask, other=0.0) if MASKED else tl.load(pointer + at)
-
-
-@triton.jit
-def _store(pointer: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
-    if MASKED:
-        tl.store(pointer + at, value, mask=mask)
-    else:
-        tl.store(pointer + at, value)
-
-
-@triton.jit
-def _units(x: tl.tensor, inverse: tl.tensor, MAX: tl.constexpr, SMALLEST: tl.constexpr) -> tl.tensor:
-    """Magnitudes in units of a scale, finite ones at most the largest code; Inf and NaN stay."""
-    magnitude = tl.abs(x)
-    magnitude = tl.where(magnitude < _TINY, 0.0, magnitude)
-    y = magnitude * inverse
-    y = tl.where((y > MAX) & (magnitude < _INF), MAX, y)
-    if SMALLEST > 0:
-        y = tl.where((magnitude > 0) & (y < SMALLEST), SMALLEST, y)
-    return y
-
-
-@triton.jit
-def _signed(y: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """y, which is not negative, with the sign of x."""
-    return codec.from_bits(codec.bits(y) | (codec.bits(x) & -0x80000000))
-
-
-@triton.jit
-def _rounded(y: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    """Values in units of fp16, up or down by noise; see `Format.encode`. Inf and NaN stay."""
-    magnitude = tl.abs(y)
-    step = codec.bits(tl.where(magnitude > _FP16_NORMAL, magnitude, _FP16_NORMAL)) & 0x7F800000
-    # Powers of two: the step and one over it.
-    step = step - (_FP16_MANTISSA << 23)
-    drawn = (noise.to(tl.float32) + 0.5) * 0.0000152587890625
-    scaled = y * codec.from_bits((254 << 23) - step)
-    below = tl.floor(scaled)
-    rounded = (below + tl.where(scaled - below + drawn >= 1.0, 1.0, 0.0)) * codec.from_bits(step)
-    return tl.where(magnitude < _INF, rounded, y)
-
-
-@triton.jit
-def _tell(largest_ptr: tl.tensor, y: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
-    """Stores the largest finite one of some magnitudes."""
-    there = y < _INF
-    if MASKED:
-        there = there & mask
-    tl.store(largest_ptr, tl.max(tl.where(there, y, 0.0), axis=0))
-
-
-@triton.jit
 def _fp8lm(
     grad_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -162,6 +109,8 @@ def _fp8lm(
     RUNS: tl.constexpr,
     KEPT: tl.constexpr,
     REST: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMAL: tl.constexpr,
     MU_MAX: tl.constexpr,
     MU_INF: tl.constexpr,
     MU_NORMAL: tl.constexpr,
@@ -183,11 +132,11 @@ def _fp8lm(
     at = tl.max_contiguous(tl.arange(0, TILE), VECTOR)
     mask = at < length - begin
 
-    g = _load(grad_ptr + base, at, mask, MASKED)
-    w = 0.0 if OWN and REST == 0 else _load(master_ptr + base, at, mask, MASKED)
-    m = _load(mu_ptr + base, at, mask, MASKED)
-    v = _load(nu_ptr + base, at, mask, MASKED)
-    p = 0.0 if STEP and not OWN else _load(weight_ptr + base, at, mask, MASKED)
+    g = lm.load(grad_ptr + base, at, mask, MASKED)
+    w = 0.0 if OWN and REST == 0 else lm.load(master_ptr + base, at, mask, MASKED)
+    m = lm.load(mu_ptr + base, at, mask, MASKED)
+    v = lm.load(nu_ptr + base, at, mask, MASKED)
+    p = lm.load(weight_ptr + base, at, mask, MASKED)
     tl.debug_barrier()  # the assembler puts no load off past it
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
@@ -205,6 +154,7 @@ def _fp8lm(
         w = masters.joined(p, w, REST) if REST > 0 else codec.fp32(p)
     else:
         w = w.to(tl.float32) * tl.load(scales_ptr + layers)  # type: ignore[union-attr]
+        w = lm.current(w, codec.fp32(p), HALF, NORMAL)
     m = m.to(tl.float32) * tl.load(scales_ptr + (KEPT - 1) * layers)
     codes = v.to(tl.float32)
     v = codes * tl.load(scales_ptr + KEPT * layers)
@@ -229,43 +179,49 @@ def _fp8lm(
     if OWN:
         if REST > 0:
             w, left = masters.split(w, REST)
-            _store(master_ptr + base, at, left.to(master_ptr.dtype.element_ty), mask, MASKED)
+            lm.store(master_ptr + base, at, left.to(master_ptr.dtype.element_ty), mask, MASKED)
         elif STOCHASTIC:
             w = codec.round_stochastically(w, noise, place, False)
         if STEP:
-            _store(weight_ptr + base, at, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
+            lm.store(weight_ptr + base, at, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
         else:
-            _store(result_ptr + base, at, change, mask, MASKED)
+            lm.store(result_ptr + base, at, change, mask, MASKED)
     else:
-        y = _units(w, tl.load(scales_ptr + 7 * layers), _FP16_MAX, 0.0)
+        units = lm.magnitudes(w, tl.load(scales_ptr + 7 * layers))
+        beyond = (units > _FP16_MAX) & (tl.abs(w) < _INF)
+        y = tl.where(beyond, _FP16_MAX, units)
         if STOCHASTIC:
             noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16)
-            signed = _rounded(_signed(y, w), noise)
+            signed = lm.rounded(lm.signed(y, w), noise)
             y = tl.abs(signed)
         else:
-            signed = _signed(y, w)
+            signed = lm.signed(y, w)
         code = signed.to(tl.float16)
-        _store(master_ptr + base, at, code, mask, MASKED)
-        _tell(own_largest, y, mask, MASKED)
+        lm.store(master_ptr + base, at, code, mask, MASKED)
+        top = lm.tell(own_largest, tl.where(beyond, tl.minimum(units, _HUGE), y), mask, MASKED)
         held = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
+        # What a copy was changed to lies beyond the bound: the next step, which knows a larger one, reads it there.
+        if top > _FP16_MAX:
+            given = codec.fp32(lm.load(weight_ptr + base, at, mask, MASKED))
+            held = tl.where(beyond, given, held)
         if STEP:
-            _store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
+            lm.store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
         else:
             distance = held - codec.fp32(p)
-            _store(result_ptr + base, at, distance.to(result_ptr.dtype.element_ty), mask, MASKED)
+            lm.store(result_ptr + base, at, distance.to(result_ptr.dtype.element_ty), mask, MASKED)
 
-    y = _units(v, tl.load(scales_ptr + 3 * KEPT * layers), _FP16_MAX, _FP16_SMALLEST)
-    _store(nu_ptr + base, at, _signed(y, v).to(tl.float16), mask, MASKED)
-    _tell(own_largest + (KEPT - 1) * programs, y, mask, MASKED)
+    y = lm.units(v, tl.load(scales_ptr + 3 * KEPT * layers), _FP16_MAX, _FP16_SMALLEST)
+    lm.store(nu_ptr + base, at, lm.signed(y, v).to(tl.float16), mask, MASKED)
+    lm.tell(own_largest + (KEPT - 1) * programs, y, mask, MASKED)
 
-    y = _units(m, tl.load(scales_ptr + (3 * KEPT - 1) * layers), MU_MAX, 0.0)
+    y = lm.units(m, tl.load(scales_ptr + (3 * KEPT - 1) * layers), MU_MAX, 0.0)
     y = codec.faded(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
-    codes = _signed(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
+    codes = lm.signed(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
     # The conversion makes the largest code of Inf.
     infinite = ((codec.bits(m) >> 24) & -0x80) | MU_INF
     codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
-    _store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
-    _tell(own_largest + (KEPT - 2) * programs, y, mask, MASKED)
+    lm.store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
+    lm.tell(own_largest + (KEPT - 2) * programs, y, mask, MASKED)
 
 
 def unsupported(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
@@ -301,6 +257,7 @@ def fp8lm(
     form: Literal["update", "step"],
     words: Array | None = None,
     run: tuple[int, int] | None = None,
+    rounding: tuple[float, float] = (0.0, 0.0),
     launch: FP8LMLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], Array]:
@@ -308,8 +265,9 @@ def fp8lm(
 
     Args:
         grad: gradient, of any shape, fp32, bf16 or fp16, or FP8 codes.
-        weight: the working copy, fp32, bf16 or fp16; read only for an update. Or the master weight itself, fp32; bf16,
-            for a step with `words`; or for a step its bf16 high part and its int8 or int16 remainder.
+        weight: the working copy, fp32, bf16 or fp16; where it is no rounding of the master weight, it is taken in its
+            place. Or the master weight itself, fp32; bf16, for a step with `words`; or for a step its bf16 high part
+            and its int8 or int16 remainder.
         codes: fp16 codes of the master weight, unless `weight` is it; FP8 codes of the first moment; and fp16 ones of
             the second moment.
         scales: fp32 (1 + 3 n, layers) for n arrays of codes, where the leading axes have so many layers: scales of the
@@ -321,6 +279,8 @@ def fp8lm(
             first element in the whole array; None rounds to nearest.
         run: where the array is a shard: elements that follow each other in the whole, and how many further the next
             such run begins; None if all do.
+        rounding: how far rounding takes a working copy from its master weight, over the power of two below that; which
+            is at least the second value.
         launch: how the work is cut; None takes the default.
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
@@ -372,6 +332,8 @@ def fp8lm(
         RUNS=run is not None,
         KEPT=len(codes),
         REST=0 if rest is None else 8 * rest.dtype.itemsize,
+        HALF=rounding[0],
+        NORMAL=rounding[1],
         MU_MAX=float(jnp.finfo(mu.dtype).max),
         MU_INF=0x7C if mu.dtype == jnp.float8_e5m2 else 0x7F,
         MU_NORMAL=float(jnp.finfo(mu.dtype).smallest_normal),

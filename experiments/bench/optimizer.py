@@ -40,7 +40,7 @@ NOTES = [
     f'"speed, sustained": the same in {SUSTAINED_ROUNDS} rounds of {SUSTAINED_CALLS} steps untimed and as many timed.',
     "The second moment is rounded stochastically, as b2 asks for, except in arms that say to nearest.",
     "PyTorch's optimizers run one after another, after all others.",
-    "FP8-LM: working copies in bf16; bytes only is 13 bytes a parameter, those of a step with gradients in FP8.",
+    "FP8-LM: working copies in bf16; bytes only is 13 bytes a parameter, reads no copies, and FP8 gradients once.",
 ]
 Row = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 Scales come from bounds, which nothing exceeds and which are known before the step: of the largest magnitudes of what is
 stored, which the step before has told, of the gradient's and of the learning rate. So a step is one pass over its
-arrays, after one over gradients that are not in FP8. `_reference` is it in plain JAX, and `_fused` the kernel of
+arrays, after one over gradients. `_reference` is it in plain JAX, and `_fused` the kernel of
 `pallas_kernels/fp8lm_triton.py`.
 """
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.masters import MasterWeight
@@ -74,6 +75,12 @@ class MasterLeaf:
     def quantized(self) -> bool:
         """Whether anything is in codes."""
         return isinstance(self.mu, QTensor)
+
+    @property
+    def copy(self) -> Array:
+        """The parameter as a working copy."""
+        assert not isinstance(self.weight, MasterWeight), "a master by parts has none"
+        return self.weight
 
     @property
     def dtype(self) -> np.dtype:
@@ -171,6 +178,11 @@ def _scaled(codes: Array, scale: Array) -> Array:
     return jnp.where(jnp.isfinite(values), values, 0.0)
 
 
+def _told(units: Array, fmt: formats.Format, scale: Array) -> Array:
+    """The largest magnitude that is stored, of that in units of a scale before; itself where it is beyond all codes."""
+    return jnp.where(units > fmt.max, units * scale, _scaled(fmt.decode(fmt.encode(units)), scale))
+
+
 def largest_of(x: Array, block: tuple[int, ...]) -> Array:
     """The largest finite magnitude of each block of an array."""
     values = jnp.abs(x.astype(jnp.float32))
@@ -192,7 +204,7 @@ def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
     """Scales of what is in codes after the step, each of the shape of the present one."""
     factor = 1.0 if adam.factor is None else adam.factor
     if leaf.codes:
-        of_grad = jnp.abs(leaf.grad.scale * factor) * formats.get(leaf.grad.spec.format).max
+        of_grad = jnp.abs(factor) * largest(leaf.grad)  # its scale says nothing where it is zero
         of_square = jnp.square(of_grad)
     else:
         values, block = load(leaf.grad) * factor, leaf.mu.spec.block_shape(leaf.mu.shape)
@@ -237,7 +249,7 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     # One that is not zero stays so where fp32 has no number for its decay.
     v = b2_rest * (g * g) + jnp.where((held > 0) & (kept < formats.TINY), formats.TINY, kept)
     direction = (m * corrections[0]) / (jnp.sqrt(v * corrections[1] + adam.eps_root) + adam.eps)
-    weight = leaf.weight.astype(jnp.float32) if leaf.master is None else load(leaf.master)
+    weight = leaf.weight.astype(jnp.float32) if leaf.master is None else current(load(leaf.master), leaf.copy)
     change = -rate * (direction + decay * weight)
     *of_master, of_mu, of_nu = _new_scales(leaf, adam)
     mu = quantize_with_scale(m, leaf.mu.spec, of_mu, fading=noise.fading(adam.count, adam.b1))
@@ -245,15 +257,47 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     if leaf.master is None:
         master, result = None, renewed(form, leaf, change)
     else:
-        master = _master(weight + change, leaf.master.spec, of_master[0], leaf.noise)
-        result = load(master)
-        result = (result - leaf.weight.astype(jnp.float32) if form == "update" else result).astype(leaf.dtype)
-    maxima = jnp.stack([largest(q) for q in (master, mu, nu) if q is not None])
-    row = StepResult(result, master, mu, nu, maxima)
+        new, scale = weight + change, of_master[0]
+        master = _master(new, leaf.master.spec, scale, leaf.noise)
+        most = formats.get(leaf.master.spec.format).max
+        given, block = leaf.copy.astype(jnp.float32), leaf.master.spec.block_shape(new.shape)
+        # What a copy was changed to lies beyond the bound: the next step, which knows a larger one, reads it there.
+        beyond = (jnp.abs(new) * blocks.spread(1 / scale, new.shape, block) > most) & jnp.isfinite(new)
+        result = jnp.where(beyond, given, load(master))
+        result = (result - given if form == "update" else result).astype(leaf.dtype)
+    maxima = [largest(q) for q in (master, mu, nu) if q is not None]
+    if master is not None:
+        units = largest_of(new, block) * (1 / scale)
+        maxima[0] = jnp.where(units > most, jnp.minimum(units, _LARGEST) * scale, maxima[0])
+    row = StepResult(result, master, mu, nu, jnp.stack(maxima))
     if adam.applied is None:
         return row
     before = StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.largest)
     return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), row, before)
+
+
+def current(held: Array, given: Array) -> Array:
+    """Master weights, or working copies where these are no roundings of them: somebody has changed them.
+
+    Args:
+        held: fp32 values of master weights.
+        given: the working copies, in any floating dtype.
+    """
+    half, normal = half_step(given.dtype)
+    given = given.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(held, jnp.uint32) & np.uint32(0x7F800000)
+    binade = jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), normal)
+    return jnp.where(jnp.abs(given - held) <= binade * np.float32(half), held, given)
+
+
+def half_step(dtype: DTypeLike) -> tuple[float, float]:
+    """How far rounding to a dtype takes a number, over the power of two below it, and the least of such powers.
+
+    A sixteenth more: a change that is added in that dtype is rounded itself.
+    """
+    kind = jnp.finfo(dtype)
+    normal = float(kind.smallest_normal)
+    return float(kind.eps) / 2 * (1 + 2**-4), normal if normal > np.finfo(np.float32).tiny else 0.0
 
 
 def _master(values: Array, spec: QuantSpec, scale: Array, words: Array | None) -> QTensor:
@@ -300,13 +344,14 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
             form=form,
             words=words,
             run=run,
+            rounding=half_step(leaf.dtype),
             compute_capability=capability(),
         )
         # A scale spans all but stacked axes: each device has found the largest of its part.
         largest = cut.maximum(jnp.max(largest, axis=-1), " ".join(name for name in names[depth:] if name != "-"))
         # Rounding keeps the order: the largest code is that of the largest value.
         rows = [
-            _scaled(fmt.decode(fmt.encode(one.reshape(scale.shape))), scale)
+            _told(one.reshape(scale.shape), fmt, scale)
             for one, fmt, scale in zip(largest, new, x.new_scales, strict=True)
         ]
         return result, codes, jnp.stack(rows)

@@ -179,7 +179,8 @@ def compressed_adamw(
         A transformation with state `CompressedAdamState`, of masters by parts `MasterAdamState`, and
         `step(grads, state, params) -> (params, state)`, which updates the parameters themselves. Updates have the dtype
         of the parameters; of bf16 and fp16 ones with `master` they are fp32, and nothing may change them before they
-        are added, to the very parameters that the update was given (not so in `optax.lookahead` or `schedule_free`).
+        are added: remainders hold the rest (`compress_state(chain, master=...)` holds those of a whole chain). A
+        parameter that somebody changes between steps takes its master along.
         `optax.apply_if_finite` around such a one wants gradients in fp32, the dtype of what it takes in their place.
 
     Raises:

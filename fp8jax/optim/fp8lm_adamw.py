@@ -103,9 +103,11 @@ def fp8lm_adamw(
 
     Master weights are made of the parameters at `init`. What the caller holds is a working copy in whatever dtype the
     model computes with: in bf16 two bytes more. `update` gives its distance from the new master weights, and so puts
-    right what rounding does to it; after `step` it is their value in its dtype, bit for bit. Who keeps no copy between
-    steps makes it of the state, `working_copy(state)`. While gradients are computed they exist in the dtype of the
-    copy; accumulated over microbatches, in fp32.
+    right what rounding does to it; after `step` it is their value in its dtype, bit for bit. Where it is no rounding of
+    its master weight, somebody has changed it, and it is taken in its place: parameters may be loaded, projected or
+    averaged between steps, and what follows in a chain may change updates. Who keeps no copy between steps makes it of
+    the state, `working_copy(state)`. While gradients are computed they exist in the dtype of the copy; accumulated over
+    microbatches, in fp32.
 
     Gradients may be arrays, or a `QTensor` each, as `fp8jax.dist.all_reduce_gradients(..., decode=False)` leaves them.
     `optax.clip_by_global_norm` would take such codes for gradients: take `fp8jax.clipped` or
@@ -122,9 +124,10 @@ def fp8lm_adamw(
 
     Scales come from bounds, which nothing exceeds: each step tells the largest magnitudes that it stored, and those
     after the next one follow from them, the gradient's and the learning rate; they are one to two binades above the
-    largest magnitudes themselves. So a step is one pass: with gradients in FP8 and working copies in bf16 the fused
-    kernel reads and writes 13 bytes a parameter. Gradients that are arrays are read once before, for their largest
-    magnitudes. XLA alone, which computes steps with groups, reads what it stored again.
+    largest magnitudes themselves. A copy that was changed to what lies beyond them is taken one step later. So a step
+    is one pass, after one over the gradient for its largest magnitudes: with gradients in FP8 and working copies in
+    bf16 both read and write 16 bytes a parameter. XLA alone, which computes steps with groups, reads what it stored
+    again.
 
     Args:
         learning_rate: step size, or a schedule of the number of steps taken.
@@ -152,7 +155,7 @@ def fp8lm_adamw(
     Returns:
         A transformation with state `FP8LMState`, with `master` `FP8LMHeldState`, and `step(grads, state, params) ->
         (params, state)`, which replaces the parameters. Updates have the dtype of the parameters; of bf16 and fp16 ones
-        with `master` they are fp32, and nothing may change them before they are added.
+        with `master` they are fp32, and nothing may change them before they are added, as of `compressed_adamw`.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
@@ -338,7 +341,7 @@ def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> 
     columns = ([adamw.load(leaf.grad) for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
     rows = []
     for leaf, direction, m, v in zip(leaves, *adamw.advanced(*columns, adam), strict=True):
-        value = leaf.weight.astype(jnp.float32) if leaf.master is None else leaf.master
+        value = leaf.weight.astype(jnp.float32) if leaf.master is None else fp8lm.current(leaf.master, leaf.copy)
         change = direction + adam.weight_decay * value if leaf.decays else direction
         change = jnp.asarray(-adam.rate, jnp.float32) * change
         if leaf.master is None:

@@ -127,7 +127,10 @@ def leaf_of(
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
     kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
     largest = jnp.stack([fp8lm.largest(q) for q in kept])
-    return fp8lm.MasterLeaf(gradient, jnp.asarray(w).astype(weight), *kept, largest, None, True)
+    copies = w.copy()
+    if special:  # what somebody has changed, within and beyond the range of the next scale
+        copies.reshape(-1)[20:24] = 0.3, -1e4, 2.5e4, 7e-3
+    return fp8lm.MasterLeaf(gradient, jnp.asarray(copies).astype(weight), *kept, largest, None, True)
 
 
 def assert_equal(want: Any, got: Any) -> None:

@@ -323,11 +323,13 @@ def test_a_second_moment_is_not_zero_where_the_gradient_was_not(make, b2):
 
 def test_master_weights_decay_and_not_their_working_copy():
     tx = fp8jax.fp8lm_adamw(2.0**-3, weight_decay=0.5, min_size=512)
-    copy = jax.tree.map(lambda x: x + 1, PARAMS)
+    own = jax.tree.map(lambda x: x + 2.0**-8, PARAMS)  # numbers of fp16, and of bf16 not
+    copy = jax.tree.map(lambda x: x.astype(jnp.bfloat16), own)
     for form in ("update", "step"):
-        found, _ = change(tx, form, ZEROS, tx.init(PARAMS), copy)
-        for name, x in found.items():
-            np.testing.assert_array_equal(x, np.float64(PARAMS[name]) * (1 - 2.0**-4) - np.float64(copy[name]), name)
+        _, state = getattr(tx, form)(ZEROS, tx.init(own), copy)
+        for name, x in fp8jax.master_weights(state, copy).items():
+            np.testing.assert_allclose(x, np.float64(own[name]) * (1 - 2.0**-4), rtol=2.0**-11)
+            assert (np.float64(copy[name]) != np.float64(own[name])).all()
 
 
 @both

@@ -91,19 +91,92 @@ def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(master, digit):
         jax.tree.map(np.testing.assert_array_equal, params, held)
 
 
-def test_update_goes_where_step_does_and_puts_right_what_rounding_did():
+def test_update_goes_where_step_does():
     tx = TX()
     params, grads = problem()
     state = tx.init(params)
     stepped, after = tx.step(grads[0], state, params)
-    for start in (params, jax.tree.map(lambda p: p + jnp.bfloat16(0.01), params)):
-        updates, found = tx.update(grads[0], state, start)
-        assert {u.dtype for u in updates.values()} == {jnp.dtype("bfloat16")}
-        moved = optax.apply_updates(start, updates)
-        for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
-            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=2.0**-8 * 2 * RATE)
+    updates, found = tx.update(grads[0], state, params)
+    assert {u.dtype for u in updates.values()} == {jnp.dtype("bfloat16")}
+    moved = optax.apply_updates(params, updates)
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=2.0**-8 * 2 * RATE)
     jax.tree.map(np.testing.assert_array_equal, found, after)
     jax.tree.map(np.testing.assert_array_equal, fp8jax.working_copy(after), stepped)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("form", ["step", "update"])
+def test_copies_that_somebody_has_changed_are_the_master_weights(form, dtype):
+    """Each by itself, also far beyond what scales were made for, of codes and of what is too small for them."""
+    tx = fp8jax.fp8lm_adamw(RATE, B1, B2, EPS, weight_decay=DECAY, min_size=128)
+    begin, rng = {"w": jnp.full((16, 40), 0.01, dtype), "b": jnp.full(40, 0.01, dtype)}, np.random.default_rng(0)
+    grads = {name: jnp.asarray(rng.standard_normal(p.shape), jnp.float32) for name, p in begin.items()}
+
+    @jax.jit
+    def step(grads, state, params):
+        if form == "step":
+            return tx.step(grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = step(grads, tx.init(begin), begin)
+    other = lambda low, high: {  # noqa: E731
+        name: p.at[..., ::3].set(jnp.linspace(low, high, 14, dtype=dtype)) for name, p in params.items()
+    }
+    left, _ = step(grads, state, params)
+    found, after = step(grads, state, changed := other(0.1, 0.5))
+    half = float(jnp.finfo(dtype).eps) / 2
+    for name in params:
+        want = np.asarray(changed[name], np.float64)[..., ::3]
+        want = want - RATE * (np.sign(np.asarray(grads[name]))[..., ::3] + DECAY * want)
+        got = np.asarray(found[name], np.float64)
+        np.testing.assert_allclose(got[..., ::3], want, rtol=2 * half + 2.0**-10, atol=2.0**-4 * RATE)
+        for k in (1, 2):
+            np.testing.assert_allclose(got[..., k::3], np.asarray(left[name], np.float64)[..., k::3], rtol=2 * half)
+    # What is far larger is taken by the step after, which knows the scale of what it met.
+    found, after = step(grads, after, changed := other(3, 5000))
+    for _ in range(2):
+        for name in params:
+            np.testing.assert_allclose(*map(np.float64, (found[name], changed[name])), rtol=5 * RATE, atol=5 * RATE)
+        found, after = step(jax.tree.map(jnp.zeros_like, grads), after, found)
+    masters = fp8jax.master_weights(after, found)
+    for name in params:
+        np.testing.assert_allclose(masters[name], np.float64(found[name]), rtol=1.1 * half + 2.0**-11, atol=5e-4)
+
+
+def test_what_follows_in_a_chain_changes_updates_as_behind_optax():
+    """The master weights go where the parameters go: half as far, and not below zero."""
+    params, found = {"w": jnp.full((16, 40), 0.5)}, []
+    for tx in (TX(), optax.adamw(RATE, B1, B2, EPS, weight_decay=DECAY)):
+        own, tx = params, optax.chain(tx, optax.scale(0.5), optax.keep_params_nonnegative())
+        state, update = tx.init(own), jax.jit(tx.update)
+        for i in range(40):
+            grad = 0.3 + jax.random.normal(jax.random.key(i), (16, 40))
+            changes, state = update({"w": grad.at[3:].multiply(-3)}, state, own)
+            own = optax.apply_updates(own, changes)
+        found.append(np.asarray(own["w"]))
+    np.testing.assert_allclose(*found, atol=0.1 * 40 * RATE / 2)
+    assert np.linalg.norm(found[0] - found[1]) < 0.06 * np.linalg.norm(found[1] - 0.5)
+
+
+def test_a_gradient_of_zeros_leaves_the_bound_of_the_second_moment():
+    """Its scale is one, as of a gradient whose largest magnitude is 448."""
+    grads = {"w": jnp.full((16, 40), 1e-4).at[0].set(1e-6)}
+    tx = TX()
+    params = {"w": jnp.full((16, 40), 0.5)}
+    codes = {"w": fp8jax.quantize(grads["w"], "e4m3")}
+    _, larger = tx.step(codes, tx.init(params), params, factor=jnp.float32(256))
+    params, state = tx.step(codes, tx.init(params), params)
+    before = values(state.nu["w"])
+    np.testing.assert_allclose(values(larger.nu["w"])[1:], before[1:] * 256**2, rtol=2.0**-10)
+    for zero in (fp8jax.quantize(jnp.zeros((16, 40)), "e4m3"), jnp.zeros((16, 40))):
+        _, after = jax.jit(tx.step)({"w": zero}, state, params)
+        np.testing.assert_allclose(values(after.nu["w"]), B2 * before, rtol=2.0**-10)
+    one = fp8jax.quantize(grads["w"].at[5, 5].set(448), "e4m3")
+    assert float(one.scale.max()) == 1
+    _, after = jax.jit(tx.step)({"w": one}, state, params)
+    np.testing.assert_allclose(values(after.nu["w"])[5, 5], (1 - B2) * 448**2, rtol=2.0**-10)
 
 
 def test_master_weights_keep_small_changes_on_average_when_they_are_rounded_stochastically():
@@ -113,8 +186,9 @@ def test_master_weights_keep_small_changes_on_average_when_they_are_rounded_stoc
     for rounding in ("nearest", "stochastic"):
         tx = fp8jax.fp8lm_adamw(1e-5, B1, B2, weight_decay=0.0, master_rounding=rounding)
         state, step = tx.init(params), jax.jit(tx.step)
+        own = params
         for _ in range(40):
-            state = step({"w": jnp.ones((64, 64))}, state, params)[1]
+            own, state = step({"w": jnp.ones((64, 64))}, state, own)
         moved[rounding] = float(jnp.mean(1 - fp8jax.working_copy(state, jnp.float32)["w"]))
     assert moved["nearest"] == 0
     assert moved["stochastic"] == pytest.approx(40e-5, rel=0.15)  # e4m3 keeps the first moment of ones at 15/16
