@@ -29,7 +29,8 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
         fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
 
     Histories and thresholds advance by what the step has seen (`advance_scaling`), and weights of automatic scaling get
-    the bounds of an optimizer that follows them (`set_weight_bounds`); others are measured in each call.
+    the bounds of an optimizer that follows them (`set_weight_bounds`); others are measured in each call, or once by
+    `fp8jax.nnx.measure_weights`, where nobody trains them.
     `fp8jax.nnx.Optimizer` does it in its `update`.
 
     Args:
@@ -39,7 +40,7 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
         axis_name: as of `advance_scaling`.
 
     Raises:
-        ValueError: gradients lack statistics that the recipe observes.
+        ValueError: gradients lack statistics that the recipe observes, or the optimizer's state is of another model.
     """
     if any(map(observed_operands, _recipes(model))):
         advance_scaling(model, grads, axis_name=axis_name)

@@ -273,9 +273,19 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
 
 
 def give_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds."""
+    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds.
+
+    Raises:
+        ValueError: the model has no layer with automatic weight scaling, or the optimizer follows none of its weights.
+    """
     training.settles(training.BOUNDS)
-    for path, layer in _tracked(model):
+    tracked = _tracked(model)
+    if bounds and not any(path in bounds for path, _ in tracked):
+        # One of embeddings or a head alone follows these.
+        own = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+        if not own & set(bounds):
+            _set_bound(tracked[0][1], tracked[0][0], None)
+    for path, layer in tracked:
         if path in bounds:
             _set_bound(layer, path, bounds[path])
 

@@ -42,14 +42,26 @@ class Bound(NamedTuple):
 
 
 def known_bounds(tracked: Mapping[Any, Bound]) -> dict[Any, Array]:
-    """The bounds of weights, those measured that nobody has given: in one conditional, so that others are not read."""
+    """The bounds of weights, those measured that nobody has given: in a conditional each, for others are not read.
+
+    All are within one more, so that a program in which all are given meets no other.
+    """
     given = {key: lax.stop_gradient(each.bound) for key, each in tracked.items()}
     if not given:
         return {}
     weights = {key: lax.stop_gradient(each.weight) for key, each in tracked.items()}
 
+    def one(key: Any, bound: Array, weight: Array) -> Array:
+        def measured(bound: Array, weight: Array) -> Array:
+            return tracked[key]._replace(weight=weight, bound=bound).measured()
+
+        if len(tracked) == 1:
+            return measured(bound, weight)
+        found: Array = lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measured, bound, weight)
+        return found
+
     def measure(bounds: dict[Any, Array], weights: dict[Any, Array]) -> dict[Any, Array]:
-        return {k: each._replace(weight=weights[k], bound=bounds[k]).measured() for k, each in tracked.items()}
+        return {key: one(key, bounds[key], weights[key]) for key in tracked}
 
     all_given = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in given.values()])
     result: dict[Any, Array] = lax.cond(all_given, lambda bounds, _: bounds, measure, given, weights)
