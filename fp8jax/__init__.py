@@ -27,7 +27,6 @@ from fp8jax.ops.linear import linear as linear
 from fp8jax.ops.norm import layer_norm as layer_norm
 from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
-from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.ragged import ragged_dot as ragged_dot
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from fp8jax.ops.saveable import saveable as saveable
@@ -38,6 +37,7 @@ from fp8jax.ops.scaled import weight_scale as weight_scale
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear
+from fp8jax.ops.weight import quantize_weight as quantize_weight
 from fp8jax.optim.adam_limit import adam_limit as adam_limit
 from fp8jax.optim.clipped import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipped import clipped as clipped

@@ -32,7 +32,7 @@ def _keep(
     """The codes that an activation keeps of a tile, those of its result there, and the largest magnitude of that."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    program = tl.program_id(0)
+    program = device.from_last()
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
     at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]

@@ -41,7 +41,7 @@ def _maxima(
     """The largest magnitudes of a strip of DOWN tiles, one below the other, of each of its rows and of its columns."""
     MASKED: tl.constexpr = M % (HIGH * DOWN) > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    program = tl.program_id(0)
+    program = device.from_last()
     down, right = program // ACROSS, program % ACROSS
     n = right * WIDE + tl.arange(0, WIDE)
     at = tl.arange(0, HIGH)[:, None] * N + tl.arange(0, WIDE)[None, :]

@@ -31,7 +31,7 @@ def _forward(
     EPS: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
-    program = tl.program_id(0)
+    program = device.from_last()
     m, n = program * HIGH + tl.arange(0, HIGH), tl.arange(0, WIDE)
     first = program.to(tl.int64) * (HIGH * N)
     at, here = (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(m, n, M, N)
@@ -82,7 +82,7 @@ def _backward(
     # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
     # of each eight is read in pairs where it is narrower than the four bytes that a copy ahead of time takes.
     PAIRS: tl.constexpr = scales_ptr.dtype.element_ty == tl.bfloat16 and N % (2 * GROUP) == 0
-    program = tl.program_id(0)
+    program = device.from_last()
     n, row = tl.multiple_of(tl.arange(0, WIDE), 8), tl.arange(0, AT_ONCE)
     at, g = (row * N)[:, None] + n[None, :], tl.arange(0, WIDE // 8) * 8 // GROUP
     dweight = tl.zeros((1, WIDE), tl.float32)

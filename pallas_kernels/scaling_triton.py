@@ -91,6 +91,16 @@ ARRAY = NONE._replace(kind="array")
 
 
 @triton.jit
+def from_last() -> tl.tensor:
+    """The number of this program, of which the last one starts first.
+
+    What was written, or read, just before ends with what lies last, and the L2 cache still holds that. Kernels that
+    read first what another one has made start there; those that read the same once more then start with the first.
+    """
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
 def load_plain(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
     return tl.load(pointer + inside, mask=mask, other=0) if MASKED else tl.load(pointer + inside)
 

@@ -15,9 +15,10 @@ from fp8jax.modules.functional import kernel_axes
 from fp8jax.modules.nnx import settings_of
 from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables, with_known_bounds
 from fp8jax.modules.untrained import UntrainedVariable
-from fp8jax.ops.product import QuantizedWeight, quantize_weight
+from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import weight_scale
 from fp8jax.ops.sharding import merge
+from fp8jax.ops.weight import quantize_weight
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -38,7 +39,8 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
     Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
     codes, which are rounded to nearest. Its results are the model's own, bit for bit, while the parameters stay the
     same; it costs two bytes a parameter, of codes and of their transposed copy, for as long as it lives. With one batch
-    it saves a pass, too: both copies are made in one, and the backward pass reads no fp32 weights.
+    it saves a pass on several devices and in loops: both copies are made in one, as on one GPU outside of loops they
+    are anyway, and the backward pass reads no fp32 weights.
 
         held = fp8jax.nnx.quantize_weights(model)
         for batch in microbatches:  # or nnx.scan

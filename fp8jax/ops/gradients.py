@@ -22,10 +22,13 @@ class Gradients:
     `unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a loop.
     There XLA copies each turn's row of a stacked weight, and a product makes both copies of codes in one pass: it would
     hold the row, with four bytes an element, for the backward pass.
+
+    `once` says that it is a program that a transformed function runs, and no loop's body in it: what a product keeps of
+    a weight is kept as it is, where a loop would copy it into an array for all of its turns.
     """
 
-    def __init__(self, unrolled: bool = False) -> None:
-        self.unrolled = unrolled
+    def __init__(self, unrolled: bool = False, once: bool = False) -> None:
+        self.unrolled, self.once = unrolled, once
         self._noted: dict[int, tuple[Any, Any, Any]] = {}
 
     def note(self, x: Array | None, origin: Any) -> None:
@@ -76,9 +79,9 @@ def current() -> Gradients:
 
 
 @contextlib.contextmanager
-def run(unrolled: bool = False) -> Iterator[None]:
+def run(unrolled: bool = False, once: bool = False) -> Iterator[None]:
     """Within it operations are those of one run, with which what is known of their gradients goes."""
-    token = _of_run.set(Gradients(unrolled))
+    token = _of_run.set(Gradients(unrolled, once))
     try:
         yield
     finally:

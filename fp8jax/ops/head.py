@@ -19,9 +19,10 @@ from fp8jax.core.recipe import Linear
 from fp8jax.ops.linear import linear
 from fp8jax.ops.logits import LogitCotangents, Logits, cotangent_codes
 from fp8jax.ops.matmul import matmul
-from fp8jax.ops.product import QuantizedWeight, quantize_weight
+from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.weight import quantize_weight
 
 # The gradients of what the head reads and of its weight, of logits' cotangents in fp32 and what is known of these.
 Pull = Callable[[Array, LogitCotangents | None], tuple[Array, Array]]

@@ -21,7 +21,7 @@ one a token, where the gradient's scales may be chosen to go with it, else None.
 
 A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
 for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
-because an FP8 array may not enter a differentiated function. `of_input` and `fp8jax.ops.product.of_weight` choose the
+because an FP8 array may not enter a differentiated function. `of_input` and `fp8jax.ops.weight.of_weight` choose the
 source: what a product saves is decided there and nowhere else.
 """
 

@@ -86,7 +86,7 @@ class Running:
         origins: what operations have said of their results, for those that read them.
         states: what each use of a parameter is given, by path and number.
         level: how many counted loops and meshes stand around.
-        unrolled: as of `fp8jax.ops.gradients.Gradients`.
+        unrolled, once: as of `fp8jax.ops.gradients.Gradients`.
         seen: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
             pass; None where it is the gradient of slots.
     """
@@ -101,8 +101,9 @@ class Running:
         forward: bool = False,
         inner: bool = False,
         unrolled: bool = False,
+        once: bool = True,
     ) -> None:
-        self._inner, self.unrolled = inner, unrolled
+        self._inner, self.unrolled, self.once = inner, unrolled, once
         self._plan, self.states, self._level, self._place = plan, states, level, 0
         self.seen: dict[tuple[Any, str], Any] | None = {} if forward else None
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
@@ -145,7 +146,7 @@ class Running:
 
     def outputs(self) -> list[Any]:
         """Runs the graph."""
-        with gradients.run(self.unrolled):
+        with gradients.run(self.unrolled, self.once):
             return self._outputs()
 
     def _outputs(self) -> list[Any]:
@@ -187,7 +188,7 @@ class Running:
             origins = {plan.graph.inputs[i]: rebuild(arrays[place][i]) for i, (_, rebuild) in moved[place].items()}
             pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
             both = {key: Given(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
-            how: Any = {"forward": self.seen is not None, "inner": loops, "unrolled": unrolled}
+            how: Any = {"forward": self.seen is not None, "inner": loops, "unrolled": unrolled, "once": once}
             inner = Running(plan, inputs, both, self._level + counted, origins, **how)
             outputs, seen = inner.outputs(), inner.seen or {}
             # Of a use in another branch nothing is seen: zeros, as slots are.
@@ -195,6 +196,7 @@ class Running:
 
         loops = node.kind in ("scan", "while")
         unrolled = on_cuda() and on_one_device() and primitives.unrolled(node.eqn, self.unrolled)
+        once = self.once and (unrolled or not loops)
         told = [(key, o) for key in rows for o in ("x", "w") if self.seen is not None and self._observes(key, o)]
         operands = [self.held(value) for value in node.operands]
         runs = [functools.partial(run, place) for place in range(len(bodies))]

@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import fp8jax
-from fp8jax.ops import product
-from fp8jax.ops.product import quantize_weight
+from fp8jax.ops import weight
+from fp8jax.ops.weight import quantize_weight
 from fp8jax.rewrite import operations
 from fp8jax.rewrite import run as graph_run
 from tests.distance import relative
@@ -466,12 +466,57 @@ def test_turns_written_out_on_a_gpu_make_both_copies_of_a_weight_at_once(fn, gpu
     monkeypatch.setattr(graph_run, "on_one_device", lambda: True)
     made = []
     monkeypatch.setattr(
-        product, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
+        weight, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
     )
     after, got = run()
     np.testing.assert_array_equal(got, want)
     assert bool(made) == written_out
     assert (str(after).count("optimization_barrier") > str(before).count("optimization_barrier")) == written_out
+
+
+def as_they_lie(p, x):
+    return jnp.tanh(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+
+
+def as_outputs_by_inputs(p, x):
+    return jnp.tanh(x @ p["down"].astype(x.dtype).T) @ p["up"].astype(x.dtype).T
+
+
+def in_a_loop(p, x):
+    return lax.scan(lambda x, _: (as_they_lie(p, x), None), x, None, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "recipe", "kept", "made"),
+    [
+        (as_they_lie, "te_current", 2, 2), (as_outputs_by_inputs, "te_current", 2, 2),
+        (jax.checkpoint(as_they_lie), "te_current", 0, 2), (in_a_loop, "te_current", 0, 0),
+        (as_they_lie, "te_delayed", 0, 0),
+    ],
+)  # fmt: skip
+def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, recipe, kept, made, monkeypatch):
+    """The same bits: one copy of each is kept, whichever way it lies, and only where a gradient is wanted."""
+    fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
+    given = functools.partial(fast, states=fast.init(P, X))
+    sizes = {P["up"].shape, P["down"].shape}
+
+    def run():
+        codes = [shape for dtype, shape in residuals(given, P, X) if dtype == "uint8" and shape in sizes]
+        return len(codes), jax.jit(jax.grad(lambda *args: loss(given)(*args), (0, 1)))(P, X)
+
+    before, want = run()
+    monkeypatch.setattr(weight, "on_cuda", lambda: True)
+    monkeypatch.setattr(weight, "on_one_device", lambda: True)
+    after, got = run()
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert after - before == kept
+    passes = []
+    count = lambda *args, **how: passes.append(how) or quantize_weight(*args, **how)  # noqa: E731
+    monkeypatch.setattr(weight, "quantize_weight", count)
+    jax.eval_shape(lambda *args: given(*args), P, X)
+    assert not passes
+    jax.eval_shape(jax.grad(lambda *args: loss(given)(*args)), P, X)
+    assert len(passes) == made
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])

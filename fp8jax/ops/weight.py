@@ -1,0 +1,96 @@
+"""Codes of a weight: where they come from for the products of a layer, and both copies in one pass."""
+
+import functools
+from typing import Any
+
+from jax import Array, lax
+
+from fp8jax.core.recipe import SAME, Linear, Recipe
+from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.ops.choice import on_cuda
+from fp8jax.ops.frozen import FrozenCodes, FrozenWeight, check_kinds
+from fp8jax.ops.operand import HeldWeight, Plain, QuantizedWeight, Source, given, make_codes
+from fp8jax.ops.partition import on_one_device
+from fp8jax.ops.quantize import quantize
+from fp8jax.ops.saveable import BESIDE, named
+from fp8jax.ops.saved import to_bytes
+from fp8jax.recipes import linear_part
+
+
+def of_weight(
+    w: Array | FrozenWeight, recipe: Linear, *, scale: Array | None = None, quantized: QuantizedWeight | None = None
+) -> Source | FrozenCodes:
+    """The source of a weight (inputs, outputs), and with it what the product saves of it.
+
+    Raises:
+        ValueError: `quantized` is of a weight of another shape or recipe, or of one that is frozen; or the recipe's
+            codes are integers and a frozen weight's are not, or the reverse.
+    """
+    if isinstance(w, FrozenWeight):
+        if quantized is not None:
+            raise ValueError("a frozen weight is quantized already: leave out quantized=")
+        check_kinds(recipe, w.codes.spec)
+        return FrozenCodes(w.codes, w.turned)
+    if quantized is None:
+        return Plain(scale)
+    shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
+    if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
+        wanted = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
+        raise ValueError(f"a weight {wanted} was given quantized as {shape}, {specs[0]} and {specs[1]}")
+    return HeldWeight(quantized)
+
+
+def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
+    """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
+
+    Under gradient accumulation the microbatches of a step then share its scales and codes, of the weight and of its
+    transposed copy, one byte a parameter each:
+
+        quantized = fp8jax.quantize_weight(w, recipe=recipe)
+        y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
+
+    Args:
+        w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
+        scale: fp32 scalar, for granularity "tensor" and the forward product's format; None takes it from `w`.
+
+    Returns:
+        Codes with their scales, rounded to nearest; use it only while `w` stays the same.
+
+    Raises:
+        ValueError: the recipe has a product that reads the weight itself.
+    """
+    part = linear_part(recipe)
+    forward, dgrad = part.spec("w"), part.spec("w_dgrad")
+    if forward is None or dgrad is None:
+        raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
+    if forward == dgrad and forward.granularity in TRANSPOSABLE:
+        rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
+        assert rows is not None
+        assert transposed is not None
+        return QuantizedWeight(to_bytes(transposed), to_bytes(rows))
+    make = functools.partial(make_codes, w, strategy=part.own_strategy("w"))
+    return QuantizedWeight(make(forward, transposed=True, scale=scale), make(dgrad, scale=given(scale, forward, dgrad)))
+
+
+def in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
+    """What `quantize_weight` makes of a matrix (inputs, outputs), if one pass over it makes both copies; else None."""
+    spec = recipe.spec("w")
+    if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
+        return None
+    return quantize_weight(w, recipe=recipe) if spec.granularity in TRANSPOSABLE else None
+
+
+def read_once(of_w: Any, w: Array, recipe: Linear) -> Any:
+    """The source of a weight of which on one GPU both copies of codes are made at once, where its scale is its own.
+
+    The second one is kept until the backward pass, a byte a parameter, which then reads no weight of four.
+    """
+    if not isinstance(of_w, Plain) or of_w.scale is not None or not on_cuda() or not on_one_device() or not w.size:
+        return of_w
+    pair = in_one_pass(w.T if of_w.turned else w, recipe)
+    if pair is None:
+        return of_w
+    if of_w.turned:
+        pair = QuantizedWeight(pair.dgrad, pair.forward)
+    return HeldWeight(pair._replace(dgrad=named(pair.dgrad, BESIDE)))
