@@ -325,7 +325,7 @@ def _best(kinds: tuple[int, ...], channels: int, rows: bool, again: bool) -> Qua
         return QuantizeLaunch(32, 256, 4)
     if not rows:
         return QuantizeLaunch(32, 128, 4)
-    return QuantizeLaunch(64, 128, 16 if again else 8)
+    return QuantizeLaunch(64, 128, 16 if again and len(kinds) > 1 else 8)
 
 
 def ahead(
