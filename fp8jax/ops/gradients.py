@@ -69,6 +69,19 @@ def _program() -> Any:
     return outermost
 
 
+def in_loop() -> bool:
+    """Whether what is traced now is a loop's body, as far as JAX tells; where it does not tell, it may be one."""
+    trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    seen: list[Any] = []
+    while hasattr(trace, "parent_trace") and all(trace is not other for other in seen):
+        seen.append(trace)
+        trace = trace.parent_trace
+    frames = [trace.frame for trace in seen if hasattr(trace, "frame")]
+    kinds = [getattr(getattr(frame, "debug_info", None), "traced_for", "") for frame in frames]
+    return any(not kind.startswith(_NO_LOOPS) for kind in kinds)
+
+
+_NO_LOOPS = ("jit", "pjit", "checkpoint", "shard_map", "custom_vjp", "custom_jvp", "linearize", "vjp", "grad")
 _of_thread = _OfThread()
 _of_run: contextvars.ContextVar[Gradients | None] = contextvars.ContextVar("gradients", default=None)
 

@@ -101,9 +101,10 @@ class Running:
         forward: bool = False,
         inner: bool = False,
         unrolled: bool = False,
-        once: bool = True,
+        once: bool | None = None,
     ) -> None:
-        self._inner, self.unrolled, self.once = inner, unrolled, once
+        self._inner, self.unrolled = inner, unrolled
+        self.once = not gradients.in_loop() if once is None else once
         self._plan, self.states, self._level, self._place = plan, states, level, 0
         self.seen: dict[tuple[Any, str], Any] | None = {} if forward else None
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
