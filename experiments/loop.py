@@ -122,7 +122,7 @@ class Loop:
         clock = time.perf_counter()
         while True:
             last = done == self.optim.steps
-            save_due = done != saved and (last or done % self.settings.checkpoint_every == 0)
+            save_due = last or done % self.settings.checkpoint_every == 0
             # After a resume too: the process may have been killed between the checkpoint and its validation.
             eval_due = (last or (done > 0 and done % self.settings.eval_every == 0)) and not self.log.has_valid(done)
             if save_due or eval_due or self._signum is not None:

@@ -17,8 +17,6 @@ from jax import Array
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
-from fp8jax.ops.lora import AdaptedWeight
-
 # So many gradients outside of a program may be the microbatches of one step.
 _MICROBATCHES = 16
 # Who advances states: a call with what layers have observed, or with what the optimizer knows.
@@ -90,7 +88,6 @@ def observed(
         weight: the weight that the bound is of: nothing is said of one that is not differentiated, which stays as it
             is. None for observations.
     """
-    weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
     if call in _steps.settled or not (weight is None or isinstance(weight, jax.core.Tracer)):
         return value
     # As with JAX's record of a trace: where it has other names, nothing is said.

@@ -177,6 +177,12 @@ def test_operands_are_those_of_the_paper(name):
             assert spec.level1 == "token", f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row"
 
 
+def test_gradients_of_heads_that_reach_weights_have_the_wider_range_and_sums_all_bits():
+    head = fp8jax.recipes.HEAD
+    assert [operand for operand in OPERANDS if head.spec(operand).format == "e5m2"] == ["dy_wgrad"]
+    assert head.fast_accumulation == ()
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_settings_are_those_of_the_paper(name):
     found = settings(fp8jax.recipes.get(name))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fp8jax
-from experiments import config, train
+from experiments import config, folders, train
 from experiments.config import BusyError, Config, DiskError, UserError
 from experiments.models import sizes
 from experiments.tables import report as tables_report
@@ -287,6 +287,14 @@ def test_checkpoints_that_are_all_damaged_are_refused_and_stay(argv, finished, o
         r"checkpoints/8 is damaged: .*, and no older one is whole\. Start afresh with --resume never", error
     )
     assert sorted(p.name for p in checkpoints.iterdir()) == ["4", "8"]
+
+
+def test_progress_is_a_whole_checkpoint_or_a_result(tmp_path):
+    for run, file, has in (("a", "bf16/checkpoints/4/x", True), ("b", "bf16/checkpoints/4.orbax-tmp/x", False),
+                           ("c", "bf16/result.json", True), ("d", "config.json", False)):  # fmt: skip
+        (tmp_path / run / file).parent.mkdir(parents=True)
+        (tmp_path / run / file).touch()
+        assert folders.has_progress(tmp_path / run) == has
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])

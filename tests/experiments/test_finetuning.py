@@ -226,6 +226,8 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     save.save(folder, plain.config, plain.params, like=checkpoint, eight=save.eight_bits("channel"))
     settings = train.parse(["--init", str(folder), "--lora-rank", "4", "--base", "e4m3:token"])
     params = start.params(settings, None)
+    decoded = start.params(train.parse(["--init", str(folder), "--lora-rank", "4", "--base", "bf16"]), None)
+    assert not any(isinstance(x, fp8jax.FrozenWeight) for x in decoded["layers"]["mlp"]["up"].values())
     recipe = adapters.of_base(fp8jax.recipes.te_current(), settings.lora)
     task = Task.build(plain.config, train.make_optimizer(settings, recipe), recipe, remat=False, seed=0,
                       lora=settings.lora)  # fmt: skip

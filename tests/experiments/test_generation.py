@@ -182,6 +182,7 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
     greedy = sampling.extend(model, np.asarray([ids]), len(ids) + 12)[0]
     assert (code, out) == (0, spelled.decode(greedy) + "\n")
     assert "12 tokens in" in err
+    assert run(capsys, *flags, "--tokens", "12", "--ignore-end", "--temperature", "9", "--top-k", "1")[1] == out
     end = greedy[len(ids) + 4]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [39, end]}))
     before = greedy[: greedy.index(end, len(ids))]
@@ -196,6 +197,7 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
     ("flags", "change", "message"),
     [
         (["--tokens", "0"], None, "--tokens and --samples must be at least 1, got 0"),
+        (["--samples", "0"], None, "--tokens and --samples must be at least 1, got 128 and 0"),
         (["--top-p", "2"], None, "top_p must be above 0"),
         ([], lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         ([], lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
@@ -212,6 +214,14 @@ def test_wrong_input_is_one_line_and_a_code(folder, capsys, flags, change, messa
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_what_a_model_cannot_continue_is_one_line(folder, capsys, monkeypatch):
+    def refuses(*_, **__):
+        raise ValueError("no room")
+
+    monkeypatch.setattr(sampling, "extend", refuses)
+    assert run(capsys, "--model", str(folder), "--prompt", "a") == (2, "", "error: no room\n")
 
 
 def test_a_tokenizer_of_another_model_is_refused(folder, capsys):

@@ -61,7 +61,7 @@ class Fake:
         return {"taken": self.taken}
 
     # The device.
-    def step(self, state, tokens):
+    def step(self, state, tokens, *noted):
         number = int(state.step) + 1
         if number == self.signal_at:
             self.stop.signum = signal.SIGINT
@@ -69,7 +69,7 @@ class Fake:
             "loss": Value(10.0 + number, self.clock),
             "grad_norm": Value(20.0 + number),
             "healthy": Value(number != self.bad_at),
-        }
+        } | dict(zip(["signal"], map(Value, noted), strict=False))
         return SimpleNamespace(step=number, params=number, model_state=None), metrics
 
     def loss(self, params, model_state, tokens):
@@ -169,6 +169,19 @@ def test_a_signal_saves_the_step_that_is_done(monkeypatch):
         fake.run(monkeypatch)
     assert (caught.value.signum, caught.value.step) == (signal.SIGINT, 4)
     assert (fake.of("step"), fake.of("save"), fake.of("valid")) == ([1, 2, 3, 4], [4], [])
+
+
+def test_of_several_processes_all_stop_by_a_step_that_has_told_them_and_validate_to_the_end(monkeypatch):
+    """The signal that comes in step 4 is an input of step 5, which is looked at when step 6 is under way."""
+    fake = Fake(checkpoint_every=100, eval_every=4, signal_at=4)
+    monkeypatch.setattr(loop.hosts, "several", lambda: True)
+    monkeypatch.setattr(loop.hosts, "signals", lambda mesh, signum: signum or 0)
+    monkeypatch.setattr(loop.mesh, "place", lambda tokens, rows: tokens)
+    fake.loop.rows = SimpleNamespace(mesh=None)
+    with pytest.raises(loop.Stopped) as caught:
+        fake.run(monkeypatch)
+    assert (caught.value.signum, caught.value.step) == (signal.SIGINT, 6)
+    assert (fake.of("step"), fake.of("save"), fake.of("valid")) == ([*range(1, 7)], [6], [4])
 
 
 def test_the_first_signal_is_noted_and_the_second_one_ends_the_program():

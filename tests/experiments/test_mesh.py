@@ -205,10 +205,10 @@ def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_
     mesh.check_partition("", {"data": 1}, 4)
     with pytest.raises(ValueError, match=r"^tensors: devices along data share"):
         mesh.check_partition("tensors", {"data": 1}, 4)
-    rows = mesh.batches(mesh.make(2, 1))
-    found = [mesh.place(np.arange(n), rows) for n in (4, 3)]
-    assert [x.sharding.spec for x in found] == [ROWS, P()]
-    np.testing.assert_array_equal(found[1], np.arange(3))
+    rows = mesh.batches(mesh.make(2, 1, tensor=2))
+    found = [mesh.place(np.arange(n), rows) for n in (4, 2, 3)]
+    assert [x.sharding.spec for x in found] == [ROWS, ROWS, P()]
+    np.testing.assert_array_equal(found[2], np.arange(3))
 
 
 SAME, UP, DOWN = None, P(None, "fsdp", "tensor"), P(None, ("tensor", "fsdp"))

@@ -1,5 +1,7 @@
 """Plans of whole models, against what was measured, and the simulation of sums of gradients."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -123,8 +125,52 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
         "activations": kept, "logits": logits, "gathered weights": 2 * layer,
         "gaps": pytest.approx(0.3 * (kept + logits)),
     }  # fmt: skip
+    assert "gaps" not in plan.of(llama, fp8jax.recipes.bf16(), {}, tokens).memory
     gaps = plan.of(llama, fp8jax.recipes.coat(), {}, tokens).memory["gaps"]
     assert gaps == pytest.approx(0.1 * (1000.0 * tokens * llama.layers + logits))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What the planner of one device is told of a model, in which a layer keeps 1,000 bytes of a token."""
+    real, told = plan.plan, []
+    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, shared=1: 1000.0)
+    monkeypatch.setattr(plan, "plan", lambda *args, **how: told.append(how) or real(*args, **how))
+    return told
+
+
+def test_a_head_in_8_bits_is_taken_in_chunks_with_a_gradient_in_fp32(counted):
+    """Here in one."""
+    llama, te = sizes.get("5m", 512), fp8jax.recipes.te_current()
+    for recipe in (te, dataclasses.replace(te, head=fp8jax.recipes.HEAD)):
+        plan.of(llama, recipe, {}, 256)
+    assert counted[1]["logits"] - counted[0]["logits"] == 4 * 512 * llama.dim
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recompute", "gathered"),
+    [
+        ("te_current", False, 1),
+        ("te_current", True, 1),
+        ("bf16", False, 1),
+        # Inputs of products that are read again are gathered again.
+        ("bf16", True, 2),
+        ("switchback", True, 2),  # which keeps no codes of them
+        ("jetfire", True, 2),  # whose noise is made of them
+    ],
+)
+def test_devices_that_share_sequences_send_activations_twice_a_layer_and_microbatch(
+    recipe, recompute, gathered, counted, monkeypatch
+):
+    asked, llama = [], sizes.get("5m", 512)
+    monkeypatch.setattr(fp8jax.dist, "crossings", lambda *args, **how: asked.append((args[:3], how)) or [])
+    plan.of(llama, fp8jax.recipes.get(recipe), {"tensor": 2}, 256, microbatches=3, recompute=recompute)
+    assert asked == [((512, llama.dim, 2), {"times": 2 * llama.layers * 3, "gathered": gathered})]
+    layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
+    assert counted[0]["activations"] == 1000.0 * 512 * llama.layers
+    assert counted[0]["unsharded"] == layer + 2 * llama.dim, "of a layer in 16 bits, half"
+    with pytest.raises(ValueError, match="heads"):
+        plan.of(llama, fp8jax.recipes.get(recipe), {"tensor": 7}, 256)
 
 
 def test_sums_of_codes_are_simulated_as_nccl_was_seen_to_make_them():

@@ -1,12 +1,13 @@
 """What training starts from, piece by piece: prompts of samples, ids of texts, what cannot be."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import packing, start
+from experiments import chat, data, packing, start
 from experiments.config import UserError
 from experiments.data import Corpus, Tokens
 from experiments.packing import Packed
@@ -89,3 +90,60 @@ def test_records_of_plain_text_are_packed_whole_and_conversations_need_a_templat
     talk = TextRecord("f:9", None, ({"role": "user", "content": "a"},))
     with pytest.raises(UserError, match="f:9: conversations need the template of a checkpoint: give --init"):
         start.encode(config, Corpus((), (), 1, (), (talk,)), Bytes())
+
+
+class Letters:
+    """In place of a checkpoint's tokenizer: an id a letter, and none before a text."""
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return SimpleNamespace(ids=[ord(letter) for letter in text])
+
+
+def test_texts_and_conversations_are_packed_together(monkeypatch):
+    """Whole conversations alone are kept whole."""
+    config = parse("--run r --seq-len 8 --valid-fraction 0.5".split())  # noqa: SIM905
+    given = []
+    monkeypatch.setattr(packing, "pack", lambda found, *_, whole: given.append((found, whole)))
+    monkeypatch.setattr(chat, "Template", lambda folder: folder)
+    monkeypatch.setattr(start, "conversation", lambda record, template, model: (record.where, template))
+    text, talk = TextRecord("f:1", "ab"), TextRecord("f:2", None, ({"role": "user", "content": "a"},))
+    spelled = CheckpointTokenizer(Path("made"), 300, Letters(), 1, 2)
+    for texts in (("ab",), ()):
+        start.encode(config, Corpus(texts, (), 1, (), (*[text] * len(texts), talk)), spelled)
+    (both, parted), (talks, whole) = given
+    assert (both[0].ids.tolist(), both[1:], parted) == ([1, 97, 98, 2], [("f:2", Path("made"))], False)
+    assert (talks, whole) == ([("f:2", Path("made"))], True)
+
+
+def test_answers_are_tokens_that_lie_within_an_answer():
+    offsets = [(0, 2), (1, 3), (2, 2), (2, 4), (3, 5), (5, 6), (6, 8)]
+    encode = lambda text, add_special_tokens: SimpleNamespace(ids=[*range(7)], offsets=offsets)  # noqa: E731
+    template = SimpleNamespace(spans=lambda messages, where: ("abcdefgh", [(2, 4), (5, 8)]))
+    found = start.conversation(TextRecord("f:1", None, ()), template, SimpleNamespace(encode=encode))
+    assert found.answers.tolist() == [0, 0, 0, 1, 0, 1, 1]
+
+
+def test_without_data_a_checkpoint_is_tuned_on_all_of_the_standard_library(monkeypatch):
+    monkeypatch.setattr(data, "read_corpus", lambda patterns, _: Corpus(("a", "b"), ("c",), 7, ()))
+    found = start.read(parse("--run r --init x".split()))  # noqa: SIM905
+    assert ([record.text for record in found.records], found.train, found.files) == ([*"abc"], (*"abc",), 7)
+
+
+def test_a_checkpoint_says_what_begins_and_ends_texts_and_how_many_there_are(tmp_path):
+    from tests.experiments import hub_cases
+
+    tokenizers = pytest.importorskip("tokenizers")
+    cases = {}
+    for name in ("llama3", "gpt2"):
+        made = hub_cases.golden(name)
+        (tmp_path / name).mkdir()
+        cases[name] = hub_cases.write(tmp_path / name, made["config"], made["shapes"])
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 3, "</s>": 5, "a": 6, "<u>": 7}, "<u>"))
+    model.save(str(cases["llama3"] / "tokenizer.json"))
+    (cases["llama3"] / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    (cases["llama3"] / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    found = start.tokenizer(parse(["--init", str(cases["llama3"])]))
+    assert (found.begins, found.ends) == (3, 5)
+    with pytest.raises(UserError, match="documents are packed, and this model has learned positions"):
+        start.shape(parse(["--init", str(cases["gpt2"])]))

@@ -157,3 +157,5 @@ def test_nothing_is_told_of_a_gradient_that_is_no_training():
     assert told(lambda: fp8jax.explain(MODELS["layer"](), fp8jax.Rule(".*", "te_delayed"), X)) == []
     model.eval()
     assert told(lambda: nnx.jit(nnx.grad(loss))(model, X)) == []
+    model.train()
+    assert len(told(lambda: nnx.jit(nnx.grad(loss))(model, X))) == 1

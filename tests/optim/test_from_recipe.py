@@ -39,7 +39,7 @@ def test_every_setting_arrives():
         nu_rounding="stochastic", **settings,
     )  # fmt: skip
     plain, theirs = fp8jax.optimizer("bf16", 1e-2, mask=mask, **settings), optax.adamw(1e-2, mask=mask, **settings)
-    for a, b in ((ours, same), (plain, theirs)):
+    for a, b in ((ours, same), (plain, theirs), (fp8jax.optimizer("bf16", 1e-2), optax.adamw(1e-2))):
         state, reference = a.init(PARAMS), b.init(PARAMS)
         for _ in range(2):
             u, state = jax.jit(a.update)(PARAMS, state, PARAMS)
@@ -50,6 +50,17 @@ def test_every_setting_arrives():
 def test_stacked_layers_have_scales_of_their_own_where_a_recipe_has_one_a_tensor():
     state = fp8jax.optimizer("fp8_lm", 1e-2, stacked=1, min_size=0).init({"w": jnp.ones((3, 8, 16))})
     assert state.mu["w"].scale.shape == (3, 1, 1)
+
+
+def test_formats_of_masters_and_moments_arrive():
+    lm, weights = fp8jax.recipes.fp8_lm(), fp8jax.recipes.Weights("bf16")
+    wide = dataclasses.replace(lm, optimizer=dataclasses.replace(lm.optimizer, mu="e5m2"))
+    assert fp8jax.optimizer(wide, 1e-2, min_size=0).init(PARAMS).mu["w"].spec.format == "e5m2"
+    without = dataclasses.replace(fp8jax.recipes.coat(), weights=weights)
+    states = [fp8jax.optimizer(recipe, 1e-2).init(PARAMS) for recipe in (without, "coat")]
+    chex.assert_trees_all_equal_structs(*states)
+    with pytest.raises(ValueError, match="impl"):
+        fp8jax.optimizer("coat", 1e-2, impl="none")
 
 
 def test_weights_of_a_recipe_with_automatic_scaling_are_followed():

@@ -322,6 +322,8 @@ def test_an_optimizer_without_matrices_gives_no_bounds():
     biases = nnx.All(nnx.Param, nnx.filterlib.PathContains("bias"))
     model, _ = scaled_run("moss", fp8jax.nnx.Optimizer, fp8jax.optimizer("moss", 1e-2), alone, 1, biases)
     assert jnp.any(model.layers[0].bias[...] != 0)
+    # Nor does one of a model whose scales are others.
+    fp8jax.nnx.Optimizer(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), fp8jax.optimizer("moss", 1e-2), wrt=nnx.Param)
 
 
 def test_a_model_of_thresholds_and_delayed_scaling_may_have_ended_its_step():
