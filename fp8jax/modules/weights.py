@@ -60,7 +60,7 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
 
     Raises:
         ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own. Or gradients
-            have another dtype than these.
+            have another dtype than these, or a recipe joins products (`Linear.joins`), which read no held codes.
     """
     if gradients is not None and str(jnp.dtype(gradients)) not in _GRADIENTS:
         raise ValueError(f"gradients must be one of {', '.join(_GRADIENTS)}, or None, not {gradients!r}")
@@ -102,6 +102,12 @@ def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], Quantiz
         weight = _mapped(lambda w: quantizer(w, linear, None), stacked)(matrix)
     if weight is None:
         return False
+    if linear.joins:
+        raise ValueError(
+            f"{settings.prefix or 'the model'} has a recipe with linear.joins, whose products quantize their weights as "  # type: ignore[union-attr]
+            "one, in each call: they read no held codes. Quantize the model by one with joins=False, or give a "
+            "quantizer that returns None there"
+        )
     if not isinstance(holder, Holder):
         layer.dot_general = holder = nnx.data(Holder(linear, "kernel", layer.dot_general, lax.dot_general))
     layer.dot_general.held = nnx.data(WeightVariables(weight))
