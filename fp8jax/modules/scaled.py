@@ -183,6 +183,12 @@ class LayerScaling(Holder):
             seen = getattr(self, f"seen_{operand}")
             seen[...] = self.linear.states[operand].merged(seen[...], value)
 
+    def note_in(self, other: "LayerScaling") -> None:
+        """From now on what calls observe is noted in another one's variables."""
+        for operand in ("x", "w"):
+            if observes(self.linear, operand):
+                setattr(self, f"seen_{operand}", getattr(other, f"seen_{operand}"))
+
     def state(self) -> ScalingState:
         return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
 

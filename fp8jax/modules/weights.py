@@ -46,6 +46,8 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
         for batch in microbatches:  # or nnx.scan
             grads = nnx.grad(loss_fn)(held, batch)  # of nnx.Param, whose tree is the model's
 
+    What calls of the copy observe, for scalings with a state, the model has seen: end the step with the model itself.
+
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
 
     Args:
@@ -65,6 +67,10 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
     if gradients is not None and str(jnp.dtype(gradients)) not in _GRADIENTS:
         raise ValueError(f"gradients must be one of {', '.join(_GRADIENTS)}, or None, not {gradients!r}")
     copy = nnx.clone(model)
+    seen_in = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)}
+    for path, own in nnx.iter_modules(copy):
+        if isinstance(own, LayerScaling):
+            own.note_in(seen_in[path])
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
     if any(isinstance(m, LayerScaling) and m.linear.tracked for _, m in nnx.iter_modules(copy)):
@@ -104,8 +110,8 @@ def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], Quantiz
         return False
     if linear.joins:
         raise ValueError(
-            f"{settings.prefix or 'the model'} has a recipe with linear.joins, whose products quantize their weights as "  # type: ignore[union-attr]
-            "one, in each call: they read no held codes. Quantize the model by one with joins=False, or give a "
+            f"{settings.prefix or 'the model'} has a recipe with linear.joins, whose products quantize their weights "  # type: ignore[union-attr]
+            "as one, in each call: they read no held codes. Quantize the model by one with joins=False, or give a "
             "quantizer that returns None there"
         )
     if not isinstance(holder, Holder):

@@ -139,7 +139,11 @@ def test_scales_of_the_weight_follow_its_history_also_where_it_is_quantized_for_
     want = largest(64 * layer.kernel) / 448
     for weight in held.dot_general.held.weight():
         np.testing.assert_allclose(float(weight.scale.reshape(())), want, rtol=1e-6)
-    np.testing.assert_array_equal(held(X), layer.layer(X))
+    seen = layer.layer.dot_general.seen_x
+    assert seen[...] == 0
+    result = nnx.jit(lambda held, x: held(x))(held, X)
+    np.testing.assert_allclose(seen[...], largest(X), rtol=1e-6)  # the model advances by what copies have seen
+    np.testing.assert_array_equal(result, layer.layer(X))
 
 
 def test_a_margin_widens_every_scale_that_a_history_gives():

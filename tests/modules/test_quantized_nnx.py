@@ -399,7 +399,7 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
     recipe = fp8jax.recipes.get("te_current")
     recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, joins=True))
     joined = fp8jax.nnx.quantize(nnx.Sequential(plain), recipe)
-    with pytest.raises(ValueError, match="linear.joins, whose products quantize their weights as one"):
+    with pytest.raises(ValueError, match=r"linear\.joins, whose products quantize their weights as one"):
         fp8jax.nnx.quantize_weights(joined)
     assert fp8jax.nnx.quantize_weights(joined, lambda *_: None) is not joined
 
