@@ -51,6 +51,7 @@ LINES = [
     *_user("Llama of 1.1 B", "models", "Llama 1.1B"),
     *_user("GPT-2 of 350 M", "models_gpt350m", "GPT-2 350M"),
     *_user("ViT-L/16, 256 images", "models_vitl", "ViT-L/16"),
+    _user("ViT-L/16 with attention by cuDNN", "models_vitl_cudnn", "ViT-L/16")[0],
     # The fastest bf16; memory is compared with the leanest.
     *(Headline("A training step of our 1.1 B Llama, 16,384 tokens", "step", "step", "ms", 0, (base, *WRITTEN[1:]),
            lookup.ONE, BASES[base]) for base in ("bf16", lookup.AGAIN)),

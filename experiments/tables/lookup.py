@@ -167,6 +167,7 @@ def error(impl: str, case: str) -> Callable[[Result], str | None]:
 
 # Results files of `experiments.bench.models`, the case in each, and what it is.
 USERS = {"models": ("Llama 1.1B", "Llama of 1.1 B parameters"), "models_vitl": ("ViT-L/16", "ViT-L/16"),
+         "models_vitl_cudnn": ("ViT-L/16, attention by cuDNN", "ViT-L/16 whose `attention_fn` is cuDNN's"),
          "models_gpt350m": ("GPT-2 350M", "GPT-2 of 350 M parameters"),
          "models_gpt124m": ("GPT-2 124M", "GPT-2 of 124 M parameters")}  # fmt: skip
 SUSTAINED = "speed, sustained"

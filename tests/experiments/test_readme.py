@@ -142,8 +142,20 @@ def test_one_over_another_is_not_upside_down():
     sizes = [row(f"{size} MiB, fp32", "8 bits", "time", 1.0, ratio, "bf16") for size, ratio in ((1, 0.5), (64, 1.5))]
     for pick, want in ((min, 0.5), (max, 1.5)):
         assert quotes._extreme("8 bits", ("1", "64"), pick).look({"rows": sizes}) == want
-    noise = ("both two-level, x shifted (moss)", 30.0), ("all per tensor, gradients e5m2 (te_current)", 20.0)
-    assert quotes._less({"rows": [row("a", impl, "dw, late", decibels) for impl, decibels in noise]}) == 10
+    took = (
+        ("bf16", "all", 200.0),
+        ("coat_fast", "all", 150.0),
+        ("coat_fast", "our passes", 50.0),
+        ("least", "all", 20.0),
+    )
+    kernels = {"rows": [row("a", impl, metric, ms) for impl, metric, ms in took]}
+    whole, part, least = (quotes.one(impl, metric, "value") for impl, metric, _ in took[1:])
+    assert quotes.less(whole, part)(kernels) == 100
+    assert quotes.less(whole, quotes.one("nobody", "all", "value"))(kernels) is None
+    assert quotes._bound(None).look(kernels) == 2
+    assert quotes._bound(least).look(kernels) == pytest.approx(200 / 120)
+    waited = [row("a", "coat_fast", f"step{how}", ms) for how, ms in (("", 70.0), (", synchronised", 79.0))]
+    assert quotes._waits("coat_fast").look({"rows": waited}) == 9
 
 
 def test_verdicts_in_words_are_those_of_the_intervals():
