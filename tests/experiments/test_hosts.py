@@ -296,12 +296,23 @@ def raised(error, cause=None):
         return found
 
 
+def raised_during(error, other):
+    try:
+        raise other
+    except Exception:
+        try:
+            raise error
+        except Exception as found:
+            return found
+
+
 @pytest.mark.parametrize(
     ("error", "gone"),
     [
         (jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Buffer Definition Event"), True),
         (ValueError(GLOO), True),  # as XLA on CPUs ends a collective of Orbax
         (raised(RuntimeError("cannot save"), ValueError(GLOO)), True),
+        (raised_during(RuntimeError("cannot save"), ValueError(GLOO)), True),
         (ValueError("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"), True),
         (ValueError("DEADLINE_EXCEEDED: Barrier timed out. Id: orbax"), True),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes"), False),

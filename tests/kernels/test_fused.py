@@ -106,7 +106,14 @@ def odd(*which: str) -> None:
         least = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1e30, 1e30), rows)
         itself = remake_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
-        cotangents = (Operation(), (remake_triton.GATE, remake_triton.UP), operands, (scale, scale), jnp.float8_e5m2)
+        scales_of_rows = by_row[: len(rows)], 4 * by_row[: len(rows)]
+        cotangents = (
+            Operation(),
+            (remake_triton.GATE, remake_triton.UP),
+            operands,
+            (scale, 2 * scale),
+            jnp.float8_e5m2,
+        )
         found = [
             (
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=twice),
@@ -139,7 +146,7 @@ def odd(*which: str) -> None:
                             exact,
                             *cotangents[1:2],
                             itself,
-                            (by_row[: len(rows)],) * 2,
+                            scales_of_rows,
                             jnp.float8_e4m3fn,
                             rows=True,
                             columns=True,
@@ -149,9 +156,7 @@ def odd(*which: str) -> None:
                 [
                     unsigned(a)
                     for a in jax.tree.leaves(
-                        on.quantize(
-                            *cotangents[:3], (by_row[: len(rows)],) * 2, jnp.float8_e4m3fn, rows=True, columns=True
-                        )
+                        on.quantize(*cotangents[:3], scales_of_rows, jnp.float8_e4m3fn, rows=True, columns=True)
                     )
                 ],
             )
