@@ -227,7 +227,7 @@ def test_without_a_limit_a_text_is_scored_whole_and_the_last_line_is_of_all(trai
 
 def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_are_named(trained, tmp_path):
     text, none, records = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
-    text.write_text("one two three. " * 40)
+    text.write_text(" ".join(map(str, range(200))))
     none.write_bytes(b"\xff\xfe\x00\xff")
     of = lambda *data: evaluate.read_texts(Evaluation(Path(), "bf16", data=tuple(map(str, data))), trained)  # noqa: E731
     assert of(tmp_path) == {str(text): (text.read_text(),)}
@@ -241,15 +241,13 @@ def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_ar
             evaluate.read_texts(Evaluation(Path(), "bf16"), other)
 
 
-def test_a_leak_is_looked_for_in_the_first_tokens_of_all_texts(finished, tmp_path, monkeypatch):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(10 * name)
+def test_a_leak_is_looked_for_in_the_first_tokens_of_all_texts(finished, monkeypatch):
     seen = []
-    monkeypatch.setattr(evaluate, "_print_texts", lambda *_: None)
+    monkeypatch.setattr(evaluate, "read_texts", lambda *_: {"one": (10 * "a", "c"), "two": (10 * "b",)})
     monkeypatch.setattr(evaluate, "_print_leak", lambda *args: seen.append(args[-1].tolist()))
-    how = {"quantize": "te_current", "leak": True, "leak_tokens": 14}
-    evaluate.evaluate(Evaluation(finished, "bf16", data=(str(tmp_path),), **how), report.make_console())
-    assert seen == [[0, *10 * b"a", 0, *3 * b"b"]]
+    settings = Evaluation(finished, "bf16", quantize="te_current", leak=True, leak_tokens=14)
+    evaluate.evaluate(settings, report.make_console())
+    assert seen == [[0, *10 * b"a", 0, *b"c", 0, *b"b"]]
 
 
 def test_shares_and_their_errors(trained, capsys, monkeypatch):
