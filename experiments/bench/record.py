@@ -4,6 +4,7 @@ A file is RESULTS/CARD/NAME.json, of one command on one card at one commit. `FP8
 code runs without its history, as on a machine that gets a copy of the files.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -22,21 +23,50 @@ ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
 # What figures depend on, besides the benchmark itself.
 MEASURED = ("pallas_kernels", "fp8jax")
-# Recipes that have changed: the commits of files that measured what they were before, and what that was.
-FORMER = {"coat_fast": (("a5c7820", "1fa4ef1", "183e7e5"), "summed all three products with fast accumulation")}
-# Figures that a benchmark counted wrong: its name, commit, implementation and metric, and what is said instead.
-WRONG = (
-    ("peers", "03031b26dc", "FlashOptim FlashAdamW", "bytes a parameter",
-     "FlashOptim's state lies where it was not counted; its bytes are left out until they are measured again."),
-)  # fmt: skip
-# Figures that stand, but of arithmetic that has been mended since: benchmark, commit, case, and what is said of them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Remark:
+    """What is said of figures that certain commits measured; they stand as they are, but for `former` and `left_out`.
+
+    Attributes:
+        note: a sentence under the table.
+        commits: beginnings of their hashes.
+        bench: of one benchmark alone; "" of all.
+        fields: what a row has in some of its fields.
+        former: a recipe that was another one then; its rows get the name "former ...".
+        left_out: the figure was counted wrong.
+    """
+
+    note: str
+    commits: tuple[str, ...]
+    bench: str = ""
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    former: str = ""
+    left_out: bool = False
+
+    def holds(self, bench: str, row: Mapping[str, Any]) -> bool:
+        """Whether it is of a row of a benchmark's file."""
+        return (
+            self.bench in ("", bench)
+            and row["commit"].startswith(self.commits)
+            and all(row[name] == value for name, value in self.fields.items())
+            and self.former in row["case"] + row["impl"]
+        )
+
+
 _DRIFT = ("Stochastic rounding of this run's fp16 masters took values up once in 16,384 draws that fp16 holds; it was "
           "mended after it.")  # fmt: skip
-MENDED = (
-    ("fp8_lm_masters", "3d8217e745", "master fp16, scaled", f"master fp16, scaled: {_DRIFT}"),
-    ("fp8_lm_precision_125m", "14dcf52c3f", "master fp16, scaled", f"Rows of master fp16: {_DRIFT}"),
-    ("training_parity", "unknown", "fp8_lm_two_phase", f"fp8_lm_two_phase: {_DRIFT}"),
-)
+_SCALED = {"case": "master fp16, scaled"}
+REMARKS = (
+    Remark("The former coat_fast summed all three products with fast accumulation.",
+           ("a5c7820", "1fa4ef1", "183e7e5"), former="coat_fast"),
+    Remark("FlashOptim's state lies where it was not counted; its bytes are left out until they are measured again.",
+           ("03031b26dc",), "peers", {"impl": "FlashOptim FlashAdamW", "metric": "bytes a parameter"}, left_out=True),
+    Remark(f"master fp16, scaled: {_DRIFT}", ("3d8217e745",), "fp8_lm_masters", _SCALED),
+    Remark(f"Rows of master fp16: {_DRIFT}", ("14dcf52c3f",), "fp8_lm_precision_125m", _SCALED),
+    Remark(f"fp8_lm_two_phase: {_DRIFT}", (UNKNOWN,), "training_parity", {"case": "fp8_lm_two_phase"}),
+)  # fmt: skip
 _REQUIRED = {"bench", "versions", "command", "date", "rows"}
 _FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "optax", "flax", "ml-dtypes", "numpy")
@@ -154,19 +184,24 @@ def check(result: Mapping[str, Any]) -> None:
         raise ValueError(f"{', '.join(sorted(missing))} missing")
 
 
-def renamed(result: dict[str, Any]) -> dict[str, Any]:
-    """A result whose rows have the names that say what ran: those of a recipe that has changed since are "former"."""
-    notes = dict[str, None]()
-    for row in result["rows"]:
-        for name, (commits, was) in FORMER.items():
-            if row["commit"].startswith(commits) and name in row["case"] + row["impl"]:
-                row |= {field: row[field].replace(name, f"former {name}") for field in ("case", "impl")}
-                notes[f"The former {name} {was}."] = None
-    return result | {"notes": [*result.get("notes", []), *notes]}
+def remarked(result: dict[str, Any]) -> dict[str, Any]:
+    """A result with what is said of its figures since (`REMARKS`): names, notes, and none that was counted wrong."""
+    rows, notes = list(result["rows"]), list(result.get("notes", []))
+    for remark in REMARKS:
+        of = [remark.holds(result["bench"], row) for row in rows]
+        if not any(of):
+            continue
+        notes.append(remark.note)
+        if remark.left_out:
+            rows = [row for row, told in zip(rows, of, strict=True) if not told]
+        if name := remark.former:
+            new = lambda row, name=name: {key: row[key].replace(name, f"former {name}") for key in ("case", "impl")}  # noqa: E731
+            rows = [row | new(row) if told else row for row, told in zip(rows, of, strict=True)]
+    return result | {"rows": rows, "notes": notes}
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The content of a results file, rows under the names that say what ran (`renamed`), none counted wrong.
+    """The content of a results file, with what is said of its figures since (`remarked`).
 
     Raises:
         ValueError: the file is no JSON or not of the schema; the message names it.
@@ -176,21 +211,7 @@ def load(path: Path) -> dict[str, Any]:
         check(content)
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return corrected(renamed(content))
-
-
-def corrected(result: dict[str, Any]) -> dict[str, Any]:
-    """A result without the figures that were counted wrong, and a note for each that is left out or has been mended."""
-    rows, notes = list(result["rows"]), list(result.get("notes", []))
-    for bench, commit, impl, metric, why in WRONG:
-        of = {"commit": commit, "impl": impl, "metric": metric}
-        sound = [row for row in rows if result["bench"] != bench or any(row[key] != of[key] for key in of)]
-        notes += [why] if len(sound) < len(rows) else []
-        rows = sound
-    for bench, commit, case, why in MENDED:
-        told = result["bench"] == bench and any((row["commit"], row["case"]) == (commit, case) for row in rows)
-        notes += [why] if told else []
-    return result | {"rows": rows, "notes": notes}
+    return remarked(content)
 
 
 def sources(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -310,8 +310,9 @@ def test_claims_are_looked_up_in_the_rows_they_name():
 
 
 def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
-    bench, commit, impl, metric, why = record.WRONG[0]
-    row = ROW | {"commit": commit, "impl": impl, "metric": metric}
+    (wrong,) = (remark for remark in record.REMARKS if remark.left_out)
+    bench, why = wrong.bench, wrong.note
+    row = ROW | {"commit": wrong.commits[0]} | wrong.fields
     sound = [row | change for change in ({"commit": "a"}, {"impl": "ours"}, {"metric": "error"})]
     path = tmp_path / "x.json"
     for name, rows, told in ((bench, [row, *sound], [why]), (bench, sound, []), ("other", [row], [])):
@@ -323,8 +324,9 @@ def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
 
 def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
     path = tmp_path / "x.json"
-    for bench, commit, case, why in record.MENDED:
-        row = ROW | {"commit": commit, "case": case}
+    mended = [remark for remark in record.REMARKS if not remark.left_out and not remark.former]
+    assert len(mended) == 3
+    for bench, why, row in ((x.bench, x.note, ROW | {"commit": x.commits[0]} | x.fields) for x in mended):
         others = [row | {"commit": "a"}, row | {"case": "one"}]
         for name, rows, told in ((bench, [*others, row], [why]), (bench, others, []), ("other", [row], [])):
             path.write_text(json.dumps(RESULT | {"bench": name, "rows": rows, "notes": []}))
@@ -337,10 +339,10 @@ def test_figures_of_arithmetic_that_was_mended_stand_with_a_note(tmp_path):
 def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     row = {"case": "1b, coat_fast", "impl": "coat_fast, 8-bit head", "metric": "step"}
     rows = [row | {"commit": commit} for commit in ("a5c7820aed", "1fa4ef1", "3d8217e745", "0a5c7820")]
-    result = record.renamed({"rows": rows, "notes": ["one"]})
+    result = record.remarked({"bench": "any", "rows": rows, "notes": ["one"]})
     found = result["rows"]
     assert result["notes"] == ["one", "The former coat_fast summed all three products with fast accumulation."]
-    assert record.renamed({"rows": rows[2:]})["notes"] == []
+    assert record.remarked({"bench": "any", "rows": rows[2:]})["notes"] == []
     former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
     assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
     h200 = report.read(ROOT / "results")["step"]["h200"]["rows"]
