@@ -343,6 +343,8 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     found = result["rows"]
     assert result["notes"] == ["one", "The former coat_fast summed all three products with fast accumulation."]
     assert record.remarked({"bench": "any", "rows": rows[2:]})["notes"] == []
+    others = [rows[0] | {"case": "1b, coat", "impl": "coat"}]
+    assert record.remarked({"bench": "any", "rows": others}) == {"bench": "any", "rows": others, "notes": []}
     former = ("1b, former coat_fast", "former coat_fast, 8-bit head")
     assert [(r["case"], r["impl"]) for r in found] == [former] * 2 + [(row["case"], row["impl"])] * 2
     h200 = report.read(ROOT / "results")["step"]["h200"]["rows"]
