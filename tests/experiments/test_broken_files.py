@@ -25,6 +25,7 @@ from experiments import checkpoint, evaluate, folders, lock, report, train, trai
 from experiments.config import BusyError, DiskError, UserError
 from experiments.result import Result, read_result
 from experiments.task import Task
+from tests.rows import slow
 
 ROOT = Path(__file__).parents[2]
 BF16 = ("--recipe", "bf16")
@@ -46,7 +47,9 @@ def content(folder):
 DEEP = "[" * 200_000
 
 
-@pytest.mark.parametrize("torn", ['{"result": {"recipe": "bf1', '{"config": {}, "result": {"recipe": "bf16"}}', "NaN"])
+@pytest.mark.parametrize(
+    "torn", ['{"result": {"recipe": "bf1', slow('{"config": {}, "result": {"recipe": "bf16"}}'), slow("NaN")]
+)
 def test_torn_result_is_told_and_made_again(argv, finished, copy, capsys, torn):
     path = copy / "bf16" / "result.json"
     path.write_text(re.sub('("valid_loss": ).*,', r"\1NaN,", path.read_text()) if torn == "NaN" else torn)

@@ -44,8 +44,13 @@ def run(task, steps=3):
 
 @pytest.mark.parametrize(
     ("recipe", "how"),
-    [slow("bf16", {}), ("coat_optimizer", {"remat": True}), ("bf16", {"master": "bf16+int16", "chunked": True})],
-    ids=["bf16", "8-bit moments", "masters by parts"],
+    [
+        ("coat_optimizer", {"remat": True, "master": "bf16+int16", "chunked": True}),
+        slow("bf16", {}),
+        slow("coat_optimizer", {"remat": True}),
+        slow("bf16", {"master": "bf16+int16", "chunked": True}),
+    ],
+    ids=["all at once", "bf16", "8-bit moments", "masters by parts"],
 )
 def test_released_layers_train_as_the_plain_step(recipe, how):
     """The same losses and norms; the state of both has one structure, and nearly the same values."""

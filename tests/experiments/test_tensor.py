@@ -136,7 +136,7 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
     ("where", "llama", "base"),
     [
         ("fsdp", GPT, "e4m3:token"),
-        ("data", OLMO, "bf16"),
+        slow("data", OLMO, "bf16"),
         pytest.param("tensor", LLAMA, "int8:block16", marks=pytest.mark.slow),
         pytest.param("fsdp", LLAMA, "e4m3:mx32", marks=pytest.mark.slow),
         pytest.param("four", dataclasses.replace(LLAMA, kv_heads=4), "e4m3:group16", marks=pytest.mark.slow),
