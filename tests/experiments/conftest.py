@@ -12,7 +12,7 @@ from experiments.bench import timing
 
 TINY = (  # noqa: SIM905 (a command line reads best as one)
     "--layers 2 --dim 32 --heads 4 --kv-heads 2 --mlp-dim 64 --seq-len 16 --batch 4 --steps 8 --warmup 2 --lr 2e-3 "
-    "--log-every 2 --checkpoint-every 4 --eval-every 4 --eval-batches 2 --sample-tokens 12 --mesh data=1"
+    "--log-every 2 --checkpoint-every 4 --eval-every 4 --eval-batches 2 --sample-tokens 0 --mesh data=1"
 ).split()
 
 

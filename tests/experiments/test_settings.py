@@ -25,7 +25,8 @@ STEPS, WARMUP, LR, FINAL, B1, B2, EPS, DECAY, CLIP = 5, 2, 3e-2, 0.3, 0.7, 0.8, 
 FLAGS = (
     f"--steps {STEPS} --warmup {WARMUP} --lr {LR} --final-lr {FINAL} --b1 {B1} --b2 {B2} --eps {EPS} "
     f"--weight-decay {DECAY} --clip {CLIP} --seed 5 --valid-fraction 0.25 --eval-batches 3 --eval-every 2 "
-    "--checkpoint-every 3 --keep 1 --microbatches 2 --remat blocks --unroll 2 --recipe exact --run settings"
+    "--checkpoint-every 3 --keep 1 --microbatches 2 --remat blocks --unroll 2 "
+    "--sample-tokens 12 --recipe exact --run settings"
 ).split()
 EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
 

@@ -113,7 +113,6 @@ def test_run_leaves_its_files(finished):
         assert [row["step"] for row in rows if "valid_loss" in row] == [4, 8]
         result = json.loads((folder / "result.json").read_text())["result"]
         assert result["valid_loss"] == rows[-1]["valid_loss"]
-        assert result["text"]
 
 
 def test_recipes_start_from_the_same_parameters_and_see_the_same_batches(finished):
@@ -132,7 +131,7 @@ def test_fp8_moments_are_smaller_and_the_loss_is_close(finished):
 def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys):
     shutil.copytree(finished, out / "shown")
     shutil.rmtree(out / "shown" / "coat_optimizer")
-    assert train.main([*argv, "--run", "shown"]) == 0
+    assert train.main([*argv, "--run", "shown", "--sample-tokens", "12"]) == 0
     shown = capsys.readouterr().out
     for text in (
         "; 64 tokens a step",
