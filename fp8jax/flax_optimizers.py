@@ -130,6 +130,9 @@ class FusedOptimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
         """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
 
+        Inside `jax.shard_map` what a recipe with a state has observed is each device's own: there call
+        `fp8jax.nnx.end_step(..., axis_name=)` after `tx.step` in place of this.
+
         Args:
             model: the module that the optimizer was made of.
             grads: gradients of the variables in `wrt`, with or without those of `GradientStatistic`.
@@ -188,6 +191,9 @@ class FusedTrainState(train_state.TrainState):
         self, *, grads: Any, step_arguments: dict[str, Any] | None = None, statistics: Any = None, **others: Any
     ) -> Any:
         """A state with new parameters and moments, and one step more.
+
+        Inside `jax.shard_map` what a recipe with a state has observed is each device's own: there call
+        `fp8jax.linen.end_step(..., axis_name=)` after `tx.step` in place of this.
 
         Args:
             grads: gradients, a tree as `params`.

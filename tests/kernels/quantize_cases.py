@@ -441,17 +441,6 @@ def wrong_sums(case: Case, impl: str) -> list[int]:
     return [*wrong, int(seen[0]) + int(seen[-1]), int(np.sum(~seen[1:-1]))]
 
 
-def kinds() -> list[Case]:
-    """Of the cases the first one of each pair of granularities."""
-    found: dict[tuple[str | None, ...], Case] = {}
-    for case in CASES:
-        kind = (
-            spec if spec in (None, "same") else QuantSpec.parse(spec).granularity for spec in (case.rows, case.columns)
-        )
-        found.setdefault(tuple(kind), case)
-    return list(found.values())
-
-
 def _differ(got: np.ndarray, want: np.ndarray) -> int:
     return int(np.sum((got != want) & ~(np.isnan(got) & np.isnan(want))))
 

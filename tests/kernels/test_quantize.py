@@ -22,10 +22,9 @@ triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reas
 
 
 @triton
-@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_out_of_bounds(which):
+def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_out_of_bounds():
     env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.kernels.triton_interpreter", which]
+    command = [sys.executable, "-m", "tests.kernels.triton_interpreter"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {}

@@ -2,13 +2,12 @@
 
 A process of its own, since Triton decides when a kernel is defined: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
 tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference
-or, under given scales, from NumPy; with `all` behind it sums of columns are of every case.
+or, under given scales, from NumPy.
 What the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly), and by
 `tests.kernels.ptx` (inline assembly, and multiplication with addition, which it rounds twice).
 """
 
 import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,9 +245,9 @@ def main() -> None:
         error = int8_cases.error(matmul_int8_triton.matmul_int8_block, shape, rate)
         if not error < 3e-7:
             wrong[f"int8 product {shape} {rate}"] = [error]
-    for case in cases.CASES if sys.argv[1:] == ["all"] else cases.kinds():
-        if any(differ := cases.wrong_sums(case, "triton")):
-            wrong[f"sums of {case}"] = differ
+    for case in cases.CASES:
+        if "stochastic" not in f"{case}" and any(cases.wrong_sums(case, "triton")):
+            wrong[f"sums of {case}"] = cases.wrong_sums(case, "triton")
     given = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN]
     given += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]
     for name, differ in given:
