@@ -10,7 +10,8 @@ What fp8jax's own operations save carries names, too, so that a policy can choos
 
 The result of a linear layer's product has the name `fp8jax_product`, which is not among `CHECKPOINT_NAMES`: a policy
 that keeps what products give, by the name of JAX's primitive, does not see a kernel's. A number or two a token, without
-which the operation before would have to run again, have the name `fp8jax_beside_product`.
+which the operation before would have to run again, have the name `fp8jax_beside_product`; and so have the codes of a
+weight for the backward pass, a byte a parameter, where one GPU makes both copies at once, outside of loops.
 
     policy = jax.checkpoint_policies.save_only_these_names(*fp8jax.CHECKPOINT_NAMES)
 """

@@ -110,7 +110,10 @@ def stacked_bound(bound: Array | None, path: str, stacked: tuple[int, ...]) -> A
         ValueError: there is none, or the parameter is stacked otherwise.
     """
     if bound is None:
-        raise ValueError(f"the optimizer follows no parameter {path}: its state is another model's")
+        raise ValueError(
+            f"the optimizer follows no parameter {path}: its state is another model's, or that of a part of this one; "
+            "give the state of the optimizer that trains it, or end the step of that part"
+        )
     if bound.shape[: len(stacked)] != stacked:
         raise ValueError(
             f"automatic scaling takes kernels stacked along their first axes, {stacked}: the bounds of {path} are "
