@@ -100,7 +100,7 @@ def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypat
         if taken:
             raise KeyboardInterrupt
         taken.append(how[1])
-        return {name: timing.Seconds([arm.took]) for name, arm in how[0].items()}
+        return {name: timing.Seconds([PlantedArm(name).took]) for name in how[0]}
 
     monkeypatch.setattr(timing, "in_turns", cut)
     with pytest.raises(KeyboardInterrupt):

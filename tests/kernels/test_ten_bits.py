@@ -21,7 +21,7 @@ ROWS = 16384
 REGISTERS = {
     "rms norm of 2048": 96, "layer norm of 4096": 96, "rms norm of 8192": 80, "rms norm of 2048, backward": 128,
     "layer norm of 2048, backward": 168, "rms norm of 8192, backward": 128, "kept of silu": 64, "kept of gelu": 48,
-    "cotangents of silu": 40, "cotangents of gelu": 40, "silu again, peaks": 128, "cotangents' codes": 64,
+    "cotangents of silu": 40, "cotangents of gelu": 40, "silu again, peaks": 128, "cotangents' codes": 80,
 }  # fmt: skip
 
 
