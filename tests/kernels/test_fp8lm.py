@@ -18,12 +18,12 @@ from tests.programs import triton_calls
 
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 # Whether gradients are codes, dtype of the parameter, settings of the master weight, columns; registers at most. Of
-# rows that do not begin on whole words Triton 3.9 makes 210 of them, without spills.
+# rows that do not begin on whole words Triton 3.9 makes 253 of them, without spills.
 CONFIGURATIONS = {
     "codes": (True, "bfloat16", {}, 4096, 128),
     "fp32 gradients": (False, "float32", {}, 4096, 128),
     "stochastic": (True, "bfloat16", {"master_rounding": "stochastic"}, 4096, 128),
-    "unaligned": (True, "bfloat16", {}, 4095, 216),
+    "unaligned": (True, "bfloat16", {}, 4095, 255),
     "24 bits": (True, "bfloat16", {"master": "bf16+int8"}, 4096, 96),
     "32 bits": (False, "bfloat16", {"master": "bf16+int16"}, 4096, 96),
     "bf16, stochastic": (True, "bfloat16", {"master": "bf16+stochastic"}, 4096, 96),
