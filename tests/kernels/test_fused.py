@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
-    "silu again, peaks": 80, "silu again, cotangents": 80, "cotangents, sums": 80,
+    "silu again, peaks": 80, "silu again, cotangents": 80, "cotangents, sums": 112,
     "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
     "kept of silu, rows": 80, "rms norm, rows": 96, "silu again, peaks of rows": 128, "cotangents of rows": 80,
     "rms norm, rows alone": 96, "silu, rows alone": 80, "exact, peaks of rows": 128, "exact, cotangents of rows": 80,
