@@ -27,20 +27,6 @@ _END = tl.constexpr(21)
 
 
 @triton.jit
-def _load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    return tl.load(pointer + offsets, mask=mask, other=0.0) if MASKED else tl.load(pointer + offsets)
-
-
-@triton.jit
-def _store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
-    value = value.to(pointer.dtype.element_ty)
-    if MASKED:
-        tl.store(pointer + offsets, value, mask=mask)
-    else:
-        tl.store(pointer + offsets, value)
-
-
-@triton.jit
 def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
     """The codes' entries in a table of 256 fp32 numbers, in the codes' own layout, which `tl.load` would change."""
     return tl.inline_asm_elementwise(
@@ -98,12 +84,12 @@ def _store_moment(
         stored, scale, exponent = encode.encode(
             x, ranged, peak, previous, noise, inside, decay, drawn, one, code, HOW, QUICK, PAIRED
         )
-        _store(scale_ptr, group, scale, there, MASKED)
+        codec.store(scale_ptr, group, scale, there, MASKED)
         if HOW.expanded:
-            _store(exponent_ptr, group, exponent, there, MASKED)
+            codec.store(exponent_ptr, group, exponent, there, MASKED)
     elif HOW.dropped > 0:
         stored = codec.round_stochastically(x, noise, inside, PAIRED)
-    _store(pointer, offsets, stored, mask, MASKED)
+    codec.store(pointer, offsets, stored, mask, MASKED)
 
 
 @triton.jit
@@ -147,23 +133,23 @@ def careful(
     tl.static_assert(VECTOR > _GROUPS, "a thread takes neighbours of a group")
     offsets = tl.max_contiguous(offsets, (_GROUPS, 1, VECTOR))
 
-    g = _load(grad_ptr + base, offsets, mask, MASKED)
-    w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
-    rest = _load(rest_ptr + base, offsets, mask, MASKED) if REST > 0 else 0
+    g = codec.load(grad_ptr + base, offsets, mask, MASKED)
+    w = codec.load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
+    rest = codec.load(rest_ptr + base, offsets, mask, MASKED) if REST > 0 else 0
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
     least, negative_eps = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
     word1 = tl.load(seed_ptr) if STOCHASTIC else 0
     word2 = tl.load(seed_ptr + 1) if STOCHASTIC else 0
-    nu = _load(nu_ptr + base, offsets, mask, MASKED)
-    mu = _load(mu_ptr + base, offsets, mask, MASKED)
+    nu = codec.load(nu_ptr + base, offsets, mask, MASKED)
+    mu = codec.load(mu_ptr + base, offsets, mask, MASKED)
     # The assembler puts loads off to where their values are used, but not past a barrier; scales are used first.
     tl.debug_barrier()
-    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU.scaled else 1.0
-    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU.expanded else 1.0
-    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU.scaled else 1.0
-    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU.expanded else 1.0
+    nu_scale = codec.load(nu_scale_ptr, group, there, MASKED) if NU.scaled else 1.0
+    nu_exponent = codec.load(nu_exponent_ptr, group, there, MASKED) if NU.expanded else 1.0
+    mu_scale = codec.load(mu_scale_ptr, group, there, MASKED) if MU.scaled else 1.0
+    mu_exponent = codec.load(mu_exponent_ptr, group, there, MASKED) if MU.expanded else 1.0
 
     # The second moment comes first, here and below: the assembler then needs fewest registers.
     g = codec.fp32(g)
@@ -198,8 +184,8 @@ def careful(
         result = codec.round_stochastically(result, noise, offsets, ALIGNED)
     if REST > 0:
         result, rest = masters.split(result, REST)
-        _store(rest_ptr + base, offsets, rest, mask, MASKED)
-    _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
+        codec.store(rest_ptr + base, offsets, rest, mask, MASKED)
+    codec.store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
     noise = offsets
     if NU.dropped > 0:

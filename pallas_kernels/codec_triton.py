@@ -99,6 +99,22 @@ NOISY_BF16 = PLAIN._replace(dropped=16)
 
 
 @triton.jit
+def load(pointer: tl.tensor, at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+    """Values as they lie, zeros outside."""
+    return tl.load(pointer + at, mask=mask, other=0.0) if MASKED else tl.load(pointer + at)
+
+
+@triton.jit
+def store(pointer: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
+    """Stores values in the dtype of where they go."""
+    value = value.to(pointer.dtype.element_ty)
+    if MASKED:
+        tl.store(pointer + at, value, mask=mask)
+    else:
+        tl.store(pointer + at, value)
+
+
+@triton.jit
 def log2_abs(x: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "{.reg .f32 a; abs.f32 a, $1; lg2.approx.ftz.f32 $0, a;}", "=f,f", [x], tl.float32, is_pure=True, pack=1

@@ -132,11 +132,11 @@ def _fp8lm(
     at = tl.max_contiguous(tl.arange(0, TILE), VECTOR)
     mask = at < length - begin
 
-    g = lm.load(grad_ptr + base, at, mask, MASKED)
-    w = 0.0 if OWN and REST == 0 else lm.load(master_ptr + base, at, mask, MASKED)
-    m = lm.load(mu_ptr + base, at, mask, MASKED)
-    v = lm.load(nu_ptr + base, at, mask, MASKED)
-    p = lm.load(weight_ptr + base, at, mask, MASKED)
+    g = codec.load(grad_ptr + base, at, mask, MASKED)
+    w = 0.0 if OWN and REST == 0 else codec.load(master_ptr + base, at, mask, MASKED)
+    m = codec.load(mu_ptr + base, at, mask, MASKED)
+    v = codec.load(nu_ptr + base, at, mask, MASKED)
+    p = codec.load(weight_ptr + base, at, mask, MASKED)
     tl.debug_barrier()  # the assembler puts no load off past it
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
@@ -179,13 +179,13 @@ def _fp8lm(
     if OWN:
         if REST > 0:
             w, left = masters.split(w, REST)
-            lm.store(master_ptr + base, at, left.to(master_ptr.dtype.element_ty), mask, MASKED)
+            codec.store(master_ptr + base, at, left.to(master_ptr.dtype.element_ty), mask, MASKED)
         elif STOCHASTIC:
             w = codec.round_stochastically(w, noise, place, False)
         if STEP:
-            lm.store(weight_ptr + base, at, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
+            codec.store(weight_ptr + base, at, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
         else:
-            lm.store(result_ptr + base, at, change, mask, MASKED)
+            codec.store(result_ptr + base, at, change, mask, MASKED)
     else:
         units = lm.magnitudes(w, tl.load(scales_ptr + 7 * layers))
         beyond = (units > _FP16_MAX) & (tl.abs(w) < _INF)
@@ -197,21 +197,21 @@ def _fp8lm(
         else:
             signed = lm.signed(y, w)
         code = signed.to(tl.float16)
-        lm.store(master_ptr + base, at, code, mask, MASKED)
+        codec.store(master_ptr + base, at, code, mask, MASKED)
         top = lm.tell(own_largest, tl.where(beyond, tl.minimum(units, _HUGE), y), mask, MASKED)
         held = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
         # What a copy was changed to lies beyond the bound: the next step, which knows a larger one, reads it there.
         if top > _FP16_MAX:
-            given = codec.fp32(lm.load(weight_ptr + base, at, mask, MASKED))
+            given = codec.fp32(codec.load(weight_ptr + base, at, mask, MASKED))
             held = tl.where(beyond, given, held)
         if STEP:
-            lm.store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
+            codec.store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
         else:
             distance = held - codec.fp32(p)
-            lm.store(result_ptr + base, at, distance.to(result_ptr.dtype.element_ty), mask, MASKED)
+            codec.store(result_ptr + base, at, distance.to(result_ptr.dtype.element_ty), mask, MASKED)
 
     y = lm.units(v, tl.load(scales_ptr + 3 * KEPT * layers), _FP16_MAX, _FP16_SMALLEST)
-    lm.store(nu_ptr + base, at, lm.signed(y, v).to(tl.float16), mask, MASKED)
+    codec.store(nu_ptr + base, at, lm.signed(y, v).to(tl.float16), mask, MASKED)
     lm.tell(own_largest + (KEPT - 1) * programs, y, mask, MASKED)
 
     y = lm.units(m, tl.load(scales_ptr + (3 * KEPT - 1) * layers), MU_MAX, 0.0)
@@ -220,7 +220,7 @@ def _fp8lm(
     # The conversion makes the largest code of Inf.
     infinite = ((codec.bits(m) >> 24) & -0x80) | MU_INF
     codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
-    lm.store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
+    codec.store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
     lm.tell(own_largest + (KEPT - 2) * programs, y, mask, MASKED)
 
 

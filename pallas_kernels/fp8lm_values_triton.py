@@ -12,19 +12,6 @@ _FP16_NORMAL, _FP16_MANTISSA = tl.constexpr(2.0**-14), tl.constexpr(10)
 
 
 @triton.jit
-def load(pointer: tl.tensor, at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    return tl.load(pointer + at, mask=mask, other=0.0) if MASKED else tl.load(pointer + at)
-
-
-@triton.jit
-def store(pointer: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
-    if MASKED:
-        tl.store(pointer + at, value, mask=mask)
-    else:
-        tl.store(pointer + at, value)
-
-
-@triton.jit
 def magnitudes(x: tl.tensor, inverse: tl.tensor) -> tl.tensor:
     """Magnitudes in units of a scale."""
     magnitude = tl.abs(x)
