@@ -170,9 +170,9 @@ def _quantize(
             if ROWS.written:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
         if COLUMNS.kind != "none" and COLUMNS.kind != "same":
-            y = device.scaled(x, factor, COLUMNS)
             if COLUMNS.kind == "mx":
-                y = y * power
+                x = device.times_power(x, power, COLUMNS)
+            y = device.scaled(x, factor, COLUMNS)
             codes = device.encode(x, y, device.noise(random2, j), COLUMNS)
         if COLUMNS.kind != "none":
             words = slicing.insert(words, codes, j, N % 4 == 0)

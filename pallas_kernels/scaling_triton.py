@@ -247,6 +247,15 @@ def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr, FINITE: tl.const
 
 
 @triton.jit
+def times_power(x: tl.tensor, power: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """x times the inverse of its group's power of two, subnormal values as zeros, Inf as Inf.
+
+    It precedes the division by the level 1 scale, whose quotient alone may be subnormal and would be flushed.
+    """
+    return scaled(x, power, HOW, True)
+
+
+@triton.jit
 def hashed(number: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
     """32 random bits for each number."""
     mixed = number * 0x9E3779B9 + word1
@@ -348,12 +357,11 @@ def scale_along_rows(
         factor = inverse(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
         factor = inverse_scale
-    y = scaled(x, factor, HOW)
     if HOW.kind == "mx":
         byte = power(largest, factor, HOW)
         store(powers_ptr, at, byte.to(tl.uint8), there, MASKED)
-        y = y * over_columns(of_power(byte), SIZE)
-    return y
+        x = times_power(x, over_columns(of_power(byte), SIZE), HOW)
+    return scaled(x, factor, HOW)
 
 
 @triton.jit

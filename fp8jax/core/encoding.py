@@ -80,23 +80,24 @@ def encode(
         k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
+        y = magnitude
+        if spec.granularity == "mx":
+            micro_shape = spec.micro_shape(x.shape)
+            largest = blocks.reduce(formats.where(jnp.isfinite(y), y, 0), micro_shape, jnp.max, 0.0)
+            microscale = _microscale(largest * (1 / exact), spec, fmt)
+            # The power comes first: a quotient by the level 1 scale alone may be subnormal, which devices flush or not.
+            power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
+            y = y * blocks.spread(power, x.shape, micro_shape)
         if fmt.max >= 4:
-            y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
+            y = y * blocks.spread(1 / exact, x.shape, block_shape)
         else:
             # Scales are as large as values here, and beyond 2^126 have no normal number as their reciprocal.
             unit = jnp.where(exact > 2.0**125, np.float32(2.0**-32), 1.0)
-            y = magnitude * blocks.spread(unit, x.shape, block_shape)
+            y = y * blocks.spread(unit, x.shape, block_shape)
             y = y * blocks.spread(1 / (exact * unit), x.shape, block_shape)
         if fixed and fmt.inf is not None:
             # In units of a given scale a finite value may lie beyond fp32; it is none of the infinite ones.
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
-    if spec.granularity == "mx":
-        micro_shape = spec.micro_shape(x.shape)
-        finite = formats.where(jnp.isfinite(y), y, 0)
-        microscale = _microscale(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
-        # Within fp32's normal numbers: a power is at most the largest element's, over that of a code of 2 or more.
-        over = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
-        y = y * blocks.spread(over, x.shape, micro_shape)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
     if spec.expand and spec.rounding == "stochastic":

@@ -141,6 +141,20 @@ def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
         np.testing.assert_allclose(got[4], 1.2e-36 if "token" in spec else 0, rtol=2.0**-3)
 
 
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_groups_far_below_the_tensor_keep_their_codes(name):
+    # In units of the level 1 scale this group is subnormal in fp32; its smallest power of two still reaches it.
+    fmt = formats.get(name)
+    x = np.zeros((1, 64), np.float32)
+    x[0, 0] = 2.0**127
+    scale = np.float32(2.0**127) * np.float32(1 / fmt.max)
+    codes = np.array([2.0, -1.5, 0.875, -0.25], np.float32)
+    x[0, 32:36] = codes * (np.float64(scale) * 2.0**-126)
+    q = fp8jax.quantize(jnp.asarray(x), f"{name}:mx32")
+    assert int(q.microscale[0, 1]) == 1
+    np.testing.assert_array_equal(np.asarray(q.codes[0, 32:36], np.float32), codes)
+
+
 def test_a_group_whose_own_scale_would_be_subnormal_keeps_its_values():
     x = np.zeros((1, 64), np.float32)
     x[0, 0], x[0, 32:] = 1.7, 1.5e-38
