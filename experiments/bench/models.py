@@ -10,7 +10,9 @@ recomputed but under the policy that a row names: bf16 keeps what Flax's modules
 gets here. "temporaries" are what the compiled program needs beside its arguments; "arrays" are those of the state, each
 of which JAX looks at before it starts a step. "auto" is the recipe of the device where layers gain, "auto:coat" that
 one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their
-gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
+gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`). Arms of
+`--torch` are the same Llama by torch.compile, in bf16 and with torchao's float8 linears (`experiments.bench.step_torch`).
+They run first, in a process of their own; their memory is the peak of torch's allocator.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 import jax
 
 import fp8jax
-from experiments.bench import timing, writings
+from experiments.bench import step_torch, timing, writings
 from experiments.bench.writings import BASE, Training
 from experiments.models import plain
+from experiments.models.llama import LlamaConfig
 
 KINDS = ("", ", synchronised")
 
@@ -47,6 +50,7 @@ class UserModel:
         batch: sequences or images.
         length: tokens of a sequence, pixels of a side.
         outputs: vocabulary or classes.
+        llama: the shape that `--torch` builds; None for a model that it cannot.
     """
 
     text: str
@@ -56,6 +60,7 @@ class UserModel:
     batch: int = 8
     length: int = 2048
     outputs: int = 32_000
+    llama: LlamaConfig | None = None
 
 
 LLAMA, SMALL = (2048, 22, 32, 4, 5632), (64, 2, 4, 2, 128)
@@ -82,7 +87,8 @@ def _sized(kind: Any, shape: tuple[int, ...], arm: str, length: int, outputs: in
 VITL, CUDNN_VIT = (1024, 24, 16), functools.partial(plain.PlainViT, attention_fn=plain.fused)
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 MODELS = {
-    "llama1b": UserModel("Llama 1.1B, 8 x 2,048 tokens", functools.partial(_llama, None)),
+    "llama1b": UserModel("Llama 1.1B, 8 x 2,048 tokens", functools.partial(_llama, None),
+                         llama=LlamaConfig(32_000, 2048, 22, 32, 4, 5632)),
     "llama1b_dots": UserModel("Llama 1.1B, dots_with_no_batch_dims_saveable, 8 x 2,048 tokens",
                               functools.partial(_llama, DOTS)),
     "llama1b_linen": UserModel("Llama 1.1B in Linen, 8 x 2,048 tokens",
@@ -153,6 +159,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="models", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: each model's own)")
+    parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=[], help="arms of torch.compile (Llama)")
     parser.add_argument("--gpus", type=int, default=1, help="each has such a batch and all weights (data parallel)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
@@ -162,6 +169,12 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     for arm in options.arm or ():
         writings.recipe_of(arm)
+    torch = dict[str, dict[str, step_torch.TorchTimes]]()
+    for name, user in ((name, MODELS[name]) for name in options.models if options.torch):
+        if user.llama is None or options.gpus > 1:
+            parser.error(f"--torch builds the Llama of one GPU, not {name} on {options.gpus}: leave it out")
+        torch[name] = step_torch.measured(options.torch, user.llama, user.batch, user.length, options.rounds,
+                                          options.steps)  # fmt: skip
     timing.need_gpu()
     notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
     notes.append("Arms run in turns, in another order in each round, each from a state made anew; medians.")
@@ -172,7 +185,7 @@ def main(argv: list[str]) -> None:
         if time.perf_counter() - start > options.limit:
             print(f"{name}: not measured, the time limit is reached")
             continue
-        table += measure(MODELS[name], options.arm or MODELS[name].arms, options)
+        table += measure(MODELS[name], options.arm or MODELS[name].arms, options, torch.get(name, {}))
         save(table, complete=False)
     save(table)
 
@@ -198,8 +211,10 @@ def ready(user: UserModel, recipes: Sequence[str], gpus: int = 1) -> dict[str, U
     return arms
 
 
-def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace) -> list[timing.Row]:
-    """Rows of one model."""
+def measure(
+    user: UserModel, recipes: Sequence[str], options: argparse.Namespace, torch: Mapping[str, step_torch.TorchTimes]
+) -> list[timing.Row]:
+    """Rows of one model, and of what torch's arms took."""
     arms = ready(user, recipes, options.gpus)
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():
@@ -211,13 +226,16 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
     case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
+    for name, of in torch.items():
+        times |= dict(zip([name + end for end in KINDS], of[:2], strict=True))
+        needs[name] = of.memory[0]
     return rows(case, times, needs, {recipe: arm.arrays for recipe, arm in arms.items()})
 
 
 def rows(
     case: str, times: dict[str, timing.Seconds], needs: dict[str, float], arrays: dict[str, int]
 ) -> list[timing.Row]:
-    """Milliseconds of a step and GB of temporaries, against bf16 of the same kind, and arrays of the state."""
+    """Milliseconds of a step and GB of temporaries, against JAX's bf16 of the same kind, and arrays of the state."""
     table = []
     for recipe, size in needs.items():
         for end in KINDS:
@@ -225,5 +243,6 @@ def rows(
             spread = time_.quartiles(lambda t: 1e3 * t)
             table.append(timing.row(case, recipe, f"step{end}", 1e3 * time_, "ms", BASE, base / time_, spread))
         table.append(timing.row(case, recipe, "temporaries", size, "GB", BASE, needs[BASE] / size))
-        table.append(timing.row(case, recipe, "arrays", arrays[recipe], ""))
+        if recipe in arrays:
+            table.append(timing.row(case, recipe, "arrays", arrays[recipe], ""))
     return table

@@ -228,7 +228,7 @@ def main(argv: list[str]) -> None:
 
 
 def measure(
-    llama: LlamaConfig, options: argparse.Namespace, torch: Mapping[str, tuple[timing.Seconds, Any]] | None = None
+    llama: LlamaConfig, options: argparse.Namespace, torch: Mapping[str, step_torch.TorchTimes] | None = None
 ) -> None:
     """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, with what was found of torch's."""
     table: list[timing.Row] = []
@@ -267,8 +267,8 @@ def measure(
             table = list(done)
             for name, arm in arms.items():
                 table += rows(case, name, arm, arms[AGAIN], times, memories)
-            for name, (seconds, needs) in (torch or {}).items() if where == "one" else ():
-                table += common(case, name, seconds, times[AGAIN], arms[AGAIN], arms[AGAIN], needs, memories[AGAIN])
+            for name, of in (torch or {}).items() if where == "one" else ():
+                table += common(case, name, of.late, times[AGAIN], arms[AGAIN], arms[AGAIN], of.memory, memories[AGAIN])
             save(table, complete=where == places[-1] and before == options.rounds)
 
 

@@ -1,4 +1,4 @@
-"""The Llama of `bench step` in PyTorch, by torch.compile: in bf16, and with torchao's float8 linears.
+"""The Llama of `bench step` and `bench models` in PyTorch, by torch.compile: in bf16, and with torchao's float8 linears.
 
 Weights and moments are fp32, what is computed is bf16 (autocast), attention is cuDNN's or FlashAttention's as torch
 chooses, AdamW is torch's fused one. Inductor decides what is recomputed. The head is not quantized, as in our recipes.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.bench import timing
 from experiments.config import Config
@@ -48,9 +48,23 @@ def available(arms: Iterable[str] = tuple(ARMS)) -> Iterator[str]:
             print(f"  {arm}: {reason}", flush=True)
 
 
+class TorchTimes(NamedTuple):
+    """What was measured of an arm.
+
+    Attributes:
+        late: time of a step in a loop that reads each loss when the next step has started.
+        synchronised: time of a step in a loop that reads each loss at once.
+        memory: GB of temporaries, and of everything, at the peak.
+    """
+
+    late: timing.Seconds
+    synchronised: timing.Seconds
+    memory: tuple[float, float]
+
+
 def measured(
     arms: Sequence[str], llama: LlamaConfig, batch: int, length: int, rounds: int, steps: int
-) -> dict[str, tuple[timing.Seconds, tuple[float, float]]]:
+) -> dict[str, TorchTimes]:
     """Times and memory of the arms that can run here: in a process before this one, which leaves the GPU empty."""
     if timing.dry() or not (arms := [arm for arm in arms if arm in list(available(arms))]):
         return {}
@@ -63,7 +77,8 @@ def measured(
     if done.returncode or not told:
         print(f"  torch's arms ended with code {done.returncode}: rows left out", flush=True)
     found = [json.loads(line.removeprefix(_MARK)) for line in told]
-    return {of["arm"]: (timing.Seconds(of["seconds"]), tuple(of["memory"])) for of in found}
+    times = lambda of: (timing.Seconds(of[name]) for name in ("late", "synchronised"))  # noqa: E731
+    return {of["arm"]: TorchTimes(*times(of), tuple(of["memory"])) for of in found}
 
 
 def main(asked: str) -> None:
@@ -72,19 +87,22 @@ def main(asked: str) -> None:
     llama = LlamaConfig(**settings["llama"])
     for name in settings["arms"]:
         arm = TorchArm(name, llama, settings["batch"], settings["length"])
-        times = timing.in_turns({name: arm}, settings["rounds"], {name: settings["steps"]})
-        print(_MARK + json.dumps({"arm": name, "seconds": times[name].rounds, "memory": arm.memory}), flush=True)
+        calls = {"late": timing.late(arm), "synchronised": lambda: arm().block_until_ready()}
+        times = timing.in_turns(calls, settings["rounds"], dict.fromkeys(calls, settings["steps"]))
+        found = {kind: took.rounds for kind, took in times.items()}
+        print(_MARK + json.dumps({"arm": name, **found, "memory": arm.memory}), flush=True)
         arm.close()
 
 
 class Waiting:
-    """What a step that is under way returns: `jax.block_until_ready` waits for it."""
+    """What a step that is under way returns: `jax.block_until_ready` waits for its end, and for no later step."""
 
-    def __init__(self, torch: Any, loss: Any) -> None:
-        self.torch, self.loss = torch, loss
+    def __init__(self, torch: Any) -> None:
+        self.end = torch.cuda.Event()
+        self.end.record()
 
     def block_until_ready(self) -> "Waiting":
-        self.torch.cuda.synchronize()
+        self.end.synchronize()
         return self
 
 
@@ -132,7 +150,7 @@ class TorchArm:
         self.torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Waiting(self.torch, loss.detach())
+        return Waiting(self.torch)
 
     def close(self) -> None:
         """Gives the GPU's memory back, for JAX to take."""

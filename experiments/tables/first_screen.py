@@ -10,6 +10,9 @@ BASES = {lookup.AGAIN: ", recomputed", "bf16": ", as written"}
 WRITTEN = ("bf16", "coat", "coat_fast")
 PARTS = f", released{lookup.PARTS}"
 RECOMPUTED = (lookup.AGAIN, "coat", "coat_fast")
+# Columns of torch.compile's arms, measured in the same run.
+TORCH = {"torch bf16": "torch.compile bf16", "torchao tensorwise": "torchao float8 tensorwise",
+         "torchao rowwise": "torchao float8 rowwise"}  # fmt: skip
 
 
 class Headline(NamedTuple):
@@ -71,10 +74,11 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
     """The table in Markdown, of results by name and card; a line without bf16 or without ours is left out."""
     rows: dict[tuple[str, str], str] = {}
     for line in LINES:
-        looks = [lookup.value(name, line.metric, line.unit, line.digits, line.case) for name in line.rows]
+        names = (*line.rows, *TORCH)
+        looks = [lookup.value(name, line.metric, line.unit, line.digits, line.case) for name in names]
         cards = {card: [look(result) for look in looks] for card, result in results.get(line.bench, {}).items()}
         # A file without bf16 or without ours tells no difference.
-        cards = {card: figures for card, figures in cards.items() if figures[0] and any(figures[1:])}
+        cards = {card: figures for card, figures in cards.items() if figures[0] and any(figures[1:3])}
         if not cards or (line.label, line.bench) in rows:
             continue
         card = max(cards, key=lambda card: (sum(map(bool, cards[card])), results[line.bench][card]["date"]))
@@ -84,4 +88,6 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
         by += commits[0] if len(commits) == 1 else "several commits"
         told = [f"{figures[0]}{line.base}", *(figure or "-" for figure in figures[1:])]
         rows[line.label, line.bench] = f"| {line.label} | {' | '.join(told)} | {by} |"
-    return "\n".join(["| | bf16 | `coat` | `coat_fast` | measured by |", "|---|---:|---:|---:|---|", *rows.values()])
+    header = ["", "JAX bf16", "`coat`", "`coat_fast`", *TORCH.values(), "measured by"]
+    rule = ["---", *["---:"] * (len(header) - 2), "---"]
+    return "\n".join([f"| {' | '.join(header)} |".replace("|  |", "| |"), f"|{'|'.join(rule)}|", *rows.values()])

@@ -109,9 +109,17 @@ def test_sums_are_compared_with_bf16_s_and_collectives_with_collectives():
 
 
 def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
-    times = planted(bf16=3.0, coat=2.0) | {"bf16, synchronised": Seconds([4.0]), "coat, synchronised": Seconds([5.0])}
+    arms = {"bf16": (3.0, 4.0), "coat": (2.0, 5.0), "torch bf16": (6.0, 8.0)}
+    times = {
+        f"{arm}{end}": Seconds([t]) for arm, both in arms.items() for end, t in zip(models.KINDS, both, strict=True)
+    }
+    needs = {"bf16": 8.0, "coat": 4.0, "torch bf16": 16.0}
     found = {(r["impl"], r["metric"]): (r["value"], r["ratio"])
-             for r in models.rows("c", times, {"bf16": 8.0, "coat": 4.0}, {"bf16": 7, "coat": 9})}  # fmt: skip
+             for r in models.rows("c", times, needs, {"bf16": 7, "coat": 9})}  # fmt: skip
+    assert found["torch bf16", "step"] == (6000, 0.5)
+    assert found["torch bf16", "step, synchronised"] == (8000, 0.5)
+    assert found["torch bf16", "temporaries"] == (16, 0.5)
+    assert ("torch bf16", "arrays") not in found
     assert found["coat", "step"] == (2000, 1.5)
     assert found["coat", "step, synchronised"] == (5000, 0.8)
     assert found["coat", "temporaries"] == (4, 2)

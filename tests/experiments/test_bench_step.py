@@ -35,7 +35,8 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     seen = {}
     monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
-    torch = {"torch bf16": (timing.Seconds([0.25, 0.25]), (1.0, 4.0))}
+    late, synchronised = (timing.Seconds([time, time]) for time in (0.25, 0.5))
+    torch = {"torch bf16": step_torch.TorchTimes(late, synchronised, (1.0, 4.0))}
     step.measure(LLAMA, options(tmp_path), torch)
     content = json.loads((tmp_path / "cpu" / "step.json").read_text())
     assert content["complete"]
@@ -242,15 +243,16 @@ def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
 
     def run(command, env, **_):
         asked.append((json.loads(command[-1]), env["JAX_PLATFORMS"]))
-        lines = [json.dumps({"arm": "torch bf16", "seconds": [3.0, 1.0, 2.0], "memory": [1.0, 4.0]})]
+        times = {"late": [3.0, 1.0, 2.0], "synchronised": [4.0, 4.0, 5.0]}
+        lines = [json.dumps({"arm": "torch bf16", **times, "memory": [1.0, 4.0]})]
         out = "noise\n" + "".join(f"torch: {line}\n" for line in lines[len(asked) - 1 :])
         return types.SimpleNamespace(returncode=len(asked) - 1, stdout=out)
 
     monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "no torchao")
     monkeypatch.setattr(step_torch.subprocess, "run", run)
     found = step_torch.measured(["torch bf16", "torchao rowwise"], LLAMA, 2, TOKENS, 3, 4)
-    assert found == {"torch bf16": (2.0, (1.0, 4.0))}
-    assert found["torch bf16"][0].rounds == (3.0, 1.0, 2.0)
+    assert found == {"torch bf16": (2.0, 4.0, (1.0, 4.0))}
+    assert found["torch bf16"].late.rounds == (3.0, 1.0, 2.0)
     settings, platform = asked[0]
     assert (settings["arms"], settings["batch"], settings["length"], platform) == (["torch bf16"], 2, TOKENS, "cpu")
     assert LlamaConfig(**settings["llama"]) == LLAMA

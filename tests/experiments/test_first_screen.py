@@ -21,8 +21,17 @@ def lines(results):
 
 def test_the_newest_card_is_shown_with_its_command_and_commit():
     old = result("2026-11-01", "aaa", bf16=9, coat=8, coat_fast=7)
-    new = result("2026-11-02", "bbb", bf16=200.4, coat=160.2, coat_fast=150.6)
-    told = ["200 ms, as written", "160 ms", "151 ms", "`python -m experiments.bench models`, H100, bbb"]
+    torch = {"torch bf16": 214.6, "torchao tensorwise": 182.4}
+    new = result("2026-11-02", "bbb", bf16=200.4, coat=160.2, coat_fast=150.6, **torch)
+    told = [
+        "200 ms, as written",
+        "160 ms",
+        "151 ms",
+        "215 ms",
+        "182 ms",
+        "-",
+        "`python -m experiments.bench models`, H100, bbb",
+    ]
     for cards in ({"h100": new, "h9": old}, {"h9": old, "h100": new}):
         (line,) = lines({"models": cards})
         assert [cell.strip() for cell in line.split("|")[2:-1]] == told
