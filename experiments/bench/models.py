@@ -11,8 +11,8 @@ gets here. "temporaries" are what the compiled program needs beside its argument
 of which JAX looks at before it starts a step. "auto" is the recipe of the device where layers gain, "auto:coat" that
 one where they gain (`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their
 gradients in bf16, as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`). Arms of
-`--torch` are the same Llama by torch.compile, in bf16 and with torchao's float8 linears (`experiments.bench.step_torch`).
-They run first, in a process of their own; their memory is the peak of torch's allocator.
+`--torch` are the same Llama by torch.compile, in bf16 and with torchao's float8 (`experiments.bench.step_torch`). They
+run first, in a process of their own; their memory is the peak of torch's allocator.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The Llama of `bench step` and `bench models` in PyTorch, by torch.compile: in bf16, and with torchao's float8 linears.
+"""The Llama of `bench step` and `bench models` in PyTorch, by torch.compile: in bf16, and with torchao's float8.
 
 Weights and moments are fp32, what is computed is bf16 (autocast), attention is cuDNN's or FlashAttention's as torch
 chooses, AdamW is torch's fused one. Inductor decides what is recomputed. The head is not quantized, as in our recipes.
@@ -87,7 +87,7 @@ def main(asked: str) -> None:
     llama = LlamaConfig(**settings["llama"])
     for name in settings["arms"]:
         arm = TorchArm(name, llama, settings["batch"], settings["length"])
-        calls = {"late": timing.late(arm), "synchronised": lambda: arm().block_until_ready()}
+        calls = {"late": timing.late(arm), "synchronised": arm.synchronised}
         times = timing.in_turns(calls, settings["rounds"], dict.fromkeys(calls, settings["steps"]))
         found = {kind: took.rounds for kind, took in times.items()}
         print(_MARK + json.dumps({"arm": name, **found, "memory": arm.memory}), flush=True)
@@ -151,6 +151,10 @@ class TorchArm:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Waiting(self.torch)
+
+    def synchronised(self) -> Waiting:
+        """One step, and the host waits for its end."""
+        return self().block_until_ready()
 
     def close(self) -> None:
         """Gives the GPU's memory back, for JAX to take."""
