@@ -95,10 +95,10 @@ def main(asked: str) -> None:
 
 
 class Waiting:
-    """What a step that is under way returns: `jax.block_until_ready` waits for its end, and for no later step."""
+    """The loss of a step that is under way: `jax.block_until_ready` waits for its end, and for no later step."""
 
-    def __init__(self, torch: Any) -> None:
-        self.end = torch.cuda.Event()
+    def __init__(self, torch: Any, loss: Any) -> None:
+        self.loss, self.end = loss, torch.cuda.Event()
         self.end.record()
 
     def block_until_ready(self) -> "Waiting":
@@ -150,7 +150,7 @@ class TorchArm:
         self.torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Waiting(self.torch)
+        return Waiting(self.torch, loss.detach())
 
     def synchronised(self) -> Waiting:
         """One step, and the host waits for its end."""
