@@ -9,7 +9,6 @@ import fp8jax
 from experiments.tables import first_screen, lookup, quotes, report
 
 ROOT = pathlib.Path(__file__).parents[2]
-PARITY = {"Many seeds of a small model": "13 M parameters", "Seeds of a larger model, each beside bf16's": "65 M"}
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.
 LAYER = {"coat": "COAT, lean", "coat_fast": lookup.BOUNDED}
 KEPT = {"coat": "COAT, lean"}
@@ -75,24 +74,18 @@ def cards(look: Look, recipe: str) -> Iterator[str]:
 
 
 def _losses(recipe: str) -> Iterator[tuple[str, str]]:
-    for card, result in results().get("training_parity", {}).items():
-        rows = {(r["table"], *r["pivot"]): r["value"] for r in result["rows"] if r.get("pivot")}
-        for table, size in PARITY.items():
-            told = []
-            for loss in ("training loss", "validation loss"):
-                above, half = (
-                    rows.get((table, recipe, f"{loss}: % above bf16")),
-                    rows.get((table, recipe, f"± ({loss})")),
-                )
-                if above is not None and half is not None:
-                    told.append(f"{above:+.2f} ± {half:.2f} % ({loss.split()[0]})")
-            if told:
-                seeds = rows.get((table, recipe, "seeds"))
-                by = f", {seeds:.0f} seeds" if seeds else ""
-                yield (
-                    f"Loss from bf16's, 95 % interval, {size}{by}",
-                    f"[{', '.join(told)} ({card.upper()})](/results/training_parity.md)",
-                )
+    for card, result in results().get("recipe_parity", {}).items():
+        rows = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r.get("pivot")}
+        told = []
+        for loss in ("training loss", "validation loss"):
+            above, half = rows.get((recipe, f"{loss}: % above")), rows.get((recipe, f"± ({loss})"))
+            if above is not None and half is not None:
+                told.append(f"{above:+.2f} ± {half:.2f} % ({loss.split()[0]})")
+        if told:
+            yield (
+                f"Loss from bf16's, 95 % interval of all recipes together, 65 M, {rows[recipe, 'seeds']:.0f} seeds",
+                f"[{', '.join(told)} ({card.upper()})](/results/recipe_parity.md)",
+            )
 
 
 def measured(recipe: str) -> str:

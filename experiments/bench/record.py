@@ -67,7 +67,6 @@ REMARKS = (
     Remark(f"Rows of master fp16: {_DRIFT}", ("14dcf52c3f",), "fp8_lm_precision_125m", _SCALED),
     Remark("fp8lm_adamw's step moved 13 bytes a parameter then; it is 16 since masters follow copies that are changed.",
            ("3e699e2590", "a5c7820aed"), "optimizer", {"impl": "fp8lm_adamw step"}),
-    Remark(f"fp8_lm_two_phase: {_DRIFT}", (UNKNOWN,), "training_parity", {"case": "fp8_lm_two_phase"}),
 )  # fmt: skip
 _REQUIRED = {"bench", "versions", "command", "date", "rows"}
 _FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
@@ -202,8 +201,20 @@ def remarked(result: dict[str, Any]) -> dict[str, Any]:
     return result | {"rows": rows, "notes": notes}
 
 
+def without_unknown(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without rows whose code nobody can look up: of an unknown commit, or of one with local changes."""
+    known = [row for row in result["rows"] if all(name != UNKNOWN and not name.endswith("+")
+                                                  for name in row["commit"].split(", "))]  # fmt: skip
+    if not (count := len(result["rows"]) - len(known)):
+        return result
+    note = f"{count} rows of this file are left out: their commit is unknown, or they ran with local changes."
+    return result | {"rows": known, "notes": [*result.get("notes", []), note]}
+
+
 def load(path: Path) -> dict[str, Any]:
     """The content of a results file, with what is said of its figures since (`remarked`).
+
+    Rows of an unknown commit, or of one with local changes, are left out.
 
     Raises:
         ValueError: the file is no JSON or not of the schema; the message names it.
@@ -213,7 +224,7 @@ def load(path: Path) -> dict[str, Any]:
         check(content)
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
-    return remarked(content)
+    return remarked(without_unknown(content))
 
 
 def sources(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -78,11 +78,6 @@ def _parity(arm: str, column: str, size: str, form: str) -> Figure:
     return Figure("training_parity", look, form)
 
 
-def _both(arm: str, loss: str) -> tuple[Figure, Figure]:
-    table = "Seeds of a larger model, each beside bf16's"
-    return (_parity(arm, f"{loss} loss: % above bf16", table, "+.2f"), _parity(arm, f"± ({loss} loss)", table, ".2f"))
-
-
 def _above(arm: str) -> tuple[Figure, Figure]:
     """By how much validation losses of seeds lie above bf16's, and half of the interval."""
     return (value("recipe_parity", arm, "validation loss: % above", "+.2f"),
@@ -101,7 +96,7 @@ def _extreme(impl: str, sizes: Sequence[str], pick: Callable[[Sequence[float]], 
         found = [x for size in sizes for x in lookup.find(result, impl, "time", "ratio", "bf16", f"{size} MiB, fp32")]
         return pick(found) if found else None
 
-    return Figure("reduce", look)
+    return Figure("reduce_four", look)
 
 
 def _clipped(arm: str, text: str, column: str, form: str) -> Figure:
@@ -150,10 +145,6 @@ QUOTES = (
           (value("step", "torch bf16", "step", ".0f", STEP), value("step", AGAIN, "step", ".0f", STEP),
            *(Figure("step", over(*(one(of, "step", "value", None, STEP) for of in ("torch bf16", name))))
              for name in ("coat", "coat_fast")))),
-    Quote("`moss` is within it, too ({} ± {} % in training loss, {} ± {} % in validation loss); `fast` is in "
-          "validation loss ({} ± {} %), and its training loss, {} ± {} %, ends a hair outside",
-          (*_both("moss", "training"), *_both("moss", "validation"),
-           *_both("fast", "validation"), *_both("fast", "training"))),
     Quote("On one {card} a layer of Llama-7B is {} times as fast as bf16's.",
           (ratio("layer", "int8_fallback", "time", "bf16", "batch 4, length 4096"),)),
     Quote("It costs {} % of a step of the optimizer with fp32 weights and {} % with bf16 weights",
@@ -168,9 +159,8 @@ QUOTES = (
     Quote("With 6.7 B and FSDP over four {card}s, as many sequences as fit in 80 GB a GPU, `coat` trains {} times as "
           "many tokens a second as bf16",
           (ratio("step_7b_fit_four", "coat", "tokens/s", AGAIN),)),
-    Quote("the fastest on two GPUs, from 64 MiB on: {} to {} times bf16 left as codes on two {card}s; they lose with "
-          "every addition: {} dB are left at 1,024 replicas, where two phases have {}. Two phases are {} to {} times "
-          "bf16.",
+    Quote("the fastest from 64 MiB on: {} to {} times bf16 left as codes on four {card}s. They lose with every "
+          "addition: {} dB are left at 1,024 replicas, where two phases have {}. Two phases are {} to {} times bf16.",
           (_extreme("e4m3, one phase, left as codes", SIZES, min),
            _extreme("e4m3, one phase, left as codes", SIZES, max),
            value("fp8_lm_gradients", "auto-scale (equation 3), 1024 replicas", "SNR", ".0f"),

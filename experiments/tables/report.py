@@ -193,7 +193,7 @@ def front(results: Results, pages: str) -> str:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results files of a folder, FOLDER/CARD/NAME.json, by name and card.
+    """The results files of a folder, FOLDER/CARD/NAME.json, by name and card; those without a known row are left out.
 
     Raises:
         ValueError: the folder is missing or empty, or a file is no JSON or not of the schema; the message names it.
@@ -204,7 +204,8 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*/*.json"), key=lambda path: (path.stem, path.parent.name)):
         if path.parent.name.startswith(RUNS):
             continue
-        results.setdefault(path.stem, {})[path.parent.name] = record.load(path)
+        if (result := record.load(path))["rows"]:
+            results.setdefault(path.stem, {})[path.parent.name] = result
     if not results:
         raise ValueError(f"--results {folder}: no results there (CARD/NAME.json)")
     return results

@@ -1,4 +1,4 @@
-"""README's first table: newest card, one line a label and file, and nothing without bf16 or without ours."""
+"""README's first table: the file with most figures, then the newest, and nothing without bf16 or without ours."""
 
 import pytest
 
@@ -16,52 +16,58 @@ def result(date, commit, **steps):
 
 
 def lines(results):
-    return first_screen.table(results).split("\n")[2:]
+    """Rows of the table, and the line of sources."""
+    *table, _, sources = first_screen.table(results).split("\n")
+    return table[2:], sources
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
 def test_the_newest_card_is_shown_with_its_command_and_commit():
     old = result("2026-11-01", "aaa", bf16=9, coat=8, coat_fast=7)
-    torch = {"torch bf16": 214.6, "torchao tensorwise": 182.4}
-    new = result("2026-11-02", "bbb", bf16=200.4, coat=160.2, coat_fast=150.6, **torch)
-    told = [
-        "200 ms, as written",
-        "160 ms",
-        "151 ms",
-        "215 ms",
-        "182 ms",
-        "-",
-        "`python -m experiments.bench models`, H100, bbb",
-    ]
+    new = result("2026-11-02", "bbb", bf16=200.4, coat=160.2, coat_fast=150.6)
     for cards in ({"h100": new, "h9": old}, {"h9": old, "h100": new}):
-        (line,) = lines({"models": cards})
-        assert [cell.strip() for cell in line.split("|")[2:-1]] == told
+        (line,), sources = lines({"models": cards})
+        assert cells(line) == ["-", "-", "-", "200 ms", "160 ms", "151 ms"]
+        assert "Measured by `python -m experiments.bench models`, H100, bbb." in sources
     new["rows"][1]["commit"] = "ccc"
-    assert "several commits" in lines({"models": {"h100": new}})[0]
+    assert "several commits" in lines({"models": {"h100": new}})[1]
+
+
+def test_torch_stands_beside_ours_under_its_own_head():
+    torch = {"torch bf16": 214.6, "torchao tensorwise": 182.4, "torchao rowwise": 190.0}
+    found = {"models": {"h100": result("2026-11-02", "bbb", bf16=200.4, coat=160.2, coat_fast=150.6, **torch)}}
+    head, (line,) = first_screen.table(found).split("\n")[0], lines(found)[0]
+    shown = dict(zip(cells(head), cells(line), strict=True))
+    assert shown == {"torch.compile bf16": "215 ms", "torchao float8 tensorwise": "182 ms", "JAX bf16": "200 ms",
+                     "torchao float8 rowwise": "190 ms", "`coat`": "160 ms", "`coat_fast`": "151 ms"}  # fmt: skip
 
 
 def test_a_newer_card_that_measured_less_is_not_shown():
     old = result("2026-11-01", "aaa", bf16=9, coat=8, coat_fast=7)
     for names in (("bf16", "coat"), ("coat", "coat_fast")):
         new = result("2026-11-02", "bbb", **dict.fromkeys(names, 5))
-        assert "H9, aaa" in lines({"models": {"h100": new, "h9": old}})[0]
+        assert "H9, aaa" in lines({"models": {"h100": new, "h9": old}})[1]
 
 
 @pytest.mark.parametrize(
-    ("measured", "cells"),
+    ("measured", "shown"),
     [
-        (("bf16", "coat_fast"), ["1 ms, as written", "-", "1 ms"]),
-        (("bf16", "coat"), ["1 ms, as written", "1 ms", "-"]),
-        (("bf16",), None),
+        (("bf16", "coat_fast"), ["1 ms", "-", "1 ms"]),
+        (("bf16", "coat"), ["1 ms", "1 ms", "-"]),
+        (("bf16", "torch bf16"), None),
         (("coat", "coat_fast"), None),
     ],
 )
-def test_a_line_without_bf16_or_without_ours_is_left_out(measured, cells):
-    found = lines({"models": {"h100": result("2026-11-02", "bbb", **dict.fromkeys(measured, 1.0))}})
-    assert [[cell.strip() for cell in line.split("|")[2:5]] for line in found] == ([cells] if cells else [])
+def test_a_line_without_bf16_or_without_ours_is_left_out(measured, shown):
+    found, _ = lines({"models": {"h100": result("2026-11-02", "bbb", **dict.fromkeys(measured, 1.0))}})
+    assert [cells(line)[3:] for line in found] == ([shown] if shown else [])
 
 
 def test_a_line_of_another_case_or_metric_is_not_taken():
     planted = result("2026-11-02", "bbb", bf16=1.0, coat=1.0, coat_fast=1.0)
     for row in planted["rows"]:
         row["case"] = "GPT-2 350M"
-    assert lines({"models": {"h100": planted}}) == []
+    assert lines({"models": {"h100": planted}})[0] == []
