@@ -40,6 +40,7 @@ pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of R
 	$(BIN)/python -m experiments.tables.training_parity --judge
 	$(BIN)/python -m experiments.tables.recipe_parity --judge
 	$(BIN)/python -m experiments.tables.recipe_parity --study intervals --judge
+	$(BIN)/python -m experiments.tables.fixed_batch --judge
 	$(BIN)/python -m experiments.tables.report
 
 docs: .venv/docs.stamp ## build the site into docs/_build/html: no warnings, and no link within it leads nowhere

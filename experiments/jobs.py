@@ -166,6 +166,7 @@ DERIVED = (
     table("int8_limit", 5),
     table("training_parity", 20, "--judge"),
     table("recipe_parity", 5, "--judge"),
+    table("fixed_batch", 5, "--judge"),
     Job(
         "recipe_parity_intervals",
         ("experiments.tables.recipe_parity", "--study", "intervals", "--judge", "--results"),

@@ -19,6 +19,7 @@
     python -m experiments.tables.moss_accuracy      MOSS: Tables 3, 4, 11, on small models and made-up problems
     python -m experiments.tables.training_parity    COAT: Table 13, many seeds of a small model and a larger one
     python -m experiments.tables.recipe_parity      COAT: Table 13, five seeds of each recipe at 65 M parameters
+    python -m experiments.tables.fixed_batch        learning of one fixed batch at 1.1 B parameters, part by part
     python -m experiments.tables.int8_outliers      INT8 fallback: Figures 3(b), 3(c), 4(b), by how large outliers are
     python -m experiments.tables.int8_limit         INT8 fallback: the limit on Hopper, from measured rates
     python -m experiments.tables.int8_speed         INT8 fallback: Table 3, Figures 1(b), 6(b), on a GPU
