@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments import hosts
 from experiments.config import DiskError, UserError, check_same
+from fp8jax.ops.digests import digest as digest
 
 _State = TypeVar("_State")
 
@@ -60,14 +61,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     """Leaves by path, such as `params.layers.mlp.up.kernel`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def digest(array: np.ndarray) -> str:
-    """SHA-256 of dtype, shape and bytes in row-major order."""
-    hasher = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    # Extension dtypes (bfloat16, float8) have no buffer interface of their own.
-    hasher.update(np.ascontiguousarray(array).view(np.uint8))
-    return hasher.hexdigest()
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -320,8 +313,8 @@ class Checkpoints:
     ) -> tuple[_State, dict[str, Any]] | None:
         """State and metadata of the newest checkpoint that is whole, as `restore`; None where there is none at all.
 
-        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder. So are older
-        ones whose metadata cannot be read.
+        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder. So are
+        older ones whose metadata cannot be read.
 
         Args:
             abstract: as `restore`.

@@ -21,7 +21,7 @@ import fp8jax
 from experiments import data, records, report, scoring
 from experiments.checkpoint import quiet
 from experiments.config import UserError, flag
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_text
 from experiments.trained import SETTLING as SETTLING
 from experiments.trained import Trained as Trained
 from experiments.trained import get_recipe as get_recipe
@@ -146,8 +146,8 @@ def read_questions(path: Path) -> list[Question]:
         UserError: the file cannot be read, or a line is not as `Evaluation.choices` says; names file and line.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
         raise UserError(f"--choices {path} cannot be read ({error})") from None
     questions = []
     for number, line in enumerate(lines, 1):
@@ -165,6 +165,8 @@ def read_questions(path: Path) -> list[Question]:
             raise UserError(f"{where}: context must be a text and choices a list of at least two")
         if not all(isinstance(choice, str) and choice for choice in choices):
             raise UserError(f"{where}: every choice must be a text that is not empty")
+        if any("\0" in text for text in (context, *choices)):
+            raise UserError(f"{where}: a text holds the character U+0000, which separates documents; remove it")
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
             raise UserError(f"{where}: answer must be the index of a choice, 0 to {len(choices) - 1}, got {answer!r}")
         questions.append(Question(context, tuple(choices), answer))

@@ -11,7 +11,7 @@ import filelock
 
 from experiments import report
 from experiments.config import BusyError
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_text
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def hold(folder: Path) -> Iterator[None]:
 
 def _read_owner(path: Path) -> str:
     try:
-        other = parse_json(path.read_text())
+        other = parse_json(read_text(path))
         return f"process {other['pid']} on {other['host']} (since {other['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -220,6 +220,8 @@ def _train_recipe(
     if finished.exists():
         try:
             result, known = read_result(finished)
+        except OSError as error:
+            raise UserError(f"{finished} cannot be read ({error.strerror}); move it away") from None
         except ValueError as error:
             console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
         else:

@@ -121,7 +121,10 @@ class Fields:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # An integer may have more digits than a float can hold.
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def rope_fields(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

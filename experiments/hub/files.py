@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 
 from experiments.config import UserError
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: the file is missing, or is something else.
     """
     try:
-        content = parse_json(path.read_text())
+        content = parse_json(read_text(path))
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except (OSError, ValueError) as error:
