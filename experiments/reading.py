@@ -10,16 +10,18 @@ from typing import Any
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISDIR, "a folder"), (stat.S_ISSOCK, "a socket"))
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path | str) -> bytes:
     """The content of a regular file.
 
     Raises:
         OSError: it cannot be read; or it is a pipe, a folder or a device, which is not waited for.
     """
     # An open of a pipe waits for a writer without O_NONBLOCK, which changes nothing for a regular file.
-    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-        if reason := irregular(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, reason, str(path))
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if reason := irregular(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, reason, str(path))
+    with os.fdopen(handle, "rb") as file:
         return file.read()
 
 
@@ -31,7 +33,7 @@ def irregular(mode: int) -> str:
     return f"it is {kind}, not a regular file"
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path | str) -> str:
     """As `read_bytes`, as UTF-8 with any line endings.
 
     Raises:
