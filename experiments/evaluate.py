@@ -5,6 +5,8 @@
 Without --data the text is the run's own validation split. Exit codes: 0 done; 2 wrong input.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import sys
@@ -13,19 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 import fp8jax
-from experiments import data, records, report, scoring
-from experiments.checkpoint import quiet
-from experiments.config import UserError, flag
+from experiments.errors import UserError
+from experiments.packages import needed
 from experiments.reading import parse_json, read_text
-from experiments.trained import SETTLING as SETTLING
-from experiments.trained import Trained as Trained
-from experiments.trained import get_recipe as get_recipe
-from experiments.trained import load as load
+
+with needed() as no_parser:
+    import tyro
+
+    from experiments.config import flag
+with needed() as missing:
+    from rich.console import Console
+    from rich.table import Table
+
+    from experiments import data, records, report, scoring
+    from experiments.checkpoint import quiet
+    from experiments.trained import SETTLING as SETTLING
+    from experiments.trained import Trained as Trained
+    from experiments.trained import get_recipe as get_recipe
+    from experiments.trained import load as load
+
+_PROGRAM = "experiments.evaluate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +72,15 @@ class Question:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, evaluates, and returns the exit code."""
+    if no_parser:
+        return no_parser.tell(_PROGRAM)
+    settings = tyro.cli(Evaluation, args=argv, prog=f"python -m {_PROGRAM}")
+    if missing:
+        return missing.tell(_PROGRAM)
     quiet()
     console = report.make_console()
     try:
-        evaluate(tyro.cli(Evaluation, args=argv, prog="python -m experiments.evaluate"), console)
+        evaluate(settings, console)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -26,9 +26,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments.bench import record
 from experiments.jobs import CPU, DERIVED, EIGHT_GPUS, FOUR_GPUS, ONE_GPU, TRAINED, TWO_GPUS, Job
-from experiments.tables.report import RUNS
+from experiments.packages import needed
+
+with needed() as missing:
+    from experiments.bench import record
+    from experiments.tables.report import RUNS
 
 # By the GPUs that they take.
 JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
@@ -154,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--streams {options.streams}: give 1 or more tables at a time")
     if options.data and (options.dry or options.cpu):
         parser.error("--data trains on GPUs: leave out --dry and --cpu")
+    if missing:
+        return missing.tell("experiments.results")
     try:
         commit = record.commit()
     except ValueError as error:

@@ -15,7 +15,7 @@ import tyro
 import fp8jax
 from experiments.errors import UserError
 from experiments.models import sizes
-from experiments.models.llama import LlamaConfig
+from experiments.models.shape import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)
