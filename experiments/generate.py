@@ -81,6 +81,10 @@ def generate(settings: Generation) -> list[str]:
         choice.validate()
     except ValueError as error:
         raise UserError(str(error)) from None
+    try:
+        settings.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt is no text in the encoding of this terminal; give it in UTF-8") from None
     loaded = load.load(settings.model, dtype=jnp.dtype(settings.dtype))
     spelled = tokenizer.read(loaded.folder, loaded.config.vocab)
     ids = spelled.encode(settings.prompt).ids

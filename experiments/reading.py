@@ -16,13 +16,10 @@ def read_bytes(path: Path | str) -> bytes:
     Raises:
         OSError: it cannot be read; or it is a pipe, a folder or a device, which is not waited for.
     """
-    # An open of a pipe waits for a writer without O_NONBLOCK, which changes nothing for a regular file.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if reason := irregular(os.fstat(handle).st_mode):
-        os.close(handle)
+    # To open a pipe is to wait for its writer.
+    if reason := irregular(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, reason, str(path))
-    with os.fdopen(handle, "rb") as file:
-        return file.read()
+    return Path(path).read_bytes()
 
 
 def irregular(mode: int) -> str:
