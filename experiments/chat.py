@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import UserError
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_text
 
 
 class Template:
@@ -24,10 +24,14 @@ class Template:
     def __init__(self, folder: Path) -> None:
         settings = read_settings(folder)
         source, text = folder / "chat_template.jinja", settings.get("chat_template")
-        if source.is_file():
-            text = source.read_text()
+        if source.exists():
+            try:
+                text = read_text(source)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{source} cannot be read ({error})") from None
         if isinstance(text, list):  # several, by name
-            text = next((x.get("template") for x in text if x.get("name") == "default"), None)
+            several = [x for x in text if isinstance(x, dict)]
+            text = next((x.get("template") for x in several if x.get("name") == "default"), None)
         if not isinstance(text, str):
             raise UserError(f"{folder} has no template of conversations; give texts, or a checkpoint that chats")
         try:
@@ -91,10 +95,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
         UserError: it cannot be read.
     """
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        settings = parse_json(path.read_text())
+        settings = parse_json(read_text(path))
         if not isinstance(settings, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError) as error:

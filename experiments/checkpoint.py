@@ -9,6 +9,7 @@ the names on disk. The whole state passes through the memory of a single process
 own shards, all see the same folder, and digests are sums over elements, which no process needs whole.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -16,6 +17,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments import hosts
 from experiments.config import DiskError, UserError, check_same
+from fp8jax.ops.digests import digest as digest
 
 _State = TypeVar("_State")
 
@@ -58,14 +61,6 @@ def flatten(tree: Any) -> dict[str, Any]:
     """Leaves by path, such as `params.layers.mlp.up.kernel`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def digest(array: np.ndarray) -> str:
-    """SHA-256 of dtype, shape and bytes in row-major order."""
-    hasher = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    # Extension dtypes (bfloat16, float8) have no buffer interface of their own.
-    hasher.update(np.ascontiguousarray(array).view(np.uint8))
-    return hasher.hexdigest()
 
 
 def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -135,9 +130,47 @@ class Checkpoints:
                             f"{remains} is no folder, where Orbax writes a checkpoint to a folder; move it away"
                         )
                     shutil.rmtree(remains)
-        self._orbax = ocp.training.Checkpointer(
-            self.folder, preservation_policy=ocp.training.preservation_policies.LatestN(keep)
-        )
+        self._policy = ocp.training.preservation_policies.LatestN(keep)
+        self._links = contextlib.ExitStack()
+        self._unreadable: dict[int, DamagedError] = {}
+        self._orbax = self._open()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        """Orbax's object of this folder; or of links to the readable steps, where a step keeps Orbax from opening it.
+
+        Orbax reads the metadata of all steps at once. The steps that it cannot read are put into `_unreadable`.
+        """
+        steps = sorted(int(x.name) for x in self.folder.glob("*") if x.name.isdecimal() and x.name.isascii())
+        self._unreadable = {step: error for step in steps if (error := self._irregular(step)) is not None}
+        if not self._unreadable:
+            try:
+                return ocp.training.Checkpointer(self.folder, preservation_policy=self._policy)
+            except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+                if hosts.gone(error) or not steps:
+                    raise
+                cause = error
+        for step in steps:
+            if step not in self._unreadable:
+                try:
+                    self._open_links([step]).close()
+                except Exception as error:  # as above
+                    self._unreadable[step] = self._damaged(step, f"its metadata cannot be read ({_first_line(error)})")
+        if not self._unreadable:
+            raise cause
+        return self._open_links([step for step in steps if step not in self._unreadable])
+
+    def _open_links(self, steps: Sequence[int]) -> ocp.training.Checkpointer:
+        folder = Path(self._links.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-")))
+        for step in steps:
+            (folder / str(step)).symlink_to(self.folder / str(step))
+        return ocp.training.Checkpointer(folder)
+
+    def _irregular(self, step: int) -> DamagedError | None:
+        """An error for a pipe or a device among the files of a step, on which a read might never end."""
+        for path in (self.folder / str(step)).rglob("*"):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                return self._damaged(step, f"{path} is no regular file")
+        return None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -157,11 +190,12 @@ class Checkpoints:
             if hosts.gone(error):
                 raise
             raise self._unwritten(error) from error
+        finally:
+            self._links.close()
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
-        newest = self._orbax.latest
-        return None if newest is None else newest.step
+        return max([x.step for x in self._orbax.checkpoints] + list(self._unreadable), default=None)
 
     def save(
         self,
@@ -182,8 +216,11 @@ class Checkpoints:
             log: the newest rows of the log, as JSON.
 
         Raises:
+            DamagedError: the metadata of a step cannot be read, and `resume` has not moved it away.
             DiskError: this save or the one before could not be written.
         """
+        for error in self._unreadable.values():
+            raise error
         arrays: dict[str, Any] = flatten(state)
         if hosts.several():
             kind, digests = "sum64", checksums(arrays)
@@ -212,6 +249,8 @@ class Checkpoints:
         Raises:
             DamagedError: the checkpoint's metadata is missing or damaged.
         """
+        if step in self._unreadable:
+            raise self._unreadable[step]
         try:
             meta = dict(self._orbax.metadata(step).custom_metadata)
             seal = meta.pop("seal")
@@ -274,7 +313,8 @@ class Checkpoints:
     ) -> tuple[_State, dict[str, Any]] | None:
         """State and metadata of the newest checkpoint that is whole, as `restore`; None where there is none at all.
 
-        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder.
+        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder. So are
+        older ones whose metadata cannot be read.
 
         Args:
             abstract: as `restore`.
@@ -285,15 +325,19 @@ class Checkpoints:
             UserError: the checkpoint is of another configuration, or none is whole.
         """
         damaged: dict[int, DamagedError] = {}
-        for step in reversed([x.step for x in self._orbax.checkpoints]):
+        for step in sorted([*(x.step for x in self._orbax.checkpoints), *self._unreadable], reverse=True):
             try:
                 check_same(self.read_meta(step)["config"], config, self.folder / str(step))
                 state, meta = self.restore(step, abstract)
             except DamagedError as error:
                 damaged[step] = error
                 continue
+            damaged |= self._unreadable
             for other, why in damaged.items():
                 tell(f"{why}; moved to {self._set_aside(other)}")
+            if damaged:
+                self._orbax.close()
+                self._orbax = self._open()
             return state, meta
         for why in damaged.values():
             raise UserError(f"{why}, and no older one is whole. Start afresh with --resume never")
@@ -308,7 +352,6 @@ class Checkpoints:
         with hosts.agreement():
             if hosts.first():
                 os.rename(self.folder / str(step), target)
-        self._orbax.reload()
         return target
 
     def _damaged(self, step: int, what: str) -> DamagedError:

@@ -10,14 +10,14 @@ import tyro
 
 import fp8jax
 from experiments import mesh
-from experiments.sections import BusyError as BusyError
+from experiments.errors import BusyError as BusyError
+from experiments.errors import DiskError as DiskError
+from experiments.errors import UserError as UserError
 from experiments.sections import Data as Data
-from experiments.sections import DiskError as DiskError
 from experiments.sections import Lora as Lora
 from experiments.sections import Model as Model
 from experiments.sections import Optim as Optim
 from experiments.sections import Run as Run
-from experiments.sections import UserError as UserError
 from experiments.sections import flag as flag
 
 

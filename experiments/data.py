@@ -15,6 +15,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from experiments import reading
 from experiments.config import UserError
 from experiments.tokenizer import Tokenizer
 
@@ -70,13 +71,15 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
     A folder stands for all files below it that are not hidden. A file found twice counts once.
 
     Raises:
-        UserError: a path does not exist, or a glob or folder holds no file.
+        UserError: a path does not exist, or is a pipe or a device; or a glob or folder holds no file.
     """
     files: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_file():
             matches = [(path, True)]
+        elif path.exists() and not path.is_dir():
+            raise UserError(f"--data {pattern}: {reading.irregular(path.stat().st_mode)}; copy its content to a file")
         elif path.is_dir():
             below = sorted(p for p in path.rglob("*") if p.is_file())
             matches = [(p, False) for p in below if not any(x.startswith(".") for x in p.relative_to(path).parts)]
@@ -102,7 +105,7 @@ def read_text(path: Path) -> str | None:
         UserError: the file cannot be read.
     """
     try:
-        raw = path.read_bytes()
+        raw = reading.read_bytes(path)
     except OSError as error:
         raise UserError(f"--data: cannot read {path}: {error.strerror}") from None
     if b"\0" in raw:

@@ -5,6 +5,8 @@
 Without --data the text is the run's own validation split. Exit codes: 0 done; 2 wrong input.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import sys
@@ -13,19 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 import fp8jax
-from experiments import data, records, report, scoring
-from experiments.checkpoint import quiet
-from experiments.config import UserError, flag
-from experiments.result import parse_json
-from experiments.trained import SETTLING as SETTLING
-from experiments.trained import Trained as Trained
-from experiments.trained import get_recipe as get_recipe
-from experiments.trained import load as load
+from experiments.errors import UserError
+from experiments.packages import needed
+from experiments.reading import parse_json, read_text
+
+with needed() as no_parser:
+    import tyro
+
+    from experiments.config import flag
+with needed() as missing:
+    from rich.console import Console
+    from rich.table import Table
+
+    from experiments import data, records, report, scoring
+    from experiments.checkpoint import quiet
+    from experiments.trained import SETTLING as SETTLING
+    from experiments.trained import Trained as Trained
+    from experiments.trained import get_recipe as get_recipe
+    from experiments.trained import load as load
+
+_PROGRAM = "experiments.evaluate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +72,15 @@ class Question:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, evaluates, and returns the exit code."""
+    if no_parser:
+        return no_parser.tell(_PROGRAM)
+    settings = tyro.cli(Evaluation, args=argv, prog=f"python -m {_PROGRAM}")
+    if missing:
+        return missing.tell(_PROGRAM)
     quiet()
     console = report.make_console()
     try:
-        evaluate(tyro.cli(Evaluation, args=argv, prog="python -m experiments.evaluate"), console)
+        evaluate(settings, console)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -146,8 +162,8 @@ def read_questions(path: Path) -> list[Question]:
         UserError: the file cannot be read, or a line is not as `Evaluation.choices` says; names file and line.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
         raise UserError(f"--choices {path} cannot be read ({error})") from None
     questions = []
     for number, line in enumerate(lines, 1):
@@ -165,6 +181,8 @@ def read_questions(path: Path) -> list[Question]:
             raise UserError(f"{where}: context must be a text and choices a list of at least two")
         if not all(isinstance(choice, str) and choice for choice in choices):
             raise UserError(f"{where}: every choice must be a text that is not empty")
+        if any("\0" in text for text in (context, *choices)):
+            raise UserError(f"{where}: a text holds the character U+0000, which separates documents; remove it")
         if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
             raise UserError(f"{where}: answer must be the index of a choice, 0 to {len(choices) - 1}, got {answer!r}")
         questions.append(Question(context, tuple(choices), answer))

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from experiments import data, start
 from experiments.config import Config, UserError, check_same
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_text
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
 
@@ -18,7 +18,7 @@ def has_progress(folder: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        saved = parse_json((folder / "config.json").read_text())
+        saved = parse_json(read_text(folder / "config.json"))
         if not isinstance(saved, dict):
             raise ValueError("no JSON object")
         return saved

@@ -13,11 +13,17 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
-from experiments import sampling
-from experiments.config import UserError
-from experiments.hub import load, tokenizer
+from experiments.errors import UserError
+from experiments.packages import needed
+
+with needed() as no_parser:
+    import tyro
+with needed() as missing:
+    from experiments import sampling
+    from experiments.hub import load, tokenizer
+
+_PROGRAM = "experiments.generate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +54,13 @@ class Generation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, writes, and returns the exit code."""
+    if no_parser:
+        return no_parser.tell(_PROGRAM)
+    settings = tyro.cli(Generation, args=argv, prog=f"python -m {_PROGRAM}")
+    if missing:
+        return missing.tell(_PROGRAM)
     try:
-        for text in generate(tyro.cli(Generation, args=argv, prog="python -m experiments.generate")):
+        for text in generate(settings):
             print(text)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,6 +81,10 @@ def generate(settings: Generation) -> list[str]:
         choice.validate()
     except ValueError as error:
         raise UserError(str(error)) from None
+    try:
+        settings.prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("--prompt is no text in the encoding of this terminal; give it in UTF-8") from None
     loaded = load.load(settings.model, dtype=jnp.dtype(settings.dtype))
     spelled = tokenizer.read(loaded.folder, loaded.config.vocab)
     ids = spelled.encode(settings.prompt).ids

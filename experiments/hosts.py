@@ -5,6 +5,9 @@ the same folder. What only one of them can find out (a file that is missing on i
 goes on, so that all end with the same message and none waits for one that is gone.
 """
 
+from __future__ import annotations
+
+import concurrent.futures
 import contextlib
 import hashlib
 import json
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -24,7 +27,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import relay
-from experiments.config import Run, UserError
+from experiments.errors import UserError
+from experiments.signals import StopSignals
+
+if TYPE_CHECKING:
+    from experiments.config import Run
 
 # Exit code of a process that goes on no longer because another one has ended.
 GONE = 5
@@ -48,8 +55,10 @@ class Agreed(UserError):
         self.exit_code = exit_code
 
 
-def join(settings: Run) -> None:
+def join(settings: Run, stop: StopSignals) -> None:
     """Joins the other processes of a run; does nothing for a command line without `--coordinator`.
+
+    A signal of before waits until they have joined: they would wait for a process that is gone, until `patience` ends.
 
     From here on this process ends with a message and exit code `GONE` when another one ends, whatever it is doing:
     `experiments/relay.py` says how. `--coordinator auto` takes address, number and count from what
@@ -71,13 +80,21 @@ def join(settings: Run) -> None:
             "that of the host of process 0, and the same --process-count",
             file=sys.stderr,
         )
-        _abandon(UserError.exit_code)
+        _abandon(UserError.exit_code if stop.signum is None else 128 + stop.signum)
 
     # JAX's own limit ends the process without a word to its user.
     timer = threading.Timer(patience, give_up)
     timer.start()
+    stop.notice = (
+        f"{who} ends when the others have joined it, or after {patience} s (--patience); a second signal ends it now"
+    )
+    if stop.signum is not None:
+        print(stop.notice, file=sys.stderr, flush=True)
+    # In a thread: Python runs handlers of signals while it waits for one, and not while it waits for XLA.
+    pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
-        jax.distributed.initialize(
+        joined = pool.submit(
+            jax.distributed.initialize,
             **where,
             num_processes=place.processes,
             process_id=place.number,
@@ -87,11 +104,16 @@ def join(settings: Run) -> None:
             heartbeat_timeout_seconds=-(-_silence(settings) * 4 // 3),
             shutdown_timeout_seconds=patience,
         )
+        joined.result()
     except (ValueError, RuntimeError) as error:  # XLA's errors are RuntimeErrors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(_CANNOT.format(who, why)) from None
     finally:
         timer.cancel()
+        pool.shutdown()
+        stop.notice = ""
+    # The service that joins processes has taken SIGTERM for itself.
+    stop.renew()
 
 
 class _Place(NamedTuple):

@@ -10,8 +10,8 @@ from pathlib import Path
 import filelock
 
 from experiments import report
-from experiments.config import BusyError
-from experiments.result import parse_json
+from experiments.errors import BusyError, DiskError
+from experiments.reading import parse_json, read_text
 
 
 @contextlib.contextmanager
@@ -26,6 +26,7 @@ def hold(folder: Path) -> Iterator[None]:
 
     Raises:
         BusyError: another process holds the run; the message names it.
+        DiskError: the folder of runs cannot be written.
     """
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     owner = folder.with_name(f".{folder.name}.owner")
@@ -34,6 +35,10 @@ def hold(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         raise BusyError(
             f"{folder} is being trained by {_read_owner(owner)}. Wait for it, stop it, or give another --run"
+        ) from None
+    except OSError as error:
+        raise DiskError(
+            f"{folder.parent} cannot be written ({error.strerror or error}); make it writable, or give another --out"
         ) from None
     try:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -46,7 +51,7 @@ def hold(folder: Path) -> Iterator[None]:
 
 def _read_owner(path: Path) -> str:
     try:
-        other = parse_json(path.read_text())
+        other = parse_json(read_text(path))
         return f"process {other['pid']} on {other['host']} (since {other['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

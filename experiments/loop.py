@@ -1,10 +1,8 @@
 """The loop around the training step: logging, validation, checkpoints, signals."""
 
 import dataclasses
-import signal
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,45 +13,14 @@ from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
 from experiments.optimizer import schedule
 from experiments.report import RunLog
+from experiments.signals import Stopped as Stopped
+from experiments.signals import StopSignals as StopSignals
 from experiments.speed import Trace
 from experiments.task import TrainState
 
 
 class NotFinite(Exception):
     """A loss or gradient was NaN or infinite. The message names the step and what to try."""
-
-
-class Stopped(Exception):
-    """The user asked to stop. `signum` is the signal, `step` the step that is saved, if training had begun."""
-
-    def __init__(self, signum: int, step: int | None = None) -> None:
-        super().__init__(signum, step)
-        self.signum, self.step = signum, step
-
-
-class StopSignals:
-    """Context manager that turns the first SIGINT or SIGTERM into a flag; a second one ends the program at once."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-
-    def __enter__(self) -> "StopSignals":
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def check(self) -> None:
-        """Raises Stopped where a signal has come."""
-        if self.signum is not None:
-            raise Stopped(self.signum)
-
-    def _note(self, signum: int, _: FrameType | None) -> None:
-        self.signum = signum
-        for s in self._before:
-            signal.signal(s, signal.SIG_DFL)
 
 
 def evaluate(

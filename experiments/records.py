@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from experiments import data
 from experiments.config import UserError
+from experiments.reading import parse_json, read_bytes
 
 LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 MESSAGES = "messages"
@@ -68,11 +69,11 @@ def read(patterns: Sequence[str], field: str) -> tuple[list[TextRecord], int, li
 
 def _lines(path: Path, field: str) -> Iterator[TextRecord]:
     try:
-        text = path.read_bytes().decode()
+        text = read_bytes(path).decode()
     except OSError as error:
         raise UserError(f"--data: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        at = path.read_bytes()[: error.start].count(b"\n") + 1
+        at = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{path}:{at}: not UTF-8 ({error.reason})") from None
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -82,9 +83,11 @@ def _lines(path: Path, field: str) -> Iterator[TextRecord]:
                 return  # what ends with a line break has no line after it
             raise UserError(f"{where}: an empty line; each line is one JSON object: remove it")
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: no JSON ({error.msg} at column {error.colno})") from None
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
         yield record(value, field, where)
 
 
@@ -113,26 +116,45 @@ def record(value: Any, field: str, where: str) -> TextRecord:
     """A record from what a line or row holds.
 
     Raises:
-        UserError: it holds neither a conversation with an answer, nor a text.
+        UserError: it holds neither a conversation with an answer, nor a text; or its text has a character that no token
+            stands for.
     """
     if not isinstance(value, Mapping):
-        raise UserError(f"{where}: a JSON object is needed, not {json.dumps(value)[:60]}")
+        raise UserError(f"{where}: a JSON object is needed, not {_shown(value, 60)}")
     messages = value.get(MESSAGES)
     if messages is None:
         text = value.get(field)
         if not isinstance(text, str) or not text:
             has = ", ".join(map(str, value)) or "nothing"
-            what = "is empty" if text == "" else f"is {json.dumps(text, default=str)[:40]}" if field in value else ""
+            what = "is empty" if text == "" else f"is {_shown(text, 40)}" if field in value else ""
             told = f"{field} {what}, no text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
             raise UserError(f"{where}: {told}; --field names the field of the text")
+        _check_characters(text, f"{where}: {field}")
         return TextRecord(where, text)
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: {MESSAGES} is no list of messages")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise UserError(f"{where}: message {i} has no text as its content")
+        _check_characters(message["content"], f"{where}: message {i}")
         if message.get("role") not in _ROLES:
             raise UserError(f"{where}: message {i} has the role {message.get('role')!r}; roles are {', '.join(_ROLES)}")
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: no message is of the assistant, so there is no answer to learn")
     return TextRecord(where, None, tuple(messages))
+
+
+def _shown(value: Any, most: int) -> str:
+    try:
+        return json.dumps(value, default=str)[:most]
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
+
+
+def _check_characters(text: str, where: str) -> None:
+    if "\0" in text:
+        raise UserError(f"{where} holds the character U+0000, which separates documents; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} is no Unicode text ({error.reason})") from None

@@ -19,8 +19,9 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from experiments.config import DiskError
-from experiments.result import RECENT, Result, parse_json
+from experiments.config import DiskError, UserError
+from experiments.reading import parse_json, read_bytes
+from experiments.result import RECENT, Result
 from fp8jax.core.tables import sentence
 
 _ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_s"}
@@ -238,12 +239,21 @@ class RunLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl that can be read, as `missing` tells; a missing file is empty."""
+    """The rows of a metrics.jsonl that can be read, as `missing` tells; a missing file is empty.
+
+    Raises:
+        UserError: the file cannot be read, or is no regular file.
+    """
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    try:
+        content = read_bytes(path) if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from None
+    for line in content.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             row = parse_json(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
+            numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
+            if numbers and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
                 rows.append(row)
     return rows
 

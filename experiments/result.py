@@ -1,22 +1,15 @@
 """The result of a finished recipe, and reading it again from a file that anything may have happened to."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.reading import parse_json, read_text
+
 # Newest rows of the log that a checkpoint holds; a result depends on no older ones.
 RECENT = 50
-
-
-def parse_json(text: str) -> Any:
-    """As `json.loads`; ValueError also for what is nested so deep that Python gives up."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +46,10 @@ def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
     """What result.json holds: the result, and the configuration that it is of.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no regular file.
         ValueError: it is not what this program writes of a training that went well; names what is wrong.
     """
-    saved = parse_json(path.read_text())
+    saved = parse_json(read_text(path))
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
         raise ValueError("no configuration in it")
     fields = saved.get("result")

@@ -14,7 +14,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -26,9 +25,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments.bench import record
 from experiments.jobs import CPU, DERIVED, EIGHT_GPUS, FOUR_GPUS, ONE_GPU, TRAINED, TWO_GPUS, Job
-from experiments.tables.report import RUNS
+from experiments.packages import needed
+from experiments.reading import parse_json, read_text
+
+with needed() as missing:
+    from experiments.bench import record
+    from experiments.tables.report import RUNS
 
 # By the GPUs that they take.
 JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
@@ -59,13 +62,16 @@ def gpus() -> tuple[str, list[str]]:
 
 
 def state(path: Path, commit: str) -> str:
-    """What there is of a file: "done" at this commit, "missing", "not complete", or of which commit it is."""
+    """What there is of a file: "done" at this commit, "missing", "damaged", "not complete", or its other commits."""
     if not path.exists():
         return "missing"
-    result = json.loads(path.read_text())
-    if not result.get("complete", True):
-        return "not complete"
-    commits = sorted({of for row in result["rows"] for of in row["commit"].split(", ")})
+    try:
+        result = parse_json(read_text(path))
+        if not result.get("complete", True):
+            return "not complete"
+        commits = sorted({of for row in result["rows"] for of in row["commit"].split(", ")})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "damaged"
     if not commits:
         return "without rows"
     if commits == [commit]:
@@ -154,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--streams {options.streams}: give 1 or more tables at a time")
     if options.data and (options.dry or options.cpu):
         parser.error("--data trains on GPUs: leave out --dry and --cpu")
+    if missing:
+        return missing.tell("experiments.results")
     try:
         commit = record.commit()
     except ValueError as error:
@@ -273,12 +281,19 @@ def share_cores(taken: Sequence[int], slots: int) -> None:
             os.sched_setaffinity(0, {core for i in taken for core in cores[i * each : (i + 1) * each]})
 
 
+def _device(path: Path) -> str:
+    """The device of a file's first row; "" where it has none, or cannot be read."""
+    try:
+        return str(parse_json(read_text(path))["rows"][0]["device"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
 def of_kind(folder: Path) -> str:
     """Which list of jobs a card's folder is of, by the devices of its rows."""
     if folder.name == "cpu":
         return KINDS[0]
-    rows = (row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text()).get("rows", ()))
-    device = next((row["device"] for row in rows), None)
+    device = next((device for path in sorted(folder.glob("*.json")) if (device := _device(path))), None)
     if device is None:  # Runs of which tables are made, as in parity/.
         return "runs"
     count, _, name = device.rpartition(" x ")

@@ -13,26 +13,9 @@ from typing import Annotated, Literal
 import tyro
 
 import fp8jax
+from experiments.errors import UserError
 from experiments.models import sizes
-from experiments.models.llama import LlamaConfig
-
-
-class UserError(Exception):
-    """Something the user can put right. The message is one line that names the value and the fix."""
-
-    exit_code = 2
-
-
-class DiskError(UserError):
-    """A file could not be written."""
-
-    exit_code = 3
-
-
-class BusyError(UserError):
-    """Another process is at work on the run."""
-
-    exit_code = 4
+from experiments.models.shape import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True)

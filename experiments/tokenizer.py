@@ -14,6 +14,7 @@ import tokenizers
 
 from experiments import report
 from experiments.config import UserError
+from experiments.reading import read_text
 
 SEPARATOR = 0
 _SEPARATOR_TEXT = "<|document|>"
@@ -39,6 +40,8 @@ class Bytes:
     vocab = 256
 
     def encode(self, documents: Sequence[str]) -> np.ndarray:
+        if any("\0" in document for document in documents):
+            raise UserError("a text holds the character U+0000, which separates documents; remove it")
         joined = b"".join(b"\0" + document.encode() for document in documents)
         return np.frombuffer(joined, np.uint8).astype(np.uint16)
 
@@ -83,7 +86,7 @@ class BytePair:
             UserError: the file is damaged.
         """
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            return cls(tokenizers.Tokenizer.from_str(read_text(path)))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"tokenizer {path} cannot be read ({error}); --resume never trains a new one") from None
 

@@ -11,11 +11,13 @@ cannot be written, or the device's memory is too small; 4 another process trains
 processes has ended; 130 and 143 stopped by SIGINT or SIGTERM.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
+import errno
 import json
 import shlex
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,40 +26,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.text import Text
 
 import fp8jax
-from experiments import (
-    data,
-    folders,
-    hosts,
-    lock,
-    mesh,
-    packing,
-    peft_files,
-    report,
-    sampling,
-    start,
-    wandb_log,
-)
-from experiments.adapters import joined, of_base
-from experiments.checkpoint import Checkpoints, digest_of, quiet
-from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
+from experiments import hosts, mesh, packages, signals
+from experiments.errors import UserError
 from experiments.flags import recommend
-from experiments.form import in_chunks, recomputed
-from experiments.introduction import count as count
-from experiments.introduction import print_plan, print_setup
-from experiments.loop import Loop, NotFinite, Stopped, StopSignals
-from experiments.optimizer import make_optimizer as make_optimizer
-from experiments.optimizer import with_head, with_master
-from experiments.result import Result, read_result
-from experiments.speed import Trace, share_of_peak
-from experiments.task import Task, TrainState
-from experiments.tokenizer import Tokenizer
+from experiments.signals import Stopped, StopSignals
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
 
+with packages.needed() as no_parser:
+    from experiments.config import Config, check_same, flag, flatten_fields, parse
+with packages.needed() as missing:
+    from rich.console import Console
+    from rich.text import Text
+
+    from experiments import data, folders, lock, packing, peft_files, report, sampling, start, wandb_log
+    from experiments.adapters import joined, of_base
+    from experiments.checkpoint import Checkpoints, digest_of, quiet
+    from experiments.form import in_chunks, recomputed
+    from experiments.introduction import count as count
+    from experiments.introduction import print_plan, print_setup
+    from experiments.loop import Loop, NotFinite
+    from experiments.optimizer import make_optimizer as make_optimizer
+    from experiments.optimizer import with_head, with_master
+    from experiments.result import Result, read_result
+    from experiments.speed import Trace, share_of_peak
+    from experiments.task import Task, TrainState
+    from experiments.tokenizer import Tokenizer
+
+_PROGRAM = "experiments.train"
 # Settings of `Run` that all processes must share, or their programs or their order of work differ.
 _EVERYWHERE = (
     "resume",
@@ -76,13 +74,19 @@ _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
-    command = shlex.join(["python", "-m", "experiments.train", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", _PROGRAM, *(sys.argv[1:] if argv is None else argv)])
+    if no_parser:
+        return no_parser.tell(_PROGRAM)
+    if missing:
+        parse(argv, __doc__)
+        return missing.tell(_PROGRAM)
     quiet()
     try:
-        config = parse(argv, __doc__)
-        hosts.join(config.run)
-        # Only now: the service that joins processes takes signals for itself.
-        with StopSignals() as stop:
+        with signals.started or StopSignals() as stop:
+            stop.command = ""
+            config = parse(argv, __doc__)
+            hosts.join(config.run, stop)
+            stop.check()
             run(config, report.make_console(quiet=not hosts.first()), stop, recipe)
         return hosts.end(0, agreed=True)
     except Exception as error:
@@ -99,15 +103,16 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
     match error:
         case UserError():
             return error.exit_code, f"error: {error}"
+        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS):
+            return 3, f"error: {error}. Make that writable, or give another --out"
         case OSError():
             return 3, f"error: {error}"
+        case ModuleNotFoundError() if line := packages.explain(error, _PROGRAM):
+            return 2, f"error: {line}"
         case NotFinite():
             return 1, f"stopped: {error}"
         case Stopped():
-            name = signal.Signals(error.signum).name
-            saved = f"step {error.step} is saved" if error.step else "no step was lost"
-            again = command.replace(" --resume never", "")
-            return 128 + error.signum, f"stopped by {name}: {saved}. To resume: {again}"
+            return 128 + error.signum, error.message(command)
         case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
             return 3, (
                 f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
@@ -220,6 +225,8 @@ def _train_recipe(
     if finished.exists():
         try:
             result, known = read_result(finished)
+        except OSError as error:
+            raise UserError(f"{finished} cannot be read ({error.strerror}); move it away") from None
         except ValueError as error:
             console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
         else:

@@ -15,7 +15,7 @@ from experiments.adapters import of_base
 from experiments.checkpoint import Checkpoints, DamagedError
 from experiments.config import Config, UserError, check_same, flatten_fields
 from experiments.optimizer import make_optimizer, with_head, with_master
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_text
 from experiments.task import Task
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
@@ -139,13 +139,15 @@ def load(folder: Path, name: str) -> Trained:
 def read_config(folder: Path) -> Config:
     """The configuration of a run; UserError where it cannot be read."""
     try:
-        fields = parse_json((folder / "config.json").read_text())["all"]
+        fields = parse_json(read_text(folder / "config.json"))["all"]
         sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
         sections |= {"lora": configuration.Lora} if "lora" in fields else {}
         parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
         parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
         settings = fields["run"]
         parts["run"] = configuration.Run(**{**settings, "out": Path(settings["out"])})
-        return Config(recipe=tuple(fields["recipe"]), seed=fields["seed"], **parts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = Config(recipe=tuple(fields["recipe"]), seed=fields["seed"], **parts)
+        config.validate()
+        return config
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read ({error!r}); train the run again") from None

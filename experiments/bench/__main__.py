@@ -7,7 +7,8 @@ Each prints its rows and the flags of XLA that it runs with, writes results/CARD
 import importlib
 import sys
 
-from experiments import flags
+from experiments import flags, startup
+from experiments.packages import needed
 
 BENCHES = (
     "step",
@@ -29,14 +30,29 @@ BENCHES = (
 )
 
 
-def main() -> None:
+def main() -> int:
     """Runs one benchmark; all but "cold", which measures XLA as it is, with the flags of `experiments.flags`."""
-    if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
-        sys.exit(f"{(__doc__ or '').strip()}\nNAME is one of {', '.join(BENCHES)}.")
-    if sys.argv[1] != "cold":
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHES:
+        asked = name in ("-h", "--help")
+        print(
+            f"{(__doc__ or '').strip()}\nNAME is one of {', '.join(BENCHES)}.", file=sys.stdout if asked else sys.stderr
+        )
+        return 0 if asked else 2
+    if name != "cold":
         flags.recommend()
-    importlib.import_module(f"experiments.bench.{sys.argv[1]}").main(sys.argv[2:])
+    program = f"experiments.bench.{name}"
+    with needed() as missing:
+        importlib.import_module(program).main(sys.argv[2:])
+    if not missing:
+        return 0
+    code = missing.tell(program)
+    if startup.HELP.isdisjoint(sys.argv):
+        return code
+    # The benchmark's parser comes after imports that failed. What it is for can be said.
+    print(startup.purpose(program))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,6 @@ code runs without its history, as on a machine that gets a copy of the files.
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import report
+from experiments.reading import parse_json, read_text
 
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
@@ -220,9 +220,9 @@ def load(path: Path) -> dict[str, Any]:
         ValueError: the file is no JSON or not of the schema; the message names it.
     """
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_text(path))
         check(content)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
     return remarked(without_unknown(content))
 

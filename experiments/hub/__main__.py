@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
-import tyro
 
-from experiments.checkpoint import quiet
-from experiments.config import UserError
-from experiments.hub import export, load, save
+from experiments.errors import UserError
+from experiments.packages import needed
+
+with needed() as no_parser:
+    import tyro
+with needed() as missing:
+    from experiments.checkpoint import quiet
+    from experiments.hub import export, load, save
+
+_PROGRAM = "experiments.hub"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +51,14 @@ class Export:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, writes, and returns the exit code."""
+    if no_parser:
+        return no_parser.tell(_PROGRAM)
+    settings = tyro.cli(Export, args=argv, prog=f"python -m {_PROGRAM}")
+    if missing:
+        return missing.tell(_PROGRAM)
     quiet()
     try:
-        kept = write(tyro.cli(Export, args=argv, prog="python -m experiments.hub"))
+        kept = write(settings)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

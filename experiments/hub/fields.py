@@ -14,7 +14,8 @@ HARMLESS = frozenset(
     attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id
     chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder
+    forced_eos_token_id fp8jax_digests gradient_checkpointing hidden_dropout id2label initializer_range is_decoder
+    is_encoder_decoder
     is_llama_config label2id length_penalty max_length max_position_embeddings max_sequence_length min_length
     model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
     output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type quantization_config
@@ -121,7 +122,10 @@ class Fields:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    # An integer may have more digits than a float can hold.
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def rope_fields(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

@@ -5,7 +5,10 @@ here, because its NumPy side has no 8-bit floats, and because a mapped file coun
 """
 
 import dataclasses
+import hashlib
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,13 @@ import numpy as np
 import safetensors
 
 from experiments.config import UserError
-from experiments.result import parse_json
+from experiments.reading import parse_json, read_bytes, read_text
+from fp8jax.ops import digests
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The entry of `__metadata__` in the first file of weights that `write_entry` writes and `check` reads; and the field of
+# config.json that turns this check off.
+FOLDER, UNCHECKED = "fp8jax.folder", "fp8jax_digests"
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -27,13 +34,17 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: its file, its name and dtype as the file says them, its shape, and where its bytes begin."""
+    """A tensor on disk: its file, its name and dtype as the file says them, its shape, and where its bytes begin.
+
+    `digest` is that of `fp8jax.ops.digests`, or "" in a file without digests.
+    """
 
     file: Path
     name: str
     kind: str
     shape: tuple[int, ...]
     start: int
+    digest: str = ""
 
     @property
     def dtype(self) -> np.dtype:
@@ -50,7 +61,7 @@ class Stored:
         """The tensor, read now.
 
         Raises:
-            UserError: as `dtype`; or the file changed since it was opened.
+            UserError: as `dtype`; or the file changed since it was opened, or since it was written with its digests.
         """
         count = int(np.prod(self.shape, dtype=np.int64))
         try:
@@ -59,7 +70,10 @@ class Stored:
             raise UserError(f"{self.file} cannot be read ({error.strerror or error})") from None
         if values.size != count:
             raise UserError(f"{self.file} ends within {self.name}: it is not the file that was opened; load it again")
-        return values.reshape(self.shape)
+        values = values.reshape(self.shape)
+        if self.digest and digests.digest(values) != self.digest:
+            raise UserError(f"{self.file} is damaged: the values of {self.name} do not match their digest")
+        return values
 
 
 def resolve(source: str | Path) -> Path:
@@ -88,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: the file is missing, or is something else.
     """
     try:
-        content = parse_json(path.read_text())
+        content = parse_json(read_text(path))
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except (OSError, ValueError) as error:
@@ -115,7 +129,7 @@ def tensors(folder: Path) -> dict[str, Stored]:
         raise UserError(f"{folder / INDEX}: weight_map is no object of file names")
     found: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
-        if Path(name).name != name or name in ("", ".", ".."):
+        if not _is_name(name):
             raise UserError(f"{folder / INDEX} names {name!r}, which is not a file of this folder")
         if not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing; {INDEX} names it")
@@ -136,10 +150,98 @@ def _header(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except Exception as error:  # SafetensorError, OSError
+        metadata = header.pop("__metadata__", None)
+        found = digests.read(metadata, header)
+    except Exception as error:  # SafetensorError, OSError, and ValueError of digests
         raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
-    header.pop("__metadata__", None)
     return {
-        name: Stored(path, name, x["dtype"], tuple(x["shape"]), 8 + length + x["data_offsets"][0])
+        name: Stored(path, name, x["dtype"], tuple(x["shape"]), 8 + length + x["data_offsets"][0], found.get(name, ""))
         for name, x in header.items()
     }
+
+
+def entry(settings: Mapping[str, Any], contents: Mapping[str, bytes]) -> dict[str, str]:
+    """The entry of `__metadata__` that `check` compares a folder with.
+
+    Args:
+        settings: what config.json says of the model, as JSON.
+        contents: of the files beside the weights, by name.
+    """
+    files = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {FOLDER: json.dumps({"config": settings, "files": files})}
+
+
+def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+    """Compares the files beside the weights with what they were when the weights were written.
+
+    A folder of another program has nothing to compare with. config.json may turn the check off.
+
+    Args:
+        folder: of the checkpoint.
+        settings: what config.json says of the model; None compares the other files alone.
+
+    Raises:
+        UserError: a file is another one, or config.json says something else. The message names what.
+    """
+    written = _written(folder)
+    if not written or read_json(folder / "config.json").get(UNCHECKED) is False:
+        return
+    way_out = f'after an intended change, add "{UNCHECKED}": false to config.json'
+    for name, digest in written["files"].items():
+        content = beside(folder, name)
+        if content is not None and hashlib.sha256(content).hexdigest() != digest:
+            raise UserError(f"{folder / name} is damaged, or was changed since the weights were written; {way_out}")
+    if settings is not None:
+        now, before = json.loads(json.dumps(settings)), written["config"]
+        changed = [f"{k} {before.get(k)!r} and is {v!r}" for k, v in now.items() if before.get(k) != v]
+        if changed:
+            raise UserError(
+                f"{folder / 'config.json'} is damaged, or was changed since the weights were written, with "
+                f"{'; '.join(changed)}; {way_out}"
+            )
+
+
+def _written(folder: Path) -> dict[str, Any]:
+    """The entry of a folder's weights; empty where they have none, or there are no weights."""
+    path = folder / SINGLE
+    if (folder / INDEX).is_file():
+        places = read_json(folder / INDEX).get("weight_map")
+        first = min(filter(_is_name, places.values()), default="") if isinstance(places, dict) else ""
+        path = folder / first
+    if not path.is_file():
+        return {}
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            text = (file.metadata() or {}).get(FOLDER)
+        found = {} if text is None else parse_json(text)
+        if text is not None and not all(isinstance(found[name], dict) for name in ("config", "files")):
+            raise ValueError(f"{FOLDER} in its metadata is damaged")
+    except Exception as error:  # SafetensorError, OSError, and of a damaged entry
+        raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
+    result: dict[str, Any] = found
+    return result
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def beside(folder: Path, name: str) -> bytes | None:
+    """The content of a file of a checkpoint; None where there is none.
+
+    Links are followed within the folder, and from a snapshot of the local cache to its own blobs.
+
+    Raises:
+        UserError: it is a link out of the folder, or no regular file, or cannot be read.
+    """
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(root) for root in roots):
+        raise UserError(f"{path} is a link to {target}, outside of the folder; put the file in its place, or remove it")
+    try:
+        return read_bytes(target)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None

@@ -62,7 +62,8 @@ def load(
 
     Raises:
         UserError: the checkpoint is of an unknown family, has unknown settings, lacks tensors or has others, or a file
-            is damaged. The message names the file and what is wrong.
+            is damaged, by its own form or by the digests that `save` writes. The message names the file and what is
+            wrong.
     """
     folder = files.resolve(source)
     content = files.read_json(folder / "config.json")
@@ -79,7 +80,21 @@ def load(
             leaves.append(_frozen(parts, storage, flat[path].shape, place))
         else:
             leaves.append(jax.device_put(_read(parts, storage, flat[path].shape, dtype), place))
+    files.check(folder, settings(folder / "config.json", content))
     return Loaded(folder, family, config, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+
+
+def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the model: its shape, the format of its weights, and what ends a text.
+
+    Raises:
+        UserError: as `families.read` and `quantized.read`.
+    """
+    family, config = families.read(path, content)
+    storage = quantized.read(path, content.get("quantization_config"))
+    weights = None if storage is None else dataclasses.asdict(storage)
+    ends = content.get("eos_token_id")
+    return {"family": family.name, **dataclasses.asdict(config), "weights": weights, "eos_token_id": ends}
 
 
 def abstract_params(config: LlamaConfig) -> Any:

@@ -95,6 +95,8 @@ def read(path: Path, fields: dict[str, Any] | None) -> EightBits | None:
     """
     if not fields:
         return None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: quantization_config is {type(fields).__name__}, not an object")
     method = fields.get("quant_method")
     if method == "fp8":
         block = fields.get("weight_block_size", [128, 128])
@@ -110,7 +112,9 @@ def read(path: Path, fields: dict[str, Any] | None) -> EightBits | None:
     if not isinstance(groups, dict) or len(groups) != 1:
         raise UserError(f"{path}: config_groups must be one group, of linear layers; got {groups!r}")
     (group,) = groups.values()
-    weights = group.get("weights") or {}
+    weights = group.get("weights") or {} if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise UserError(f"{path}: config_groups must be one group, of linear layers; got {groups!r}")
     for name, allowed in {
         "num_bits": (8,),
         "type": ("float",),
@@ -131,7 +135,7 @@ def _only(path: Path, name: str, value: Any, *allowed: Any) -> None:
 
 
 def _block(path: Path, sizes: Any) -> tuple[int, int]:
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         raise UserError(f"{path}: quantization_config has blocks of {sizes!r}, not [rows, columns]")
     return sizes[0], sizes[1]
 

@@ -21,6 +21,7 @@ from experiments.hub import families, files, load, quantized
 from experiments.hub.families import Tensor
 from experiments.hub.quantized import EightBits
 from experiments.models.shape import LlamaConfig
+from fp8jax.ops import digests
 
 # What is copied of a checkpoint beside its weights and its config.json.
 BESIDE = (
@@ -82,7 +83,8 @@ def save(
 ) -> list[str]:
     """Writes a checkpoint that transformers loads; what is in memory beside the parameters is one shard.
 
-    A killed write leaves no folder of this name, but one with ".partial" after it.
+    A killed write leaves no folder of this name, but one with ".partial" after it. The metadata of the weights have
+    digests of tensors and of the other files, which `load` compares.
 
     Args:
         folder: made now; it must not be there.
@@ -99,7 +101,8 @@ def save(
         Modules with matrices that `eight` left as they are, since readers of the format would not decode them rightly.
 
     Raises:
-        UserError: no family has such a shape, it is not that of `like`, or the folder exists.
+        UserError: no family has such a shape, it is not that of `like`, or the folder exists; or a file of `like` is
+            damaged, or is a link out of its folder.
         DiskError: a file cannot be written.
     """
     if folder.exists():
@@ -122,23 +125,27 @@ def save(
     parts = [part for tensor in tensors for part in _parts(tensor, config, flat, dtype, eight, kept)]
     shards = _shards(parts, shard_bytes)
     content = {"model_type": family.name, "architectures": [family.architecture], **family.write(config), **content}
-    content.pop("quantization_config", None)
+    for name in ("quantization_config", files.UNCHECKED):
+        content.pop(name, None)
     content |= {"torch_dtype": _common(parts), **(fields or {})}
     content.pop("dtype", None)
     if eight is not None:
         # A tied head has no tensors, and is a linear layer to readers all the same.
         content["quantization_config"] = eight.storage.fields(["lm_head", *kept])
+    contents = {} if like is None else {name: files.beside(like, name) for name in BESIDE}
+    contents |= {name: text.encode() for name, text in (beside or {}).items()}
+    found = {name: x for name, x in contents.items() if x is not None}
+    if like is not None:
+        files.check(like)
+    entry = files.entry(load.settings(folder / "config.json", content), found)
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for source in [] if like is None else [like / name for name in BESIDE]:
-            if source.is_file():
-                shutil.copyfile(source, partial / source.name)
-        for name, text in (beside or {}).items():
-            (partial / name).write_text(text)
+        for name, x in found.items():
+            (partial / name).write_bytes(x)
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-        _write(partial, shards)
+        _write(partial, shards, entry)
         os.replace(partial, folder)
     except OSError as error:
         raise DiskError(
@@ -237,7 +244,8 @@ def _shards(parts: list[Written], limit: int) -> list[list[Written]]:
     return shards
 
 
-def _write(folder: Path, shards: list[list[Written]]) -> None:
+def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> None:
+    """Writes the weights; the first file has the entry in its metadata, all have digests."""
     places: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = files.SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -247,7 +255,8 @@ def _write(folder: Path, shards: list[list[Written]]) -> None:
         for name in arrays:
             places[name] = file
         try:
-            save_file(arrays, folder / file, metadata={"format": "pt"})
+            metadata = {"format": "pt", **(entry if i == 0 else {}), **digests.entries(arrays)}
+            save_file(arrays, folder / file, metadata=metadata)
         except Exception as error:  # SafetensorError of the file system
             raise OSError(str(error)) from error
     if len(shards) > 1:

@@ -5,6 +5,7 @@ from pathlib import Path
 import tokenizers
 
 from experiments.config import UserError
+from experiments.hub import files
 from experiments.hub.files import read_json
 
 
@@ -16,9 +17,10 @@ def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
         vocab: rows of the embedding table.
 
     Raises:
-        UserError: the file is missing or damaged, or has ids that the table has no row for.
+        UserError: the file is missing or damaged, or has ids that the table has no row for; or as `files.check`.
     """
     path = folder / "tokenizer.json"
+    files.check(folder)
     if not path.is_file():
         other = sorted(p.name for p in folder.glob("*.model"))
         found = f"; {', '.join(other)} is not read: save it again with transformers' fast tokenizer" if other else ""

@@ -6,7 +6,7 @@ Llamas; 7b and 13b are Llama 2's, 8b is Llama 3's, 30b is the first Llama's, and
 are OLMo's own (Groeneveld et al., 2024, Table 1), of which the first has a tied head.
 """
 
-from experiments.models.llama import LlamaConfig
+from experiments.models.shape import LlamaConfig
 
 #                dim  layers heads kv_heads mlp_dim
 _TABLE = {

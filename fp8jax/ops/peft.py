@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8jax.ops import digests
 from fp8jax.ops.lora import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -25,15 +26,19 @@ _KNOWN = {
     *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "init_lora_weights", "layers_pattern"),
     *("peft_version", "megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "runtime_config"),
 }
-_EMPTY: tuple[Any, ...] = (None, False, "none", {}, [])
+_EMPTY: tuple[Any, ...] = ("none", {}, [])
 # Of these alone the base is what it was; others, such as PiSSA, train beside another one.
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
+# Settings that change what an adapter computes, which `save` writes beside the weights, too.
+_SETTINGS, _SETTINGS_KEY = ("r", "lora_alpha", "use_rslora"), "fp8jax.adapter"
 
 
 def save(
     folder: Path | str, adapters: Mapping[str, Adapter], names: Mapping[str, str], *, base: str = "", dropout: float = 0
 ) -> None:
     """Writes adapters, fp32, as `peft.PeftModel.from_pretrained(model, folder)` reads them.
+
+    The file of weights also holds a digest of each tensor, and the rank and alpha, by which `load` finds damage.
 
     Args:
         folder: made where missing.
@@ -45,7 +50,7 @@ def save(
 
     Raises:
         ValueError: a path has no name, or adapters have several ranks or alphas; or a name has {} and its adapter is
-            not stacked once, or the reverse.
+            not stacked once, or the reverse; or alpha is not positive and finite.
         ModuleNotFoundError: the package safetensors is not installed.
     """
     folder, safetensors = Path(folder), _library()
@@ -56,6 +61,8 @@ def save(
     first = next(iter(adapters.values()))
     if any((a.rank, a.alpha) != (first.rank, first.alpha) for a in adapters.values()):
         raise ValueError(f"{folder}: adapters of several ranks or alphas are not written here")
+    if not _is_alpha(first.alpha):
+        raise ValueError(f"{folder}: alpha of an adapter must be positive and finite, got {first.alpha}")
     tensors = {}
     for path, adapter in adapters.items():
         name, stacked = names[path], "{}" in names[path]
@@ -85,27 +92,31 @@ def save(
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
     # The weights last, and in one step: a folder that was cut short has none.
     part = folder / f"{WEIGHTS}.partial"
-    safetensors.save_file(tensors, part, metadata={"format": "pt"})
+    settings = {name: config[name] for name in _SETTINGS}
+    metadata = {"format": "pt", _SETTINGS_KEY: json.dumps(settings), **digests.entries(tensors)}
+    safetensors.numpy.save_file(tensors, part, metadata=metadata)
     os.replace(part, folder / WEIGHTS)
 
 
-def load(folder: Path | str, names: Mapping[str, str]) -> dict[str, Adapter]:
+def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -> dict[str, Adapter]:
     """Adapters by path, fp32, stacked where the name has {}; of the paths that the files have tensors of.
 
     Args:
-        folder: with both files. names: as of `save`.
+        folder: with both files.
+        names: as of `save`.
+        verify: compare tensors, rank and alpha with the digests that `save` writes; False after an intended change.
+            Files of other programs have no digests, and nothing is compared.
 
     Raises:
-        ValueError: a file is missing or damaged; a setting changes what is computed in a way that is not known here; or
-            tensors have other names, are missing in some layer, or are of different shapes. The message names it.
+        ValueError: a file is missing or damaged; a setting changes what is computed in a way that is not known here, or
+            is no number that it can be; or tensors have other names, are missing in some layer, or are of different
+            shapes. The message names it.
         ModuleNotFoundError: as `save`.
     """
     folder, safetensors = Path(folder), _library()
-    rank, alpha = _read_config(folder / CONFIG)
-    try:
-        tensors = safetensors.load_file(folder / WEIGHTS)
-    except Exception as error:  # of the library, and OSError
-        raise ValueError(f"{folder / WEIGHTS} cannot be read ({error})") from None
+    config = _read_config(folder / CONFIG)
+    rank, alpha = config["r"], float(config["lora_alpha"])
+    tensors = _read_tensors(folder, safetensors, config if verify else None)
     patterns = {path: re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")) for path, name in names.items()}
     found: dict[str, dict[str, dict[int, np.ndarray]]] = {}
     for tensor, values in tensors.items():
@@ -121,6 +132,8 @@ def load(folder: Path | str, names: Mapping[str, str]) -> dict[str, Adapter]:
     )
     if layers != list(range(len(layers))) or not found:
         raise ValueError(f"{folder / WEIGHTS} has adapters of the layers {layers}, not of all from 0 on")
+    # Rank-stabilised: alpha over the root of the rank.
+    alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
     return {path: _adapter(folder, names[path], parts, layers, rank, alpha) for path, parts in found.items()}
 
 
@@ -139,26 +152,85 @@ def _adapter(
     return Adapter(factors[0], factors[1], alpha)  # type: ignore[arg-type]
 
 
-def _read_config(path: Path) -> tuple[int, float]:
-    """The rank and alpha of a configuration whose other settings change nothing."""
+def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
+    """All tensors of the file of weights; with a config, compared with the digests in the file."""
+    path = folder / WEIGHTS
     try:
+        if not path.is_file():
+            raise ValueError("it is missing" if not path.exists() else "it is no regular file")
+        tensors: dict[str, np.ndarray] = safetensors.numpy.load_file(path)
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+        expected = digests.read(metadata, tensors) if config is not None else {}
+    except Exception as error:  # of the library, OSError, and ValueError
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    for name, value in expected.items():
+        if digests.digest(tensors[name]) != value:
+            raise ValueError(f"{path} is damaged: the values of {name} do not match their digest")
+    if config is not None and _SETTINGS_KEY in metadata:
+        settings = {name: config.get(name) or False for name in _SETTINGS}
+        try:
+            written = json.loads(metadata[_SETTINGS_KEY])
+        except (ValueError, RecursionError):
+            written = None
+        if written != settings:
+            raise ValueError(
+                f"{folder / CONFIG} has {settings}, but {WEIGHTS} was written with {written}: one of them is damaged. "
+                "After an intended change, load with verify=False"
+            )
+    return tensors
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A configuration whose settings but rank, alpha and `use_rslora` change nothing."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
         config = json.loads(path.read_text())
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error!r})") from None
+    # Ranks of more than 31 bits are no array's.
+    if type(rank) is not int or not 0 < rank < 2**31:
+        raise ValueError(f"{path} cannot be read (r is {_shown(rank)}, and a rank is a whole number from 1 on)")
+    if not _is_alpha(alpha):
+        raise ValueError(f"{path} cannot be read (lora_alpha is {_shown(alpha)}, not a positive and finite number)")
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; known here is 'LORA'")
+    if config.get("use_rslora") is not None and not isinstance(config["use_rslora"], bool):
+        raise ValueError(
+            f"{path} cannot be read (use_rslora is {_shown(config['use_rslora'])}, neither true nor false)"
+        )
     for name, value in config.items():
-        if name not in _KNOWN and value not in _EMPTY:
-            raise ValueError(f"{path}: {name} = {json.dumps(value)} is not known here")
+        if name not in _KNOWN and not _is_empty(value):
+            raise ValueError(f"{path}: {name} = {_shown(value)} is not known here")
     if config.get("init_lora_weights", True) not in _STARTS:
         raise ValueError(f"{path}: init_lora_weights = {config['init_lora_weights']!r} changes the base, too")
-    # Rank-stabilised: alpha over the root of the rank.
-    return rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+    return config
+
+
+def _is_alpha(value: Any) -> bool:
+    """Whether a value is a number that is positive and finite in fp32, in which adapters are scaled."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 2.0**-126 <= value < 2**128 - 2**103
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether the value of a setting says that it is not used; the number 0 does not."""
+    return value is None or value is False or (isinstance(value, str | dict | list) and value in _EMPTY)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)[:200]
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
 
 
 def _library() -> Any:
     try:
-        return importlib.import_module("safetensors.numpy")
+        importlib.import_module("safetensors.numpy")
+        return importlib.import_module("safetensors")
     except ModuleNotFoundError:
         raise ModuleNotFoundError("peft's files are written and read by safetensors: pip install safetensors") from None

@@ -1,6 +1,8 @@
 """Adapters in peft's files: written and read, beside what peft itself wrote and computed, and what is refused."""
 
+import dataclasses
 import json
+import os
 import pathlib
 import shutil
 
@@ -8,9 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+import fp8jax
 from experiments import peft_files
 from experiments.config import UserError
 from fp8jax.lora import Adapter, merge_adapter
+from fp8jax.ops import peft
 
 safetensors = pytest.importorskip("safetensors.numpy")
 # Written by peft 0.21.2 (`save_pretrained`) of a Llama of 2 layers, rank-stabilised; what its `merge_and_unload` added
@@ -123,3 +127,100 @@ def test_adapters_of_a_training_state_are_found_by_their_layers():
     found = peft_files.of_params({"layers": {"mlp": {"up": {"lora_a": one.a, "lora_b": one.b}}}}, 3.0)
     assert list(found) == ["layers/mlp/up"]
     assert found["layers/mlp/up"].scale == 3 / 4
+
+
+NO_RANKS = [0, -1, 4.9, 2.0, True, "2", None, [2], 2**31, 10**400, float("nan")]
+NO_ALPHAS = [0, -8, float("nan"), float("inf"), 1e39, 1e-60, 10**400, True, "8", None, [8]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("r", value) for value in NO_RANKS),
+        *(("lora_alpha", value) for value in NO_ALPHAS),
+        *(("use_rslora", value) for value in ("false", 1, [])),
+        *(("rank_pattern", value) for value in ({"q_proj": 2}, 0, 0.0, "q_proj", [1])),
+        *(("alpha_pattern", value) for value in ({"q_proj": 2.0}, 0, True)),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_are_refused_with_the_file(tmp_path, name, value):
+    folder = changed(tmp_path, **{name: value})
+    with pytest.raises(UserError, match=rf"adapter_config\.json.*{name} (is|=) "):
+        peft_files.load(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "null", "[" * 100_000, '{"r": ' + "9" * 5000 + "}", "", "\ud800"])
+def test_a_configuration_that_is_none_is_named(tmp_path, text):
+    folder = changed(tmp_path)
+    (folder / "adapter_config.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
+        peft_files.load(folder)
+    deep = {"a": 1}
+    for _ in range(900):
+        deep = {"a": deep}
+    with pytest.raises(UserError, match=r"adapter_config\.json: tomorrow = "):
+        peft_files.load(changed(tmp_path, tomorrow=deep))
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_named(tmp_path, file):
+    for make in (os.mkfifo, os.mkdir):
+        folder = changed(tmp_path / make.__name__)
+        (folder / file).unlink()
+        make(folder / file)
+        with pytest.raises(UserError, match=rf"{file} cannot be read \(.*it is no regular file"):
+            peft_files.load(folder)
+
+
+def test_an_alpha_that_cannot_be_is_not_written(tmp_path):
+    (adapter,) = adapters("layers/mlp/up").values()
+    for alpha in (float("nan"), float("inf"), 0.0, -1.0):
+        with pytest.raises(UserError, match="alpha of an adapter must be positive and finite, got"):
+            peft_files.save(tmp_path, {"layers/mlp/up": dataclasses.replace(adapter, alpha=alpha)})
+
+
+def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
+    """A bit in each part: of the numbers of adapter_config.json, and of names, digests and values of the weights."""
+    before = adapters("layers/mlp/up", "layers/attention/q", layers=2, rank=2)
+    peft_files.save(tmp_path / "whole", before)
+    assert set(peft_files.load(tmp_path / "whole")) == set(before)
+    config, weights = ((tmp_path / "whole" / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS))
+    found = {}
+    for name, raw, step in ((peft.CONFIG, config, 1), (peft.WEIGHTS, weights, 7)):
+        found[name], folder = [], shutil.copytree(tmp_path / "whole", tmp_path / name)
+        for at in range(0, len(raw), step):
+            changed = bytearray(raw)
+            changed[at] ^= 1 << at % 7
+            (folder / name).write_bytes(changed)
+            try:
+                after = peft_files.load(folder)
+            except UserError as error:
+                found[name].append(at)
+                assert peft.CONFIG in str(error) or peft.WEIGHTS in str(error)  # noqa: PT017
+                continue
+            assert jax.tree.all(jax.tree.map(np.array_equal, after, before)), (name, at)
+            assert {x.alpha for x in after.values()} == {6.0}
+    header = 8 + int.from_bytes(weights[:8], "little")
+    assert set(range(0, len(weights), 7)) - set(found[peft.WEIGHTS]) <= set(range(header))
+    assert len(found[peft.CONFIG]) > 100
+
+
+def test_damage_names_the_tensor_and_an_intended_change_is_read(tmp_path):
+    before = adapters("layers/mlp/up", layers=2)
+    peft_files.save(tmp_path, before)
+    raw = (tmp_path / peft.WEIGHTS).read_bytes()
+    (tmp_path / peft.WEIGHTS).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is damaged: the values of base.*up_proj\.lora_"):
+        peft_files.load(tmp_path)
+    assert fp8jax.lora.load(tmp_path, peft_files.NAMES, verify=False)["layers/mlp/up"].alpha == 6.0
+    (tmp_path / peft.WEIGHTS).write_bytes(raw)
+    config = json.loads((tmp_path / peft.CONFIG).read_text()) | {"lora_alpha": 12}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"adapter_config\.json has .*12.* was written with .*6\.0.*verify=False"):
+        peft_files.load(tmp_path)
+    assert fp8jax.lora.load(tmp_path, peft_files.NAMES, verify=False)["layers/mlp/up"].alpha == 12.0
+    # Files of other programs have no digests.
+    tensors = safetensors.load_file(tmp_path / peft.WEIGHTS)
+    safetensors.save_file(tensors, tmp_path / peft.WEIGHTS, metadata={"format": "pt"})
+    assert peft_files.load(tmp_path)["layers/mlp/up"].alpha == 12.0

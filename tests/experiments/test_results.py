@@ -427,6 +427,20 @@ def test_what_differs_from_a_commit_is_measured_again(job, planted, monkeypatch,
     assert results.state(tmp_path / "empty.json", "abc") == "without rows"
 
 
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "1", "[" * 100_000, '{"rows": 3}', '{"rows": [{"commit": 3}]}', "{}"]
+)
+def test_a_file_that_is_damaged_is_told_and_measured_again(job, planted, capsys, tmp_path, content):
+    (tmp_path / "h9").mkdir(exist_ok=True)
+    (tmp_path / "h9" / "a.json").write_text(content)
+    assert results.state(tmp_path / "h9" / "a.json", "abc") == "damaged"
+    assert results.of_kind(tmp_path / "h9") == "runs"
+    with pytest.raises(ValueError, match=r"a\.json: "):
+        record.load(tmp_path / "h9" / "a.json")
+    assert planted([job("a")]) == 0
+    assert "a: done" in capsys.readouterr().out
+
+
 def test_an_archive_leaves_out_what_is_being_written(tmp_path):
     folder = tmp_path / "h9"
     folder.mkdir()

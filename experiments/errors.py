@@ -1,0 +1,19 @@
+"""Errors whose message is for the user."""
+
+
+class UserError(Exception):
+    """Something the user can put right. The message is one line that names the value and the fix."""
+
+    exit_code = 2
+
+
+class DiskError(UserError):
+    """A file could not be written."""
+
+    exit_code = 3
+
+
+class BusyError(UserError):
+    """Another process is at work on the run."""
+
+    exit_code = 4

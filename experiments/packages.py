@@ -1,0 +1,97 @@
+"""Packages that a program needs and that may not be installed: what is said of a missing one. Standard library alone.
+
+A program imports what it needs within `needed()`, so that its command line can be parsed, and its help shown, without:
+
+    with needed() as missing:
+        from experiments import sampling
+"""
+
+import contextlib
+import functools
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_OURS = ("experiments", "fp8jax", "pallas_kernels", "tests")
+# Groups of pyproject.toml in the order in which they are looked through; these programs need the second one.
+_GROUPS, _HUB = ("train", "hub", "test", "hub-test"), ("generate", "hub")
+
+
+class Missing:
+    """A package that an import did not find: `error`, or None where all are there."""
+
+    error: ModuleNotFoundError | None = None
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    def tell(self, program: str) -> int:
+        """Prints one line with what to type; returns the exit code."""
+        assert self.error is not None
+        print(f"error: {explain(self.error, program)}", file=sys.stderr)
+        return 2
+
+
+@contextlib.contextmanager
+def needed() -> Iterator[Missing]:
+    """Imports of packages of others, of which one may be missing; the imports after it are left out then."""
+    found = Missing()
+    try:
+        yield found
+    except ModuleNotFoundError as error:
+        if explain(error, "") is None:
+            raise
+        found.error = error
+
+
+def explain(error: ModuleNotFoundError, program: str) -> str | None:
+    """A line for the user; None for a module of ours, which is an error in the code.
+
+    Args:
+        error: of an import.
+        program: name of the module that runs, such as "experiments.generate".
+    """
+    name = (error.name or "").partition(".")[0]
+    if not name or name in _OURS or name in sys.stdlib_module_names:
+        return None
+    return f"{program} needs the package {name}, which is not installed: {install(name, program)}"
+
+
+def install(name: str, program: str = "") -> str:
+    """The command that installs a package, with all else of its group in pyproject.toml."""
+    groups = _requirements()
+    if _has(groups.get("", ()), name):
+        return "pip install -e ."
+    first = 1 if program.rpartition(".")[2] in _HUB else 0
+    for group in _GROUPS[first:]:
+        if _has(groups.get(group, ()), name):
+            return f"pip install --group {group} -e ."
+    return f"pip install {name}"
+
+
+def _has(requirements: Any, name: str) -> bool:
+    # A module is named like its package, or like its beginning, as orbax of orbax-checkpoint.
+    own = name.lower().replace("_", "-")
+    return any(other == own or (own, other) == ("orbax", "orbax-checkpoint") for other in requirements)
+
+
+@functools.cache
+def _requirements() -> dict[str, tuple[str, ...]]:
+    """Names of packages by group, "" of the library itself; empty outside of a clone."""
+    try:
+        content = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    except OSError:
+        return {}
+    groups = content["dependency-groups"]
+
+    def names(entries: Any) -> Iterator[str]:
+        for entry in entries:
+            if isinstance(entry, dict):
+                yield from names(groups[entry["include-group"]])
+            else:
+                yield re.split(r"[^A-Za-z0-9._-]", entry)[0].lower().replace("_", "-")
+
+    return {"": tuple(names(content["project"]["dependencies"]))} | {k: tuple(names(v)) for k, v in groups.items()}
