@@ -105,20 +105,12 @@ def test_gradients_of_extreme_inputs_and_cotangents_are_as_exact_as_of_ordinary_
     def gradients(x, dy):
         return jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x, jnp.float32(w))[1](dy)
 
-    sizes = [
-        (1.0, 1.0),
-        (1e-24, 1.0),
-        (1e-16, 1e-16),
-        (1e-33, 1.0),
-        (1.0, 1e-33),
-        (1e20, 1e16),
-        (1e16, 1e20),
-        (1e33, 1e-33),
-    ]
-    for of_x, of_dy in sizes:
+    # In the last two the weight's gradient is itself outside of fp32.
+    for of_x, of_dy in [(1.0, 1.0), (1e-17, 1e-17), (1.0, 1e-34), (1e33, 1e-33), (1e-24, 1e-20), (1e20, 1e25)]:
         dx, dw = gradients(jnp.float32(of_x * x), jnp.float32(of_dy * dy))
         assert relative(np.asarray(dx, np.float64) / of_dy, dy @ w.T) < 0.05, (of_x, of_dy)
-        assert relative(np.asarray(dw, np.float64) / of_x / of_dy, x.T @ dy) < 0.05, (of_x, of_dy)
+        if 1e-35 < of_x * of_dy < 1e35:
+            assert relative(np.asarray(dw, np.float64) / of_x / of_dy, x.T @ dy) < 0.05, (of_x, of_dy)
 
 
 @pytest.mark.parametrize("recipe", ["moss", "fast", "coat", "coat_fast"])
