@@ -16,10 +16,6 @@ from pallas_kernels import scaling_triton as device
 from pallas_kernels import storage_triton as storage
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
-from pallas_kernels.remake_triton import Operands
-
-# Of `mend`: enough for every GPU, and as good as nothing where there is nothing to do.
-PROGRAMS = 1024
 
 
 @triton.jit
@@ -74,28 +70,6 @@ def _keep(
         tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, TO))
 
 
-@triton.jit
-def _mend(
-    gate_ptr: tl.tensor, up_ptr: tl.tensor, scale_ptr: tl.tensor, wrong_ptr: tl.tensor, codes_ptr: tl.tensor,
-    spare: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    OPERATION: tl.constexpr, HOW: tl.constexpr, PROGRAMS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Every so manieth tile; none where nothing is wrong. The codes are written where they are."""
-    MASKED: tl.constexpr = True  # a program may take a tile beyond the last
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    TILES: tl.constexpr = (M + HIGH - 1) // HIGH * ACROSS
-    if tl.load(wrong_ptr) > 0:
-        p = Operands(gate_ptr, up=up_ptr)
-        for j in range((TILES + PROGRAMS - 1) // PROGRAMS):
-            tile = j * PROGRAMS + tl.program_id(0)
-            top, left = tile // ACROSS * HIGH, tile % ACROSS * WIDE
-            first = top.to(tl.int64) * N + left
-            at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-            m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
-            y = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, False)
-            on.put(y, scale_ptr, codes_ptr + first, at, device.inside(m, n, M, N), MASKED, HOW, False)
-
-
 def keep_activation(
     operation: Operation,
     gate: Array,
@@ -138,29 +112,3 @@ def keep_activation(
         jnp.max(outputs[-2]),
         result_codes,
     )
-
-
-def mend(
-    operation: Operation,
-    gate: Array,
-    up: Array | None,
-    codes: Array,
-    scale: Array,
-    wrong: Array,
-    *,
-    compute_capability: int | None = None,
-) -> Array:
-    """The codes of an activation's result (M, N), in place: where `wrong`, made anew under `scale`, else as they are.
-
-    Args:
-        operation: of `exact` operands. gate, up: (M, N). codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar.
-        wrong: a boolean scalar.
-    """
-    inputs = [gate, gate if up is None else up, scale.reshape(1, 1), wrong.reshape(1).astype(jnp.int32)]
-    (mended,) = quantize_triton.call(
-        _mend, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
-        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
-        aliases={len(inputs): 0}, OPERATION=operation, HOW=device.Coding("tensor", codes.dtype).static,
-        PROGRAMS=PROGRAMS,
-    )  # fmt: skip
-    return jax.lax.bitcast_convert_type(mended, codes.dtype)

@@ -292,6 +292,12 @@ def decode_e8m0(codes: Array) -> Array:
     return jnp.where(codes == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
+def significand(x: Array) -> Array:
+    """The significands of normal fp32 values, in [1, 2): the values over the powers of two at or below them."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
+
+
 def _floating(name: str, dtype: type) -> Format:
     info = ml_dtypes.finfo(dtype)
     with np.errstate(all="ignore"):

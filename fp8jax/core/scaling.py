@@ -68,6 +68,16 @@ def beyond_sample(sample: Array) -> Array:
     return jnp.minimum(MARGIN * sample, np.finfo(np.float32).max)
 
 
+# How many binades a bound may lie above a tensor's largest magnitude. Of e4m3's 15 binades of normal numbers 9 are
+# left then, so that values of a thousandth of the largest keep the relative error of the format.
+SLACK = 6
+
+
+def is_loose(bound: Array, largest: Array) -> Array:
+    """Whether a bound is more than SLACK binades above a tensor's largest magnitude, and that is not 0; fp32 arrays."""
+    return (largest > 0) & (bound * np.float32(2.0**-SLACK) > largest)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """A strategy without a state: the scale of a tensor comes from the tensor.

@@ -293,12 +293,13 @@ def _keep(
         if to is None or to.folds:
             parts, peak, codes = keep(result=None if to is None else (None, formats.get(to.format).dtype))
             return parts, peak, None, codes
+        operands = remake_triton.Operands(arrays[0], up=arrays[1])
         with jax.named_scope("sample"):
-            (sample,) = on.peaks(exact, kinds, remake_triton.Operands(arrays[0], up=arrays[1]), every=scaling.EVERY)
+            (sample,) = on.peaks(exact, kinds, operands, every=scaling.EVERY)
         parts, peak, codes = keep(result=(_bound(to, sample), formats.get(to.format).dtype))
         scale = _bound(to, sample, peak)
         with jax.named_scope("mend"):
-            codes = on.mend(exact, *arrays, codes, scale, peak > scaling.beyond_sample(sample))
+            codes = on.mend(exact, kinds, operands, codes, scale, peak > scaling.beyond_sample(sample))
         return parts, peak, scale, codes
 
     # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.

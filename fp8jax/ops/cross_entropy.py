@@ -21,7 +21,7 @@ from fp8jax.ops.chunks import TokenChunks
 from fp8jax.ops.cuts import WHOLE, Cut
 from fp8jax.ops.head import CODES_CUTS, Codes, beyond, codes_of, has_codes, head_of, logits_of, shape_of, steepest
 from fp8jax.ops.linear import stateless
-from fp8jax.ops.logits import LogitCotangents, Logits, exponentials, finite, picked_of
+from fp8jax.ops.logits import LogitCotangents, Logits, cotangent_bound, exponentials, finite, picked_of
 from fp8jax.ops.partition import partitioned
 from fp8jax.ops.sharding import explicit_mesh, place, spec_of
 from fp8jax.recipes import linear_part, resolve
@@ -141,12 +141,14 @@ def linear_cross_entropy(
 class _Softmax(NamedTuple):
     """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp.
 
-    `own` are labels in the device's part of the vocabulary; `made` says that logits are as a product made them.
+    `label` is the label's logit; `own` are labels in the device's part of the vocabulary; `made` says that logits are
+    as a product made them.
     """
 
     z: Array
     hit: Array
     lse: Array
+    label: Array
     known: Array
     own: Array
     made: bool
@@ -170,7 +172,8 @@ def _values(loss: _Loss, cut: Cut, logits: Logits, labels: Array) -> tuple[Array
     if loss.z_loss:
         value = value + loss.z_loss * lse**2
     known = (labels >= 0) & (labels < vocabulary)
-    return jnp.where(known, value, jnp.nan), _Softmax(z, hit, lse, known, own, logits.made is not None)
+    label = cut.total(at_label, "v")
+    return jnp.where(known, value, jnp.nan), _Softmax(z, hit, lse, label, known, own, logits.made is not None)
 
 
 def _logit_cotangents(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> Array:
@@ -195,8 +198,11 @@ def _weights(parts: _Softmax, weights: Array) -> Array:
 
 def _origin(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> LogitCotangents | None:
     """What `_logit_cotangents` are of logits as a product made them."""
-    if not parts.made:
-        return None
+    return _described(loss, cut, parts, weights) if parts.made else None
+
+
+def _described(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> LogitCotangents:
+    """What `_logit_cotangents` are, before the cap."""
     rest = loss.label_smoothing / (parts.z.shape[-1] * int(cut.devices("v")))
     lse, labels, weights = (x.reshape(-1) for x in (parts.lse, parts.own, _weights(parts, weights)))
     return LogitCotangents(lse, labels.astype(jnp.int32), weights, 2 * loss.z_loss, 1 - loss.label_smoothing, rest)
@@ -275,9 +281,14 @@ def _gradients(
         logits, pull = logits_of(head, x, bias)
         values, parts = _values(loss, cut, logits, labels)
         d = _logit_cotangents(loss, cut, parts, weights)
-        if isinstance(w, Codes) and loss.z_loss and loss.softcap is None:
-            vocabulary = logits.values.shape[-1] * cut.devices("v")
-            over = beyond(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, parts.lse))
+        if isinstance(w, Codes):
+            assert loss.part is not None
+            described = _described(loss, cut, parts, weights)
+            bound = cotangent_bound(described, parts.z, parts.label, loss.softcap)
+            over = w.chunk_factor(loss.part, bound)
+            if loss.z_loss and loss.softcap is None:
+                vocabulary = logits.values.shape[-1] * cut.devices("v")
+                over = over * beyond(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, parts.lse))
             origin = _origin(loss, cut, parts, weights / over)
             dx, dw = (over * part.astype(jnp.float32) for part in pull(d / over, origin))
         else:

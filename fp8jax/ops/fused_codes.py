@@ -162,7 +162,7 @@ def cotangent(part: Output | None, spec: QuantSpec, level: Array | None) -> tupl
         level: fp32 (M, 1), as of `fp8jax.ops.microscaled.fold_rows`; None for 1.
 
     Returns:
-        Of granularity "token", and (N, M) of "tensor" with scale 1.
+        Of granularity "token", and (N, M) of "tensor" with scale 1: rows' scales are the caller's.
     """
     if part is None or not part.result.peaks or any(peak.ndim != 1 for peak in part.result.peaks):
         return None

@@ -19,10 +19,12 @@ from pallas_kernels import (
     activation_rows_triton,
     activation_triton,
     cotangents_triton,
+    mend_triton,
     norm_triton,
     peaks_triton,
     remake_triton,
 )
+from pallas_kernels.remake_triton import kinds_of
 
 _ROWS, _TILE, _TURNED = "m -", "m n", "n m"
 
@@ -101,12 +103,16 @@ def keep_activation(
     )  # fmt: skip
 
 
-def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Any:
+def mend(operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, wrong: Array) -> Any:
     def run(cut: Cut, *arrays: Any) -> Array:
-        return activation_triton.mend(operation, *arrays, compute_capability=capability())
+        return mend_triton.mend(operation, kinds, *arrays, compute_capability=capability())
 
-    ins = (_TILE, _TILE, _TILE, _whole(scale), _whole(wrong))
-    return partitioned("mend", operation, run, (gate, up, codes, scale, wrong), ins, _TILE)
+    # The codes of a norm's result come from whole rows.
+    tile = _ROWS if kinds_of(kinds).norm else _TILE
+    channels = tile.split()[1]
+    sources = remake_triton.Operands(tile, up=tile, inverse="m", mean="m", weight=channels, bias=channels)  # type: ignore[arg-type]
+    ins = (sources, tile, _whole(scale), _whole(wrong))
+    return partitioned("mend", (operation, kinds), run, (operands, codes, scale, wrong), ins, tile)
 
 
 def quantize(

@@ -159,13 +159,8 @@ def keep_activation(
     return parts, None if of_rows(result) else scaling.largest_magnitude(y), _written(y, result)
 
 
-def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Array:
-    from pallas_kernels import remake_triton
-
-    operands = remake_triton.Operands(gate, up=up)
-    ((new, _),) = quantize(
-        operation, (remake_triton.RESULT,), operands, (scale,), codes.dtype, rows=True, columns=False
-    )
+def mend(operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, wrong: Array) -> Array:
+    ((new, _),) = quantize(operation, kinds, operands, (scale,), codes.dtype, rows=True, columns=False)
     new, old = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, codes))  # type: ignore[arg-type]
     return jax.lax.bitcast_convert_type(jnp.where(wrong, new, old), codes.dtype)
 

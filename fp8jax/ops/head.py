@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import blocks, formats, scaling
@@ -96,6 +97,23 @@ class Codes(NamedTuple):
     dgrad: QTensor
     x: Array
     d: Array | None
+
+    def chunk_factor(self, part: Linear, bound: Array) -> Array:
+        """What the cotangents of a chunk of tokens are divided by, under the scale of all tokens; fp32 scalar.
+
+        It is 1, unless that scale is far too large for them: then a power of two.
+
+        Args:
+            part: the head's.
+            bound: what the cotangents of the chunk do not exceed, an fp32 scalar.
+        """
+        spec = part.spec("dy")
+        assert spec is not None
+        assert self.d is not None
+        largest = self.d * np.float32(formats.get(spec.format).max)
+        share = jnp.maximum(1.01 * (bound / largest), formats.TINY)
+        power = formats.decode_e8m0(formats.encode_e8m0(share, "up"))
+        return jnp.where(scaling.is_loose(largest, bound), power, 1.0)
 
 
 # How the vocabulary may be cut over devices, by leaf, in the notation of `fp8jax.ops.cuts`.

@@ -46,6 +46,29 @@ class LogitCotangents(NamedTuple):
     rest: float
 
 
+def cotangent_bound(d: LogitCotangents, z: Array, label: Array, softcap: float | None) -> Array:
+    """What no cotangent of the logits of any token exceeds, fp32 scalar.
+
+    The softmax of all entries but the label's is at most 1 less that of the label. Without smoothing, z-loss or a cap
+    the bound is the largest cotangent itself, that of a label.
+
+    Args:
+        d: what the cotangents are, before those of the cap.
+        z: capped logits (..., vocabulary).
+        label: the label's (...).
+        softcap: the cap, or None.
+    """
+    label, z = label.reshape(-1), z.reshape(-1, z.shape[-1])
+    steep, p = 1 + d.steeper * d.lse, jnp.exp(label - d.lse)
+    others = jnp.maximum(jnp.abs(steep) * jnp.maximum(1 - p, 0.0), d.rest)
+    of_label = jnp.abs(steep * p - d.hit - d.rest)
+    if softcap is not None:
+        others = others * (1 - (jnp.min(jnp.abs(z), axis=-1) / softcap) ** 2)
+        of_label = of_label * (1 - (label / softcap) ** 2)
+    bounds = jnp.maximum(others, of_label) * d.weights
+    return scaling.largest_magnitude(jnp.where(d.weights == 0, 0.0, bounds))
+
+
 def exponentials(logits: Logits, impl: str = "auto") -> tuple[Array, Array]:
     """The largest logit of each token, and the sum of exponentials of what all are below it, fp32 (...).
 

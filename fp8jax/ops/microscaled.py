@@ -115,24 +115,26 @@ def gradient_operands(
         part: what `dy` is computed from, where that is known.
 
     Returns:
-        Of granularity "token"; and (outputs, tokens) of "tensor" with scale 1: another operand takes the scales.
+        Of granularity "token"; and (outputs, tokens) of "tensor" with scale `unit(rows)`: another operand takes the
+        scales over that.
     """
     if spec.level1 == "tensor":
         rows = fold_rows(dy, spec)
         return rows, one_scale(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
-    level = None if scale is None else ones / scale.astype(jnp.float32)
+    # The exponents of the input's scales only move the powers of two, out of the range of fp32 where they are extreme.
+    level = None if scale is None else ones / formats.significand(scale.astype(jnp.float32))
     if (pair := fused_codes.cotangent(part, spec, level)) is not None:
-        return pair
+        return pair[0], dataclasses.replace(pair[1], scale=unit(pair[0]))
     rows = fold_rows(dy, spec, ones if level is None else level)
     return rows, one_scale(rows)
 
 
 def one_scale(q: QTensor) -> QTensor:
-    """Codes of rows transposed as they are, (N, M), whose scales another operand has taken; others with their own."""
+    """Codes of rows transposed as they are, (N, M), with scale `unit(q)`; those of one scale with their own."""
     if q.spec.granularity == "tensor":
         return transpose(q)
-    return transpose(QTensor(q.codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(q.spec.format)))
+    return transpose(QTensor(q.codes, unit(q), None, None, QuantSpec(q.spec.format)))
 
 
 def shifted(rows: QTensor, dy: QTensor) -> QTensor:
@@ -179,6 +181,16 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused
     return columns
 
 
+def unit(dy: QTensor) -> Array:
+    """The largest power of two that is no more than the largest scale of a token, fp32 (1, 1).
+
+    The weight's gradient multiplies by it after the sum. In the scales of tokens a small one would underflow.
+    """
+    scale = lax.stop_gradient(dy.scale)
+    top = jnp.max(formats.where(jnp.isfinite(scale), scale, 0.0), initial=formats.TINY)
+    return formats.decode_e8m0(formats.encode_e8m0(top, "down")).reshape(1, 1)
+
+
 def tokens(dy: QTensor) -> Array:
-    """The scales of tokens of a gradient, fp32 (tokens, 1); 1 where it has one scale for all, which stays its own."""
-    return jnp.ones((), jnp.float32) if dy.spec.granularity == "tensor" else lax.stop_gradient(dy.scale)
+    """The scales of tokens of a gradient over `unit(dy)`, fp32 (tokens, 1); 1 where it has one scale for all."""
+    return jnp.ones((), jnp.float32) if dy.spec.granularity == "tensor" else lax.stop_gradient(dy.scale) / unit(dy)

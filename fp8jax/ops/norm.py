@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -14,7 +15,8 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.fused_reference import Result, norm_cotangents, normalized, statistics
+from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
+from fp8jax.ops.microscaled import ABOVE
 from fp8jax.ops.saveable import BESIDE, NORM, named
 from fp8jax.ops.saved import NOTHING, Gradient, Made, Origin, decode, differentiable, keep
 from fp8jax.recipes import context_part
@@ -163,19 +165,20 @@ def normalize(
         return derivatives.passed("a norm", y, x, scale, bias), x if residual else None, NOTHING
     value, weight, shift = lax.stop_gradient((x, scale, bias))
     to = None if reader is None else reader.spec("x")
-    bound = None if to is None or to.folds else _bound(weight, shift, x.shape[-1], to)
-    part = codes = None
+    bound = None if to is None or to.folds else ResultBound.of(weight, shift, x.shape[-1], to)
+    part = codes = to_scale = None
     if operation is None:
         assert context.spec is not None
         z, inverse = statistics(value, eps, centered=centered)
         stored = NormSaved(keep(z if centered else value, context.spec), inverse, weight, shift)
         y = normalized(z, inverse, weight, shift).astype(dtype)
+        to_scale = None if bound is None else bound.scale_given(scaling.largest_magnitude(y))
     elif written:
-        stored, _, _, y = _keep(operation, value, weight, shift, context.spec, eps, (None, dtype))
+        stored, _, _, y, _ = _keep(operation, value, weight, shift, context.spec, eps, None, dtype)
         y = fused.array(y, value)
     else:
-        ahead = None if to is None else (bound, formats.get(to.format).dtype)
-        stored, mean, peak, codes = _keep(operation, value, weight, shift, context.spec, eps, ahead)
+        to_dtype = None if to is None else formats.get(to.format).dtype
+        stored, mean, peak, codes, to_scale = _keep(operation, value, weight, shift, context.spec, eps, bound, to_dtype)
         z, inverse = value.astype(jnp.float32), stored.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
@@ -188,18 +191,64 @@ def normalize(
         stored = stored._replace(codes=named(stored.codes, NORM), inverse=named(stored.inverse, NORM))
     how = Norm(centered, dtype)
     y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, name="a norm")
-    origin = fused.origin(context, how, stored, part, reader, bound, codes)
+    origin = fused.origin(context, how, stored, part, reader, to_scale, codes)
     y = derivatives.passed("a norm", y, x, scale, bias)
     return y, again, origin
 
 
-def _bound(scale: Array | None, bias: Array | None, channels: int, to: QuantSpec) -> Array:
-    """The scale of a norm's result from a bound on it: no value of a row is more than the root of all their squares."""
-    bound = math.sqrt(channels) * (jnp.float32(1) if scale is None else scaling.largest_magnitude(scale))
-    if bias is not None:
-        bound = bound + scaling.largest_magnitude(bias)
-    bound = jnp.minimum(1.01 * bound, np.finfo(np.float32).max)
-    return scaling.to_scale(bound, formats.get(to.format))
+class ResultBound(NamedTuple):
+    """A bound on the magnitudes of a norm's result, known before it is computed.
+
+    No normalized value is more than the root of the channels, the norm of its row. The bound is far too large if eps is
+    far above the mean squares of all rows, or if one channel has a scale far above those of the others.
+
+    Attributes:
+        largest: the bound, an fp32 scalar.
+        spread: how far the largest scale is above EVEN times the geometric mean of the others, fp32, at least 1.
+        spec: how the result is quantized.
+    """
+
+    largest: Array
+    spread: Array
+    spec: QuantSpec
+
+    @classmethod
+    def of(cls, scale: Array | None, bias: Array | None, channels: int, spec: QuantSpec) -> "ResultBound":
+        root, spread = math.sqrt(channels), jnp.float32(1)
+        largest = jnp.float32(root)
+        if scale is not None:
+            top = scaling.largest_magnitude(scale)
+            largest, spread = root * top, jnp.maximum(top / (EVEN * _geometric_mean(scale)), 1.0)
+        if bias is not None:
+            largest = largest + scaling.largest_magnitude(bias)
+        return cls(jnp.minimum(1.01 * largest, np.finfo(np.float32).max), spread, spec)
+
+    @property
+    def scale(self) -> Array:
+        """The scale that the bound gives."""
+        return scaling.to_scale(self.largest, formats.get(self.spec.format))
+
+    def is_loose(self, largest: Array) -> Array:
+        """Whether the scale must come from the result's largest magnitude instead: `fp8jax.core.scaling.is_loose`."""
+        return scaling.is_loose(self.largest * self.spread, largest)
+
+    def scale_given(self, largest: Array) -> Array:
+        """The scale of a result whose largest magnitude is known."""
+        # The input of the weight's gradient is computed again from rounded codes.
+        bound = jnp.where(self.is_loose(largest), jnp.minimum(ABOVE * largest, self.largest), self.largest)
+        return scaling.to_scale(bound, formats.get(self.spec.format))
+
+
+# How many times their geometric mean the largest scale of a norm's channels may be before it counts as an outlier.
+EVEN = 8.0
+
+
+def _geometric_mean(scale: Array) -> Array:
+    """That of the finite magnitudes which are not 0, an fp32 scalar; 1 if there are none."""
+    magnitude = jnp.abs(scale.astype(jnp.float32))
+    counts = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
+    logarithms = jnp.log2(jnp.where(counts, magnitude, 1.0))
+    return jnp.exp2(jnp.sum(logarithms) / jnp.maximum(jnp.sum(counts), 1))
 
 
 def _keep(
@@ -209,18 +258,38 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec | None,
     eps: float,
-    to: Result,
-) -> tuple[NormSaved, Array | None, Array, Any]:
-    """What is kept, the mean of rows where the norm is centered, the result's largest magnitude, and what `to` asks."""
-    coding, (to_scale, dtype) = fused.coding(spec), to or (None, None)
-    codes, scales, inverse, mean, peak, result = fused.run(
-        lambda on, *arrays: on.forward(
-            operation, *arrays[:-1], eps, coding, result=None if dtype is None else (arrays[-1], dtype)
-        ),
-        fused.matrix(x), scale, bias, to_scale,
-    )  # fmt: skip
+    bound: ResultBound | None,
+    dtype: DTypeLike | None,
+) -> tuple[NormSaved, Array | None, Array, Any, Array | None]:
+    """What is kept, the mean of rows where the norm is centered, and of the result what follows.
+
+    These are its largest magnitude; what is asked for in `dtype`, codes under a scale, codes and scales of rows, or the
+    result itself; and the scale, if there is a bound.
+    """
+    from pallas_kernels import remake_triton
+
+    coding = fused.coding(spec)
+
+    def make(on: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:
+        limit = None if bound is None else ResultBound(*bound, to)
+        result = None if dtype is None else (None if limit is None else limit.scale, dtype)
+        *kept, peak, codes = on.forward(operation, x, scale, bias, eps, coding, result=result)
+        if limit is None:
+            return *kept, peak, codes, None
+        inverse, mean = kept[2:]
+        operands = remake_triton.Operands(x, inverse=inverse, mean=mean, weight=scale, bias=bias)
+        to_scale, exact = limit.scale_given(peak), operation._replace(exact=True)
+        with jax.named_scope("mend"):
+            codes = on.mend(exact, (remake_triton.NORM,), operands, codes, to_scale, limit.is_loose(peak))
+        return *kept, peak, codes, to_scale
+
+    # JAX keeps traced functions: this one must not hold arrays of a trace.
+    to = None if bound is None else bound.spec
+    codes, scales, inverse, mean, peak, result, to_scale = fused.run(
+        make, fused.matrix(x), scale, bias, None if bound is None else (bound.largest, bound.spread)
+    )
     of_input = x if spec is None else fused.residual(codes, scales, x, spec)
-    return NormSaved(of_input, fused.array(inverse[:, None], x), scale, bias), mean, peak, result
+    return NormSaved(of_input, fused.array(inverse[:, None], x), scale, bias), mean, peak, result, to_scale
 
 
 def _result(

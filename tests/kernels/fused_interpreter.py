@@ -21,7 +21,7 @@ from fp8jax.core import scaling
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import activation, cotangent, fused, fused_codes, inputs, operand, product, quantize
 from fp8jax.ops.saved import Known
-from pallas_kernels import activation_triton, norm_triton
+from pallas_kernels import mend_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
 ROWS, CHANNELS, INNER = 33, 48, 80
@@ -51,9 +51,10 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...]) -> Any:
-    """A norm that two linear layers read, as a function and its arguments."""
+def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], size: float = 1.0) -> Any:
+    """A norm that two linear layers read, as a function and its arguments; its input is so many times as large."""
     x, w, v = 2 + 3 * normal(0, *lead, CHANNELS, dtype=dtype), normal(1, CHANNELS, INNER), normal(2, CHANNELS, 32)
+    x = size * x
     parameters = [1 + 0.2 * normal(3, CHANNELS, dtype=dtype), normal(4, CHANNELS, dtype=dtype)][:given]
 
     def f(x: Any, w: Any, v: Any, *parameters: Any) -> Any:
@@ -125,6 +126,9 @@ CASES = {
     "gelu False rows": _ACTIVATION("gelu", False, recipe("lean", **MICRO), jnp.float32, (3, 11)),
     "norm, faithful, bound": _NORM("rms", 0, recipe("faithful", scales="bound"), jnp.bfloat16, (3, 11)),
     "silu, faithful, bound": _ACTIVATION("silu", True, recipe("faithful", scales="bound"), jnp.float32, (ROWS,)),
+    # The root of eps, 1e-3, is 1,000 times the input.
+    "rms 1 bound, mended": _NORM("rms", 1, recipe("bound"), jnp.bfloat16, (ROWS,), 1e-5),
+    "layer 0 bound, mended": _NORM("layer", 0, recipe("bound"), jnp.float32, (3, 11), 1e-5),
     # The sample is of two runs of rows. The last is not in it, and so large that its largest magnitude gives the scale.
     "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (545,), 100.0),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
@@ -152,7 +156,8 @@ CASES = {
 # One of each way through the kernels.
 FEW = ("rms 1 lean", "layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True lean",
        "gelu False faithful", "gelu_tanh False lean", "silu True bound", "norm, rows", "norm, rows, faithful",
-       "silu, rows", "rms 1 ten bits", "silu True ten bits", "silu True ten bits, lean", "silu, bound, mended",
+       "silu, rows", "rms 1 ten bits", "silu True ten bits", "silu True ten bits, lean", "rms 1 bound, mended",
+       "layer 0 bound, mended", "silu, bound, mended",
        "gelu_tanh False lean, biased", "silu True bound, biased", "layer 2 as it is", "silu, rows, as it is",
        "kept anyway")  # fmt: skip
 
@@ -245,7 +250,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 def main() -> None:
     prepare()
     fused.missing_triton = lambda _: None
-    activation_triton.PROGRAMS = 8
+    mend_triton.PROGRAMS = 8
     found = {}
     for case in FEW if sys.argv[1] == "few" else CASES:
         make = CASES[case]

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
     "silu again, peaks": 80, "silu again, cotangents": 80, "cotangents, sums": 112,
-    "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
+    "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64, "mended norm": 64,
     "kept of silu, rows": 80, "rms norm, rows": 96, "silu again, peaks of rows": 128, "cotangents of rows": 80,
     "rms norm, rows alone": 96, "silu, rows alone": 80, "exact, peaks of rows": 128, "exact, cotangents of rows": 80,
     "exact, peaks": 80, "exact norm, columns": 64, "itself, columns": 64, "rms norm, backward, exact": 128,
@@ -75,7 +75,7 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
 def odd(*which: str) -> None:
     """Prints by case how much of what kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
     from fp8jax.ops import fused_reference
-    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
+    from pallas_kernels import activation_rows_triton, activation_triton, mend_triton, norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
     from pallas_kernels.scaling_triton import Coding
     from tests.kernels.triton_interpreter import prepare
@@ -106,6 +106,8 @@ def odd(*which: str) -> None:
         least = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1e30, 1e30), rows)
         itself = remake_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
+        both = remake_triton.Operands(gate, up=up)
+        to_mend = silu._replace(exact=True), (remake_triton.RESULT,), both, jnp.zeros(gate.shape, twice[1])
         scales_of_rows = by_row[: len(rows)], 4 * by_row[: len(rows)]
         cotangents = (
             Operation(),
@@ -118,19 +120,7 @@ def odd(*which: str) -> None:
             (
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=twice),
                 on_activation.keep_activation(silu, gate, up, kept, result=twice),
-                [
-                    unsigned(
-                        on_activation.mend(
-                            silu._replace(exact=True),
-                            gate,
-                            up,
-                            jnp.zeros(gate.shape, twice[1]),
-                            twice[0],
-                            jnp.bool_(wrong),
-                        )
-                    )
-                    for wrong in (False, True)
-                ],
+                [unsigned(on_mend.mend(*to_mend, twice[0], jnp.bool_(wrong))) for wrong in (False, True)],
                 on.ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
                 [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, again=again))],
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=(None, jnp.float8_e4m3fn)),
@@ -160,9 +150,9 @@ def odd(*which: str) -> None:
                     )
                 ],
             )
-            for on_norm, on_activation, on, rows_of in (
-                (norm_triton, activation_triton, remake_triton, activation_rows_triton.keep_activation),
-                (fused_reference, fused_reference, fused_reference, by_rows),
+            for on_norm, on_activation, on_mend, on, rows_of in (
+                (norm_triton, activation_triton, mend_triton, remake_triton, activation_rows_triton.keep_activation),
+                (fused_reference, fused_reference, fused_reference, fused_reference, by_rows),
             )
         ]
         differ[name] = apart(*found)
@@ -262,8 +252,10 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 
 def registers() -> None:
     """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
-    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, peaks_triton, remake_triton
+    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
+    from pallas_kernels.mend_triton import mend
     from pallas_kernels.operations_triton import IDENTITY, Operation
+    from pallas_kernels.peaks_triton import peaks
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
     from pallas_kernels.scaling_triton import Coding
 
@@ -289,7 +281,7 @@ def registers() -> None:
         return run
 
     activation = ("first", "first_scale", "up", "up_scale", "gradient")
-    pair = lambda *arrays: peaks_triton.peaks(  # noqa: E731
+    pair = lambda *arrays: peaks(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
     ahead = lambda *arrays: remake_triton.ahead(  # noqa: E731
@@ -316,7 +308,10 @@ def registers() -> None:
         "kept of silu, codes": (
             lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=(one, e4m3), **options),
             wide, wide),
-        "mended": (lambda g, u, y: activation_triton.mend(exact, g, u, y, one, one > 0, **options), wide, wide, codes),
+        "mended": (lambda g, u, y: mend(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
+                   wide, wide, codes),
+        "mended norm": (lambda x, i, w, y: mend(norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), y,
+                                                one, one > 0, **options), narrow, inverse, weight, few),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
         "silu again, peaks": (ahead, *kept_of, wide),

@@ -66,6 +66,57 @@ def test_the_scale_of_a_norms_result_is_that_of_a_bound_on_it(mode, scales):
     assert not scales
 
 
+def norm_product(x, scale, w, kind, eps):
+    """A norm and a product in float64."""
+    z = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    return z / np.sqrt((z * z).mean(-1, keepdims=True) + eps) * scale @ w
+
+
+@pytest.mark.parametrize("mode", ["lean", "faithful"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norms_bound_that_is_far_above_its_result_costs_no_accuracy(kind, mode):
+    x, w, dy = (np.asarray(normal(i, 64, n), np.float64) for i, n in ((0, 64), (1, OUTPUTS), (2, OUTPUTS)))
+    outlier = np.ones(64)
+    outlier[5] = 1e4
+    run = jax.jit(
+        lambda x, scale, w, eps: jax.vjp(
+            lambda w: fp8jax.norm_linear(x, scale, [w], recipe=recipe("bound", mode), norm=kind, eps=eps)[0], w
+        ),
+        static_argnums=3,
+    )
+    for size, scale, eps in [(1.0, 1, 1e-3), (1e-5, 1, 1e-3), (1e-30, 1, 1e-3), (1.0, outlier, 1e-3)]:
+        part = w / np.reshape(scale * np.ones(64), (64, 1))  # of each channel as much reaches the result
+        arrays = (jnp.asarray(a, jnp.float32) for a in (size * x, scale * np.ones(64), part))
+        y, back = run(*arrays, eps)
+        want, h = (norm_product(size * x, scale, v, kind, eps) for v in (part, np.eye(64)))
+        assert relative(y, want) < 0.06, (size, eps)
+        assert relative(back(jnp.asarray(dy, jnp.float32))[0][:5], (h.T @ dy)[:5]) < 0.08, (size, eps)
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_by_substitution_a_layer_behind_a_norm_of_small_inputs_is_as_exact_as_behind_any(flax):
+    x = np.asarray(1e-6 * normal(0, 16, 64), np.float64)
+    if flax == "nnx":
+
+        class Model(nnx.Module):
+            def __init__(self, rngs):
+                self.norm = nnx.RMSNorm(64, epsilon=1e-3, rngs=rngs)
+                self.linear = nnx.Linear(64, OUTPUTS, use_bias=False, rngs=rngs)
+
+            def __call__(self, x):
+                return self.linear(self.norm(x))
+
+        model = Model(nnx.Rngs(0))
+        w, y = model.linear.kernel[...], fp8jax.nnx.quantize(model, "coat_fast")(jnp.float32(x))
+    else:
+        model = nn.Sequential([nn.LayerNorm(epsilon=1e-3), nn.Dense(OUTPUTS, use_bias=False)])
+        variables = model.init(jax.random.key(0), jnp.float32(x))
+        w = variables["params"]["layers_1"]["kernel"]
+        y = fp8jax.linen.quantize(model, "coat_fast").apply(variables, jnp.float32(x))
+    want = norm_product(x, 1.0, np.asarray(w, np.float64), {"nnx": "rms", "linen": "layer"}[flax], 1e-3)
+    assert relative(y, want) < 0.06
+
+
 @pytest.mark.parametrize("where", ["everywhere alike", "out of sample", "in the sample", "nothing in the sample"])
 def test_the_scale_of_an_activations_result_follows_from_a_sample_of_it_unless_more_is_found(where, scales):
     gate, up, w = normal(0, 2, 300, OUTPUTS), normal(1, 2, 300, OUTPUTS), normal(2, OUTPUTS, CHANNELS)

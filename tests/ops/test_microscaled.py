@@ -95,6 +95,43 @@ def test_of_a_token_far_below_the_others_nothing_else_is_lost_and_what_is_no_num
     assert np.isnan(dw[:, 5]).all()
 
 
+@pytest.mark.parametrize("recipe", ["moss", "fast"])
+def test_gradients_of_extreme_inputs_and_cotangents_are_as_exact_as_of_ordinary_ones(recipe):
+    """The scales of both operands share tokens: their product may be far outside of fp32 where no gradient is."""
+    x, w, dy = (np.asarray(a, np.float64) for a in problem(octaves=1.0))
+    dy = 1e4 * dy
+
+    @jax.jit
+    def gradients(x, dy):
+        return jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x, jnp.float32(w))[1](dy)
+
+    # In the last two the weight's gradient is itself outside of fp32.
+    for of_x, of_dy in [(1.0, 1.0), (1e-17, 1e-17), (1.0, 1e-34), (1e33, 1e-33), (1e-24, 1e-20), (1e20, 1e25)]:
+        dx, dw = gradients(jnp.float32(of_x * x), jnp.float32(of_dy * dy))
+        assert relative(np.asarray(dx, np.float64) / of_dy, dy @ w.T) < 0.05, (of_x, of_dy)
+        if 1e-35 < of_x * of_dy < 1e35:
+            assert relative(np.asarray(dw, np.float64) / of_x / of_dy, x.T @ dy) < 0.05, (of_x, of_dy)
+
+
+@pytest.mark.parametrize("recipe", ["moss", "fast", "coat", "coat_fast"])
+def test_the_gradient_of_a_glus_input_is_there_however_small_it_is(recipe):
+    rng = np.random.default_rng(0)
+    gate, up, down = rng.normal(size=(64, 96)) / 8, rng.normal(size=(64, 96)) / 8, rng.normal(size=(96, 64)) / 10
+    x, dy = rng.normal(size=(16, 64)), rng.normal(size=(16, 64))
+
+    def mlp(x):
+        g, u = (fp8jax.linear(x, jnp.float32(w), recipe=recipe) for w in (gate, up))
+        return fp8jax.glu_linear(g, u, jnp.float32(down), recipe=recipe)
+
+    gradient = jax.jit(lambda x: jax.vjp(mlp, x)[1](jnp.float32(dy))[0])
+    dh = dy @ down.T
+    # silu(z) = z / 2 + O(z^2)
+    want = (dh * (x @ up) / 2) @ gate.T + (dh * (x @ gate) / 2) @ up.T
+    for size in (1e-8, 1e-20, 1e-33):
+        got = np.asarray(gradient(jnp.float32(size * x)), np.float64) / size
+        assert relative(got, want) < 0.15, size
+
+
 ARMS = {
     "shared": MOSS.linear,
     "quantized again": Linear("e4m3:mx32+token", "e4m3", "e4m3:mx32+token", x_wgrad="e4m3", dy_wgrad="e4m3"),

@@ -244,7 +244,7 @@ def stand_ins(monkeypatch):
         def __getattr__(self, name):
             return lambda *args, compute_capability, **options: getattr(fused_reference, name)(*args, **options)
 
-    for name in ("norm_triton", "activation_triton", "peaks_triton"):
+    for name in ("norm_triton", "activation_triton", "mend_triton", "peaks_triton"):
         monkeypatch.setattr(fused_kernels, name, Reference())
     real = fused_kernels.remake_triton
     monkeypatch.setattr(fused_kernels, "remake_triton", Reference(Operands=real.Operands))
@@ -339,10 +339,10 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     norm = fused._described(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
     gated = fused._described(x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False})
     coding = fused.coding(spec)
-    from pallas_kernels.remake_triton import GATE, RESULT, UP, Operands
+    from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
 
     def everything(on, x, up, dy, weight):
-        codes, scales, inverse, _, peak, made = on.forward(
+        codes, scales, inverse, mean, peak, made = on.forward(
             norm, x, weight, weight, 1e-6, coding, result=(jnp.float32(0.01), jnp.float8_e4m3fn)
         )
         back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
@@ -355,8 +355,24 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
         cotangents, totals = on.quantize(
             gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
         )
-        mended = on.mend(exact, x, up, made, jnp.float32(0.02), top > 0)
-        exact_parts = (codes, scales, inverse, peak, made, parts, top, sample, ahead, cotangents, mended, back[0])
+        mended = on.mend(exact, (RESULT,), plain, made, jnp.float32(0.02), top > 0)
+        of_norm = Operands(x, inverse=inverse, mean=mean, weight=weight, bias=weight)
+        again = on.mend(norm._replace(exact=True), (NORM,), of_norm, made, jnp.float32(0.02), peak > 0)
+        exact_parts = (
+            codes,
+            scales,
+            inverse,
+            peak,
+            made,
+            parts,
+            top,
+            sample,
+            ahead,
+            cotangents,
+            mended,
+            again,
+            back[0],
+        )
         return exact_parts, [*back[1:], *totals]
 
     wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
