@@ -147,9 +147,9 @@ def _chosen_nnx(modules: dict[str, Any], rules: Ordered) -> tuple[tuple[Layer, .
         shown, *also = nnx_modules.names(matrices, path)
         choice = rules.choice(shown, also=also)
         shape = tuple(nnx_modules.params(modules[holder])[name].shape)
-        layers.append(
-            Layer(shown, type(modules[holder]).__name__, shape, choice.linear, choice.reason, _dtype(modules[holder]))
-        )
+        linear = choice.linear if choice.linear is not None and choice.linear.quantized else None
+        kind, dtype = type(modules[holder]).__name__, _dtype(modules[holder])
+        layers.append(Layer(shown, kind, shape, linear, choice.reason, dtype))
     for path in norms if rules.contexts else ():
         choice = rules.choice(path)
         context = choice.context if choice.context.saved else None
