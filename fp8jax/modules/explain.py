@@ -18,6 +18,7 @@ from fp8jax.modules import training
 from fp8jax.modules.matrices import is_matrix, not_a_model
 from fp8jax.modules.program import Program, abstract, inspect, mean_square, split_abstract
 from fp8jax.modules.report import ContextEntry, Layer, Report
+from fp8jax.ops import kernels
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import gained, kept_bytes
 from fp8jax.rewrite.rules import Ordered, Rule, Rules, ordered
@@ -100,7 +101,7 @@ def _report(
     layers = [*layers, *(layer for layer in others if layer.path not in known)]
     first = {(layer.path, layer.kernel): layer for layer in reversed(layers)}
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    figures = tuple(filter(None, (kept_bytes(entries), gained(entries))))
+    figures = tuple(filter(None, (kept_bytes(entries), gained(entries), kernels.advice())))
     return Report(tuple(first.values())[::-1], program, parts, figures=figures)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
+from fp8jax.ops import kernels
 from fp8jax.ops.fused import at_once
 from fp8jax.recipes import resolve
 from fp8jax.rewrite.heads import OUTPUT
@@ -76,8 +77,11 @@ class LayerChoice:
 def between(recipe: Recipe) -> bool:
     """Whether a recipe has norms and activations before and between its layers computed otherwise than as written.
 
-    They keep codes, or on a GPU make those that layers read.
+    They keep codes, or on a GPU make those that layers read. On a GPU without kernels they are as written
+    (`fp8jax.ops.kernels`).
     """
+    if kernels.written_contexts():
+        return False
     return recipe.context.saved is not None or at_once(recipe)
 
 
