@@ -25,7 +25,7 @@ class MissingKernelsWarning(UserWarning):
 
 
 def missing() -> str | None:
-    """Why no Triton kernel runs in programs for CUDA GPUs that are traced here; None where kernels run, or for other devices.
+    """Why no Triton kernel runs in programs that are traced here; None where kernels run, or for other devices.
 
     Raises:
         ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
