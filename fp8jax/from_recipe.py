@@ -19,8 +19,7 @@ from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import tracked
 
 # A parameter with quantized moments has four more arrays (scales and exponents), which take the host some 20 us a step.
-# Codes of so many elements save a GPU 7 us, and at most 13 MB: in small models, whose steps wait for the host, less than
-# the arrays cost.
+# Codes of so many elements save a GPU 7 us and 13 MB. Steps of small models wait for the host.
 _GAINING_SIZE = 2**21
 
 
