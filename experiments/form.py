@@ -11,6 +11,7 @@ from experiments import adapters
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.models.parts import Boundary
 from experiments.sections import Lora
+from fp8jax.ops import kernels
 from fp8jax.ops.choice import missing_triton
 from fp8jax.ops.fused import at_once
 
@@ -70,10 +71,12 @@ def fastest(recipe: fp8jax.Recipe) -> bool | str:
     """What blocks compute again on a GPU so that a step is fast, as `Llama` takes it.
 
     All but products and attention; nothing where the recipe's contexts save operations, or where kernels write what
-    layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest.
+    layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest. Without
+    kernels contexts are as written, and all but products and attention is computed again.
     """
     written = at_once(recipe) and missing_triton("remake_triton") is None
-    return False if recipe.context.saved or written else "products"
+    saved = recipe.context.saved is not None and not kernels.written_contexts()
+    return False if saved or written else "products"
 
 
 def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:

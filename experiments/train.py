@@ -33,6 +33,7 @@ from experiments.errors import UserError
 from experiments.flags import recommend
 from experiments.signals import Stopped, StopSignals
 from fp8jax.modules.compiled import describe
+from fp8jax.ops import kernels
 from fp8jax.ops.choice import listening, saving, summary
 
 with packages.needed() as no_parser:
@@ -276,8 +277,7 @@ def _train_recipe(
             inputs = (*inputs, hosts.signals(devices, None))
         compiled = step.lower(*inputs).compile()
     print_plan(console, task, abstract, base_shapes, compiled)
-    residuals = [f"saved {line}" for line in kept]
-    for line in [*summary(told), *residuals, *describe(compiled, told, jax.default_backend())]:
+    for line in [*computed_by(told, kept), *describe(compiled, told, jax.default_backend())]:
         report.told(console, line, 4, "yellow" if line.startswith("WARNING") else "dim")
 
     params = start.params(config, devices if rows is not None else None)
@@ -323,6 +323,13 @@ def _train_recipe(
         console.print(f"{recipe.name} writes:")
         console.print(Text(text, style="dim"))
     return result
+
+
+def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
+    """Lines on what computes the operations of a step and what they save, with a warning where no kernel runs."""
+    advice = kernels.advice() if told else None
+    warning = [] if advice is None else [f"WARNING: {advice}"]
+    return [*warning, *summary(told), *(f"saved {line}" for line in kept)]
 
 
 def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console) -> None:

@@ -21,6 +21,7 @@ from fp8jax.ops.activation import glu as glu
 from fp8jax.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from fp8jax.ops.frozen import FrozenWeight as FrozenWeight
 from fp8jax.ops.frozen import freeze as freeze
+from fp8jax.ops.kernels import MissingKernelsWarning as MissingKernelsWarning
 from fp8jax.ops.linear import dot_general as dot_general
 from fp8jax.ops.linear import einsum as einsum
 from fp8jax.ops.linear import linear as linear
@@ -74,6 +75,7 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "FrozenWeight",
     "Held",
+    "MissingKernelsWarning",
     "QTensor",
     "QuantSpec",
     "QuantizedWeight",

@@ -13,10 +13,11 @@ import importlib.util, os, pathlib, shutil, subprocess, sys
 # Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
-if "google.colab" in sys.modules and importlib.util.find_spec("fp8jax") is None:
+gpu = shutil.which("nvidia-smi")
+needed = ("fp8jax", "jax_triton") if gpu else ("fp8jax",)  # the fused kernels need jax-triton
+if "google.colab" in sys.modules and None in map(importlib.util.find_spec, needed):
     if not SOURCE:
         raise SystemExit("Write the address of fp8jax's repository, or its folder, into SOURCE above.")
-    gpu = shutil.which("nvidia-smi")
     package = "fp8jax[flax,cuda12]" if gpu else "fp8jax[flax]"
     if "://" in SOURCE:
         package += f" @ git+{SOURCE.removeprefix('git+')}"

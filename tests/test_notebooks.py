@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom on this machine, draw, and are committed without outputs."""
 
+import contextlib
 import importlib.util
 import pathlib
 import re
@@ -78,7 +79,11 @@ def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, wh
     monkeypatch.chdir(path.parent)
     exec(cell.source, {})
     monkeypatch.setitem(sys.modules, "google.colab", sys)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     exec(cell.source, {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else object())
+    with pytest.raises(SystemExit, match="Write the address") if gpu else contextlib.nullcontext():
+        exec(cell.source, {})  # without jax-triton no kernel runs
     assert calls == [], "fp8jax is there already"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for unknown, told in (("", "Write the address"), ("../nowhere", "SOURCE is '../nowhere'")):

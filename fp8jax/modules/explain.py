@@ -18,6 +18,7 @@ from fp8jax.modules import training
 from fp8jax.modules.matrices import is_matrix, not_a_model
 from fp8jax.modules.program import Program, abstract, inspect, mean_square, split_abstract
 from fp8jax.modules.report import ContextEntry, Layer, Report
+from fp8jax.ops import kernels
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import gained, kept_bytes
 from fp8jax.rewrite.rules import Ordered, Rule, Rules, ordered
@@ -100,7 +101,7 @@ def _report(
     layers = [*layers, *(layer for layer in others if layer.path not in known)]
     first = {(layer.path, layer.kernel): layer for layer in reversed(layers)}
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    figures = tuple(filter(None, (kept_bytes(entries), gained(entries))))
+    figures = tuple(filter(None, (kept_bytes(entries), gained(entries), kernels.advice())))
     return Report(tuple(first.values())[::-1], program, parts, figures=figures)
 
 
@@ -147,9 +148,9 @@ def _chosen_nnx(modules: dict[str, Any], rules: Ordered) -> tuple[tuple[Layer, .
         shown, *also = nnx_modules.names(matrices, path)
         choice = rules.choice(shown, also=also)
         shape = tuple(nnx_modules.params(modules[holder])[name].shape)
-        layers.append(
-            Layer(shown, type(modules[holder]).__name__, shape, choice.linear, choice.reason, _dtype(modules[holder]))
-        )
+        linear = choice.linear if choice.linear is not None and choice.linear.quantized else None
+        kind, dtype = type(modules[holder]).__name__, _dtype(modules[holder])
+        layers.append(Layer(shown, kind, shape, linear, choice.reason, dtype))
     for path in norms if rules.contexts else ():
         choice = rules.choice(path)
         context = choice.context if choice.context.saved else None

@@ -79,9 +79,9 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     Raises:
         TypeError: the model is no Linen module, or the rules are of another type.
-        ValueError: the model is bound or quantized already, or a recipe quantizes nothing. From `init` or `apply`: a
-            rule matches nothing, there is no product of data with a parameter, one asks for a precision that a
-            quantized one cannot give, or has batch axes under a scaling that observes operands.
+        ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing, there is
+            no product of data with a parameter, one asks for a precision that a quantized one cannot give, or has batch
+            axes under a scaling that observes operands.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(not_a_model("fp8jax.linen.quantize takes a Linen module", module))
@@ -98,8 +98,11 @@ def unquantize(module: Model) -> Model:
     Collections of scalings are not its: `{name: v for name, v in variables.items() if not name.startswith("fp8jax_")}`.
 
     Raises:
-        ValueError: the module is not quantized.
+        TypeError: the model is no Linen module.
+        ValueError: it is not quantized.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(not_a_model("fp8jax.linen.unquantize takes a Linen module", module))
     plain = getattr(type(module), "_fp8jax_plain", None)
     if plain is None:
         raise ValueError(f"{type(module).__name__} is not quantized")

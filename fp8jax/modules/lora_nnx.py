@@ -31,16 +31,17 @@ def lora(
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs | jax.Array,
 ) -> Model:
-    """A copy of a quantized model whose parameters are not trained, with adapters beside its quantized layers.
+    """A copy of a quantized model whose parameters are not trained, with adapters beside layers that follow a recipe.
 
         model = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=16, alpha=32, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
         grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
 
     Parameters become `UntrainedVariable`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are
-    those of adapters. The weights of products that the rules quantize are held as codes, a byte each, and multiplied by
-    them as `fp8jax.lora.linear` does it. Adapters are `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the
-    module that holds the parameter NAME. Save `nnx.state(model)` as any, or `fp8jax.nnx.adapters(model)`.
+    those of adapters. The weights of layers that follow a recipe are held as codes, a byte each, and multiplied by
+    them as `fp8jax.lora.linear` does it; the recipe "bf16" decodes them for products in 16 bits. Adapters are
+    `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the module that holds the parameter NAME. Save
+    `nnx.state(model)` as any, or `fp8jax.nnx.adapters(model)`.
 
     Args:
         model: what `quantize` returned, with current scaling; it is not changed.
@@ -52,19 +53,27 @@ def lora(
 
     Raises:
         TypeError: the model is no NNX module.
-        ValueError: it is not quantized or has adapters already; its recipe has a scaling that keeps states; `targets`
-            match no layer; or as `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
+        ValueError: it is not quantized or has adapters already; no layer follows a recipe, or one with a scaling that
+            keeps states; `targets` match no layer; or as `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(not_a_model("fp8jax.nnx.lora takes an NNX module", model))
     settings = settings_of(model)
     if settings is None:
-        raise ValueError("the model is not quantized: give fp8jax.nnx.lora what fp8jax.nnx.quantize returns")
+        raise ValueError(
+            "the model is not quantized: give fp8jax.nnx.lora what fp8jax.nnx.quantize returns; for products in 16 "
+            "bits, fp8jax.nnx.quantize(model, 'bf16')"
+        )
     adapted = nnx.clone(model)
     found = modules(adapted)
     if any(isinstance(v, UntrainedVariable) for m in found.values() for v in params(m).values()):
         raise ValueError("the model has adapters already; merge them with fp8jax.nnx.merge_lora")
     taken = chosen(found, settings.rules)
+    if not taken:
+        raise ValueError(
+            "no layer of the model follows a recipe, and adapters stand beside those that do; for products in 16 bits, "
+            "fp8jax.nnx.quantize(model, 'bf16')"
+        )
     for path, (_, _, linear) in taken.items():
         if linear.states and any(scaling.observes for scaling in linear.states.values()):
             raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state: take a recipe without")

@@ -10,6 +10,19 @@ _ELSEWHERE = (
     "fp8jax.dot_general are products to call; fp8jax.compressed_adamw takes parameters of any kind"
 )
 
+# The functions that take a module of each of Flax's two libraries, by the name of their sibling in the other.
+_SIBLINGS: dict[str, tuple[str, dict[str, str]]] = {
+    "linen": (
+        "Linen",
+        {
+            "quantize": "fp8jax.linen.quantize",
+            "unquantize": "fp8jax.linen.unquantize",
+            "lora": "fp8jax.lora.freeze, init and adapt on its parameters, and fp8jax.linen.quantize",
+        },
+    ),
+    "nnx": ("NNX", {"quantize": "fp8jax.nnx.quantize", "unquantize": "fp8jax.nnx.unquantize"}),
+}
+
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter may be a factor of a product, by its name and shape."""
@@ -25,8 +38,15 @@ def not_a_model(takes: str, model: Any) -> str:
     """
     kind = type(model)
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    flax = next(
+        (name for name in _SIBLINGS if f"flax.{name}.module" in {base.__module__ for base in kind.__mro__}), None
+    )
     if isinstance(model, type):
         why = f"the class {model.__name__}; make an instance of it"
+    elif flax is not None:
+        library, functions = _SIBLINGS[flax]
+        function = takes.partition(" ")[0].rpartition(".")[2]
+        why = f"{kind.__name__}, a module of Flax {library}: take {functions.get(function, functions['quantize'])}"
     elif "equinox" in bases or "haiku" in bases:
         why = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ELSEWHERE}"
     elif isinstance(model, dict):

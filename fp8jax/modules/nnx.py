@@ -264,8 +264,7 @@ def chosen(submodules: dict[str, Any], rules: Ordered) -> dict[str, tuple[str, s
         also={first: also for first, *also in paths.values()},
     )
     choices = {path: rules.choice(first, also=also).linear for path, (first, *also) in paths.items()}
-    asked = lambda linear: linear.quantized or linear.select == "gains"  # noqa: E731
-    return {p: (*matrices[p], linear) for p, linear in choices.items() if linear is not None and asked(linear)}
+    return {p: (*matrices[p], linear) for p, linear in choices.items() if linear is not None}
 
 
 def params(module: Any) -> dict[str, Any]:

@@ -48,6 +48,8 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
 
     What calls of the copy observe, for scalings with a state, the model has seen: end the step with the model itself.
 
+    A model whose recipe has all products in 16 bits, such as "bf16", is copied as it is, unless `gradients` are given.
+
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
 
     Args:
@@ -76,7 +78,7 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
     if any(isinstance(m, LayerScaling) and m.linear.tracked for _, m in nnx.iter_modules(copy)):
         with_known_bounds(copy)
     held: list[Any] = [layer for path, layer in layers if _hold(layer, functools.partial(quantizer, path))]
-    if not held and quantizer is _quantizer:
+    if not held and quantizer is _quantizer and not (gradients is None and _in_16_bits(model)):
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     if gradients is not None:
         for layer in held:
@@ -85,6 +87,13 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
         for kernel in {id(layer.kernel): layer.kernel for layer in held}.values():
             kernel.set_value(kernel[...].astype(gradients))
     return copy
+
+
+def _in_16_bits(model: Any) -> bool:
+    """Whether a quantized model's rules have all products in 16 bits."""
+    rules = [settings.rules for _, m in nnx.iter_modules(model) if (settings := settings_of(m)) is not None]
+    linears = [rule.linear for rule in (rules[0].rules if rules else ())]
+    return bool(rules) and not any(linear is not None and linear.quantized for linear in linears)
 
 
 def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:

@@ -20,7 +20,7 @@ from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
-from fp8jax.ops import adamw_fused, alike
+from fp8jax.ops import adamw_fused, alike, kernels
 from fp8jax.ops.adamw_leaf import Adam as Adam
 from fp8jax.ops.adamw_leaf import Form, Leaf, renewed
 from fp8jax.ops.adamw_leaf import Moment as Moment
@@ -130,6 +130,8 @@ def step(
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     impls = [tell("adamw", adamw_fused.choose(leaf, impl)).impl for leaf in leaves]
     reference = functools.partial(_reference, form, adam)
+    if impl == "auto" and any(leaf.quantized for leaf in leaves):
+        kernels.warn()
     if "triton" in impls:
         fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))
         otherwise = None if impl == "triton" else placed_like(fused, _each_varying(adam, reference), (leaves,))

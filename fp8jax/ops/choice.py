@@ -274,7 +274,7 @@ def placed_like(
     return placed
 
 
-_TRITON_CAPABILITY = 75  # of kernels that convert no FP8
+TRITON_CAPABILITY = 75  # of kernels that convert no FP8
 
 
 def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
@@ -284,19 +284,23 @@ def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
         kernel: its name.
         fp8: whether it makes or reads FP8 codes, which GPUs convert from Ada (8.9) on. Kernels of int8 codes and of
             bytes run on Turing and Ampere (7.5 and 8.x), too.
+
+    Raises:
+        ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
     """
     return _missing_triton(kernel, capability(), fp8) if aimed().kernels else "kernels are switched off"
 
 
 @functools.cache
 def _missing_triton(kernel: str, capability: int, fp8: bool) -> str | None:
+    if capability < TRITON_CAPABILITY:
+        return f"the GPU has compute capability {capability}, and Triton's kernels need {TRITON_CAPABILITY}"
     try:
         module = importlib.import_module(f"pallas_kernels.{kernel}")
     except Exception as error:  # A broken installation fails to import in ways of its own.
         return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
-    if capability < (needed := module.FP8_CAPABILITY if fp8 else _TRITON_CAPABILITY):
-        what = "fp8 conversions" if fp8 else "Triton's kernels"
-        return f"the GPU has compute capability {capability}, and {what} need {needed}"
+    if fp8 and capability < module.FP8_CAPABILITY:
+        return f"the GPU has compute capability {capability}, and fp8 conversions need {module.FP8_CAPABILITY}"
     return _broken_triton(capability)
 
 
@@ -306,8 +310,9 @@ def _broken_triton(capability: int) -> str | None:
 
     There nothing is known of the trace, mesh and settings around, nor of who listens to the choices.
     """
-    from pallas_kernels import call_triton
+    from pallas_kernels import call_triton, launch_triton
 
+    launch_triton.chosen()  # raises for an unknown value of its variable, which no package is to blame for
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         error = pool.submit(call_triton.check, capability).exception()
     if error is None:

@@ -21,7 +21,7 @@ from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import alike
+from fp8jax.ops import alike, kernels
 from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_fused import Place, placed
 from fp8jax.ops.adamw_leaf import Adam, Form, difference, renewed
@@ -137,6 +137,8 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
         scalars = list(vars(adam).values())
         return [vary_with(row, leaf, scalars) for row, leaf in zip(rows, leaves, strict=True)]
 
+    if impl == "auto" and leaves:
+        kernels.warn()
     reference = functools.partial(each, ["xla"] * len(leaves))
     if "triton" not in impls:
         return reference(leaves)

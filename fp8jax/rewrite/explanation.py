@@ -15,9 +15,11 @@ class Explanation:
 
     Attributes:
         entries: products with parameters, norms and activations, in the order of the program.
+        advice: on a GPU without kernels, why there are none, and what to type; else None.
     """
 
     entries: tuple[Entry, ...]
+    advice: str | None = None
 
     @property
     def quantized(self) -> tuple[Entry, ...]:
@@ -35,7 +37,7 @@ class Explanation:
         if self.left:
             rows = [(e.path or "-", e.kind, _shape(e), e.line, e.reason) for e in self.left]
             parts.append(table([("left as written", "operation", "shape", "where", "why"), *rows], names=4))
-        told = self._told_again(), kept_bytes(self.entries), gained(self.entries)
+        told = self._told_again(), kept_bytes(self.entries), gained(self.entries), self.advice
         parts += [sentence(each) for each in told if each]
         return "\n\n".join(parts)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
+from fp8jax.ops import kernels
 from fp8jax.ops.fused import at_once
 from fp8jax.recipes import resolve
 from fp8jax.rewrite.heads import OUTPUT
@@ -56,13 +57,6 @@ class Rule:
     def context(self) -> Context:
         return self.recipe.context if isinstance(self.recipe, Recipe) else _NOTHING
 
-    @property
-    def empty(self) -> bool:
-        """Whether the recipe changes nothing in a model, and was not asked for as what is best on this device."""
-        linear = self.linear
-        asked = linear is not None and linear.select == "gains"
-        return linear is not None and not linear.quantized and self.context.saved is None and not asked
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
@@ -83,8 +77,11 @@ class LayerChoice:
 def between(recipe: Recipe) -> bool:
     """Whether a recipe has norms and activations before and between its layers computed otherwise than as written.
 
-    They keep codes, or on a GPU make those that layers read.
+    They keep codes, or on a GPU make those that layers read. On a GPU without kernels they are as written
+    (`fp8jax.ops.kernels`).
     """
+    if kernels.written_contexts():
+        return False
     return recipe.context.saved is not None or at_once(recipe)
 
 
@@ -98,7 +95,7 @@ class Ordered:
         head: of that recipe, for output heads; None leaves them alone.
 
     Raises:
-        ValueError: the recipe of a rule quantizes nothing, or there is no rule.
+        ValueError: there is no rule.
     """
 
     rules: tuple[Rule, ...]
@@ -108,10 +105,6 @@ class Ordered:
     def __post_init__(self) -> None:
         if not self.rules:
             raise ValueError("there are no rules; give a recipe, or at least one fp8jax.Rule")
-        for i, rule in enumerate(self.rules):
-            if rule.empty:
-                which = "the recipe" if i >= self._own else f"the recipe of rule {rule.path!r}"
-                raise ValueError(f"{which} quantizes no product; leave the model as it is, or give a rule with None")
 
     @property
     def own(self) -> tuple[Rule, ...]:
@@ -155,7 +148,10 @@ class Ordered:
             return LayerChoice(self.head, "the recipe's head")
         if i >= self._own and path in heads and self.rules[i].linear is not None:
             return LayerChoice(None, heads[path])
-        return LayerChoice(self.rules[i].linear, reason, self.rules[i].context)
+        linear = self.rules[i].linear
+        if linear is not None and not linear.quantized and linear.select == "all":
+            reason += ", which quantizes no product"
+        return LayerChoice(linear, reason, self.rules[i].context)
 
     def check_all_used(
         self,
@@ -200,10 +196,11 @@ def ordered(rules: Rules) -> Ordered:
         rules: a recipe, or a preset's name, for all layers but embeddings, output heads (which follow its own part
             `head`, if that is quantized) and routers; or rules in order,
             the first match wins. After them may stand a recipe, for all other layers but embeddings, output heads and
-            routers; without one, layers that no rule matches are left alone.
+            routers; without one, layers that no rule matches are left alone. A recipe that quantizes no product,
+            such as "bf16" or "coat_optimizer", leaves layers as written.
 
     Raises:
-        ValueError: the recipe of a rule quantizes nothing, there is no rule, or no preset has this name.
+        ValueError: there is no rule, or no preset has this name.
         TypeError: the rules are of another type.
     """
     if isinstance(rules, Ordered):

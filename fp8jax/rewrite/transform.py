@@ -10,6 +10,7 @@ import numpy as np
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
+from fp8jax.ops import kernels
 from fp8jax.rewrite.bounds import with_bounds, with_known_bounds
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
@@ -183,7 +184,7 @@ class Transformed:
         Raises:
             ValueError: as the call.
         """
-        return Explanation(self.planned(*args, **kwargs).entries)
+        return Explanation(self.planned(*args, **kwargs).entries, kernels.advice())
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -224,6 +225,8 @@ class Transformed:
             raise
         structure = jax.tree.structure(shapes)
         made = schedule(graph)
+        if any(entry.taken for entry in entries.values()):
+            kernels.warn()
 
         def run(arrays: list[Any], given: Any, noting: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}

@@ -103,6 +103,12 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
         assert chosen(quantize, x, capability=90) == choice.Choice("xla", f"not the kernel: {reason}")
         with pytest.raises(ValueError, match=r"impl 'triton' cannot run: jax-triton .* do not work together"):
             quantize(x, impl="triton")
+        monkeypatch.undo()
+        monkeypatch.setenv("FP8JAX_KERNEL_CALLS", "cuda")
+        choice._broken_triton.cache_clear()
+        choice._missing_triton.cache_clear()
+        with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda': give 'xla' or 'triton'"):
+            choice.missing_triton("quantize_triton")
     finally:
         choice._broken_triton.cache_clear()
         choice._missing_triton.cache_clear()

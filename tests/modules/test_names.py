@@ -110,3 +110,21 @@ def test_what_is_no_model_is_told_what_takes_it():
         (other["haiku"], "f takes, not Mlp, of Haiku; fp8jax.transform"),
     ):
         assert matrices.not_a_model("f takes", model).startswith(said)
+
+
+def test_a_module_of_the_other_flax_is_told_its_function():
+    class Mine(nn.Dense):
+        pass
+
+    for call, said in (
+        (lambda: fp8jax.nnx.quantize(Mine(8), "coat"), "not Mine, a module of Flax Linen: take fp8jax.linen.quantize"),
+        (lambda: fp8jax.nnx.unquantize(nn.Dense(8)), "a module of Flax Linen: take fp8jax.linen.unquantize"),
+        (
+            lambda: fp8jax.nnx.lora(nn.Dense(8), rank=1, alpha=1, rngs=nnx.Rngs(0)),
+            "Flax Linen: take fp8jax.lora.freeze",
+        ),
+        (lambda: fp8jax.linen.quantize(layer(), "coat"), "not Linear, a module of Flax NNX: take fp8jax.nnx.quantize"),
+        (lambda: fp8jax.linen.unquantize(layer()), "a module of Flax NNX: take fp8jax.nnx.unquantize"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()

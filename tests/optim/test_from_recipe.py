@@ -26,6 +26,20 @@ def test_moments_are_stored_as_the_recipe_says(name):
             assert (stored.spec if isinstance(stored, fp8jax.QTensor) else None) == recipe.optimizer.spec(moment)
 
 
+@pytest.mark.parametrize("recipe", ["auto", fp8jax.recipes.for_shapes("coat_fast"), fp8jax.recipes.for_shapes("fast")])
+def test_where_layers_are_chosen_by_what_they_gain_moments_of_small_parameters_are_those_of_optax(recipe):
+    """A small model's state has as many arrays as optax's, which is what its steps cost the host."""
+    small, large = jax.ShapeDtypeStruct((1024, 2047), jnp.float32), jax.ShapeDtypeStruct((1024, 2048), jnp.float32)
+    params = {"a": small, "b": large, "c": {"bias": jax.ShapeDtypeStruct((4096,), jnp.float32)}}
+    mu = jax.eval_shape(fp8jax.optimizer(recipe, 1e-3).init, params).mu
+    assert (mu["a"], mu["c"]) == (small, params["c"])
+    assert mu["b"].spec == fp8jax.recipes.coat().optimizer.spec("mu")
+    ours, theirs = (jax.eval_shape(tx.init, {"a": small}) for tx in (fp8jax.optimizer(recipe, 1e-3), optax.adam(1e-3)))
+    assert len(jax.tree.leaves(ours)) == len(jax.tree.leaves(theirs))
+    for given in (fp8jax.optimizer(recipe, 1e-3, min_size=4096), fp8jax.optimizer("coat", 1e-3)):
+        assert isinstance(jax.eval_shape(given.init, params).mu["a"], fp8jax.QTensor)
+
+
 def test_every_setting_arrives():
     """What is passed on moves parameters as the same arguments of `compressed_adamw`; the plain recipe as optax's."""
     settings = {"b1": 0.8, "b2": 0.9, "eps": 1e-3, "eps_root": 1e-4, "weight_decay": 0.3}

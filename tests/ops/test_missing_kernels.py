@@ -1,0 +1,197 @@
+"""A GPU on which no kernel runs: the reason, the warning, what models compute then, and what `explain` says."""
+
+import pathlib
+import sys
+import tomllib
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from packaging.requirements import Requirement
+
+import fp8jax
+from fp8jax.ops import choice, kernels
+from tests.programs import dots
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WIDTH = 256
+P = {"scale": jnp.ones(WIDTH), "up": jnp.ones((WIDTH, 512)) / 99, "down": jnp.ones((512, WIDTH)) / 99}
+X = jax.random.normal(jax.random.key(0), (16, WIDTH), jnp.bfloat16)
+FP8 = ("float8_e4m3fn", "float8_e4m3fn")
+
+
+def mlp(p, x):
+    y = x.astype(jnp.float32)
+    y = (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)).astype(x.dtype) * p["scale"].astype(x.dtype)
+    return x + jax.nn.silu(y @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+
+
+def forget():
+    choice._missing_triton.cache_clear()
+    choice._broken_triton.cache_clear()
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    """Triton's kernels cannot be imported, as without jax-triton."""
+    monkeypatch.setitem(sys.modules, "pallas_kernels.call_triton", None)
+    for name in ("remake_triton", "quantize_triton", "adamw_triton", "fp8lm_triton"):
+        monkeypatch.setitem(sys.modules, f"pallas_kernels.{name}", None)
+    forget()
+    with choice.target(capability=90):
+        yield
+    forget()
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """Every kernel can run, as far as the choice knows."""
+    monkeypatch.setattr(choice, "_missing_triton", lambda kernel, capability, fp8: None)
+    with choice.target(capability=90):
+        yield
+
+
+def test_the_line_to_type_has_the_bounds_of_the_package():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("cuda12", "cuda13"):
+        asked = [Requirement(text) for text in extras[extra]]
+        asked = [r for r in asked if r.name != "jax" and (r.marker is None or r.marker.evaluate())]
+        wanted = {(r.name, r.specifier) for r in asked}
+        assert {(r.name, r.specifier) for r in map(Requirement, kernels.REQUIREMENTS)} == wanted
+
+
+def test_the_reason_and_the_remedy(blocked):
+    assert kernels.missing().startswith("jax-triton cannot be imported (ModuleNotFoundError")
+    assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in kernels.advice()
+    with choice.target(kernels=False):  # asked for: contexts follow, and nobody is warned
+        assert kernels.written_contexts()
+        assert kernels.advice() is None
+
+
+def test_a_gpu_that_is_too_old_is_told_no_package():
+    with choice.target(capability=70):
+        assert "because the GPU has compute capability 70, and Triton's kernels need 75" in kernels.advice()
+        assert "pip" not in kernels.advice()
+
+
+def test_elsewhere_nothing_is_missing():
+    assert kernels.missing() is None
+    assert kernels.advice() is None
+    assert not kernels.written_contexts()
+
+
+def of_nnx(recipe):
+    class Mlp(nnx.Module):
+        def __init__(self):
+            self.norm, self.up = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), nnx.Linear(WIDTH, 512, rngs=nnx.Rngs(0))
+            self.down = nnx.Linear(512, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return x + self.down(nnx.silu(self.up(self.norm(x))))
+
+    return fp8jax.nnx.quantize(Mlp(), recipe), (X,)
+
+
+def of_linen(recipe):
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(WIDTH)(nn.silu(nn.Dense(512)(nn.RMSNorm()(x))))
+
+    params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(Mlp().init, jax.random.key(0), X))
+    return fp8jax.linen.quantize(Mlp(), recipe).apply, (params, X)
+
+
+def of_function(recipe):
+    return fp8jax.transform(mlp, recipe), (P, X)
+
+
+def of_adamw(recipe):
+    tx = fp8jax.compressed_adamw(1e-3, impl="xla" if recipe == "bf16" else "auto")
+    return tx.update, (P, tx.init(P), P)
+
+
+def of_step(recipe):
+    tx = fp8jax.optimizer(recipe, 1e-3)
+    return tx.step, (P, tx.init(P), P)
+
+
+def of_fp8lm(recipe):
+    tx = fp8jax.fp8lm_adamw(1e-3, impl="xla" if recipe == "bf16" else "auto")
+    return tx.update, (P, tx.init(P), P)
+
+
+BUILDERS = [of_nnx, of_linen, of_function, of_adamw, of_step, of_fp8lm]
+
+
+def warned(call, args, times=2):
+    """The warnings of as many traces of a call."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(times):
+            jax.eval_shape(lambda *args: call(*args), *args)
+    return [w for w in seen if issubclass(w.category, fp8jax.MissingKernelsWarning)]
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_each_model_and_optimizer_warns_at_the_users_line(build, blocked):
+    for _ in range(2):  # nothing depends on what was warned of before
+        (one,) = warned(*build("coat"))
+        assert one.filename == __file__
+        assert "jax-triton cannot be imported" in str(one.message)
+    assert warned(*build("bf16")) == []
+    with choice.target(kernels=False):
+        assert warned(*build("coat")) == []
+
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_nobody_is_warned_on_a_cpu(build):
+    assert warned(*build("coat")) == []
+
+
+@pytest.mark.parametrize("recipe", ["coat", "coat_fast", "fast", "te_current", "int8_fallback"])
+def test_norms_and_activations_stay_as_written_without_kernels(recipe, blocked):
+    fast = fp8jax.transform(mlp, recipe)
+    explained = fast.explain(P, X)
+    assert {(entry.path, entry.kind) for entry in explained.entries} == {("up", "dot_general"), ("down", "dot_general")}
+    assert "no Triton kernel of fp8jax runs on this GPU" in str(explained).replace("\n", " ")
+    if recipe.startswith("coat"):
+        assert dots(fast, P, X).count(FP8) == 2
+
+
+@pytest.mark.parametrize("recipe", ["coat", "coat_fast", "fast", "te_current", "int8_fallback"])
+def test_kernels_take_norms_and_activations(recipe, present):
+    explained = fp8jax.transform(mlp, recipe).explain(P, X)
+    kinds = {entry.kind for entry in explained.entries}
+    assert {"RMSNorm", "silu(gate)"} <= kinds
+    assert "no Triton kernel" not in str(explained)
+
+
+def test_a_cpu_keeps_contexts():
+    kinds = {entry.kind for entry in fp8jax.transform(mlp, "coat").explain(P, X).entries}
+    assert {"RMSNorm", "silu(gate)"} <= kinds
+
+
+def test_explain_of_a_flax_model_says_it(blocked, monkeypatch):
+    from fp8jax.modules import explain
+
+    monkeypatch.setattr(explain, "_nnx_program", lambda *args: None)  # this machine compiles for no GPU
+    monkeypatch.setattr(explain, "_linen_program", lambda *args: None)
+    model, args = of_nnx("coat")
+    assert "jax-triton>=0.3.1,<0.5" in str(fp8jax.explain(model, *args))
+    linen = nn.Dense(WIDTH)
+    assert "jax-triton>=0.3.1,<0.5" in str(fp8jax.explain(linen, "coat", X))
+
+
+def test_the_training_program_says_it(blocked):
+    from experiments import train
+
+    with choice.listening() as heard:
+        choice.tell("adamw", choice.Choice("xla", "not the fused kernel"))
+    lines = train.computed_by(heard, ["codes"])
+    assert lines[0].startswith("WARNING: no Triton kernel of fp8jax runs on this GPU")
+    assert lines[1:] == ["adamw by xla: not the fused kernel", "saved codes"]
+    assert not any("WARNING" in line for line in train.computed_by([], []))
