@@ -27,6 +27,7 @@ from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, absent_besi
 from fp8jax.ops.scaled import ScalingState, observes
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.held import is_held, leaf_in
+from fp8jax.rewrite.planned import Notices
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.states import Noted, ParameterState, TrackedScaling, Use, scaling_names
 from fp8jax.rewrite.transform import Transformed
@@ -79,11 +80,13 @@ class LiftedCall(NamedTuple):
     mutable: Sequence[bool]
 
 
-def transformed(method: Callable, root: Root) -> Callable:
-    """A method with the products of recipes, which is called as it."""
+def transformed(method: Callable, root: Root, notices: Notices) -> Callable:
+    """A method with the products of recipes, which is called as it; `notices` are those of its model."""
 
     def run(lifted: LiftedCall, others: Any) -> Any:
         planned, held = lifted.call.planned(), {}
+        if not root.part:
+            planned.warn(notices)
         for use, linear in planned.uses.items():
             if linear.states:
                 number, place = lifted.places[use.path]

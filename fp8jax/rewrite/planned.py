@@ -1,12 +1,15 @@
 """Calls of a transformed function with their plans."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.rewrite.caller import user_level
 from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.shares import Share, UnquantizedWarning
 from fp8jax.rewrite.states import Given, Noted, ParameterState, States, Use, held_by_use, init, merged_uses
 
 
@@ -19,6 +22,7 @@ class CallPlan(NamedTuple):
         paths: of the arrays in the parameters; None for data.
         structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
+        refused: the error of a run; see `fp8jax.rewrite.plan.Plan`. share: likewise.
     """
 
     entries: tuple[Entry, ...]
@@ -27,6 +31,15 @@ class CallPlan(NamedTuple):
     structure: Any
     run: Callable
     compiled: Callable
+    refused: str = ""
+    share: Share = Share()  # noqa: RUF009
+
+
+class Notices:
+    """The texts that one transformed function, or one model, has warned with."""
+
+    def __init__(self) -> None:
+        self.texts = set[str]()
 
 
 class PlannedCall(NamedTuple):
@@ -45,8 +58,20 @@ class PlannedCall(NamedTuple):
         """The products with one parameter, and their recipes."""
         return self.plan.uses
 
+    def warn(self, notices: Notices) -> None:
+        """Warns, once for each text, where more than a tenth of what the rules cover stays in 16 bits."""
+        share = self.plan.share
+        if share.notable and not self.plan.refused and share.text not in notices.texts:
+            notices.texts.add(share.text)
+            warnings.warn(f"{share.text}. explain lists each", UnquantizedWarning, stacklevel=user_level(1))
+
+    def _check(self) -> None:
+        if self.plan.refused:
+            raise ValueError(self.plan.refused)
+
     def init(self) -> States:
         """The states of scalings before the first step; see `Transformed.init`."""
+        self._check()
         weights = {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
         return init(self.uses, weights)
 
@@ -55,7 +80,11 @@ class PlannedCall(NamedTuple):
 
         Args:
             given: what each use is given, by its key.
+
+        Raises:
+            ValueError: products ask for a precision that a quantized product cannot give.
         """
+        self._check()
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, given)))
         outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
         return jax.tree.unflatten(self.plan.structure, outputs), seen

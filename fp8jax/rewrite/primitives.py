@@ -17,6 +17,7 @@ from jax._src import source_info_util
 from jax.extend import core
 
 from fp8jax.ops.policies import keeps_products, with_products
+from fp8jax.rewrite.caller import is_library
 
 # What changes no value but its dtype; shapes; places on devices, names and the like.
 CASTS = ("convert_element_type",)
@@ -28,7 +29,9 @@ MARKS = (
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 LAYOUTS = (*CASTS, *MARKS, *RESHAPES, "transpose")
 # A part of a parameter is one, too.
-PARTS = ("slice", "dynamic_slice", "split", "rev")
+PARTS = ("slice", "dynamic_slice", "split", "unstack", "rev")
+# Parameters side by side are one, too: `jnp.stack` is a primitive of its own from JAX 0.11 on.
+JOINS = ("concatenate", "stack")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
 CHOICES = {"top_k": "top_k", "approx_top_k": "top_k", "argmax": "argmax", "argmin": "argmin", "sort": "sort"}
 # What has a derivative of its own; its program says what it computes, and no more.
@@ -315,7 +318,7 @@ def differentiated(scope: str) -> bool:
 
 
 def line_of(eqn: Any, call: Any = None) -> str:
-    """The line that an equation was written in: the user's own, or else the nearest that is not JAX's.
+    """The line that an equation was written in: the nearest that is of no library, or else of none of JAX's.
 
     Args:
         eqn: the equation.
@@ -332,16 +335,14 @@ def line_of(eqn: Any, call: Any = None) -> str:
 
 
 def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """The frames of an equation that are not JAX's, and those of them that are the user's, the innermost first."""
+    """The frames of an equation that are not JAX's, and those of them that are of no library, the innermost first."""
     traceback = eqn.source_info.traceback
     every = [] if traceback is None else list(traceback.frames)
     others = [f for f in every if not f.file_name.startswith((_JAX, "<frozen"))]
-    libraries = ("/site-packages/", "/dist-packages/", _OURS)
-    return others, [f for f in others if not any(library in f.file_name for library in libraries)]
+    return others, [f for f in others if not is_library(f.file_name)]
 
 
 _JAX = jax.__file__.rpartition("/")[0]
-_OURS = __file__.rpartition("/rewrite/")[0]
 
 
 def same_elements(eqn: Any) -> bool:

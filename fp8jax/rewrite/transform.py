@@ -16,7 +16,7 @@ from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.held import is_held, kind, leaf_in, stand_in
 from fp8jax.rewrite.plan import plan
-from fp8jax.rewrite.planned import CallPlan, PlannedCall
+from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.run import Running, schedule
@@ -67,10 +67,11 @@ class Transformed:
     def _forget(self) -> None:
         self._calls: dict[Hashable, Callable] = {}
         self._plans: dict[Hashable, tuple[Any, CallPlan]] = {}
+        self._notices = Notices()
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes it; programs that it knows are traced again by a copy."""
-        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_plans")}
+        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_plans", "_notices")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -78,6 +79,7 @@ class Transformed:
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
         call = self.planned(*args, **kwargs)
+        call.warn(self._notices)
         _check_states(states, call.uses)
         return call.run(by_use(states or {}), noting=False)[0]
 
@@ -88,7 +90,7 @@ class Transformed:
             args, kwargs: of a call.
 
         Raises:
-            ValueError: as the call.
+            ValueError: as the call, but for a precision that products ask for: there a run raises.
         """
         call = self._traced(args, kwargs)
         kinds = tuple(map(kind, call.arrays))
@@ -127,7 +129,7 @@ class Transformed:
                 "fp8jax.lora.merge"
             )
         written, planned = (read(call.program, self._paths(call.places)) for _ in range(2))
-        entries, _ = plan(planned, self._rules, self._caller(call.shapes))
+        entries = plan(planned, self._rules, self._caller(call.shapes)).entries
         return check(written, planned, entries, call.arrays)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
@@ -218,7 +220,7 @@ class Transformed:
     def _make(self, program: Any, paths: Sequence[str | None], shapes: Any, kinds: Sequence[Any]) -> CallPlan:
         graph = read(program, paths, kinds)
         try:
-            entries, uses = plan(graph, self._rules, self._caller(shapes))
+            entries, uses, refused, share = plan(graph, self._rules, self._caller(shapes))
         except ValueError as error:
             _note_own_arrays(error, program.consts)
             raise
@@ -232,7 +234,7 @@ class Transformed:
             return running.outputs(), running.seen
 
         compiled = jax.jit(run, static_argnames="noting")
-        return CallPlan(tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
+        return CallPlan(tuple(entries.values()), uses, tuple(paths), structure, run, compiled, refused, share)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
