@@ -11,8 +11,7 @@ from flax import nnx
 from fp8jax.core import products
 from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
 from fp8jax.modules.untrained import UntrainedVariable, with_adapters
-from fp8jax.rewrite.entries import Entry
-from fp8jax.rewrite.planned import Notices
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.states import ParameterState
 from fp8jax.rewrite.transform import Transformed
@@ -110,10 +109,10 @@ def run(
     return y, noted
 
 
-def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> tuple[Entry, ...]:
+def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call."""
     with nnx.update_context(_TAG):
-        return _take_apart(module, method, args, kwargs).call.planned().entries
+        return _take_apart(module, method, args, kwargs).call.planned().plan
 
 
 def _take_apart(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> SplitCall:
@@ -157,7 +156,8 @@ def _leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> CallLeaf:
     if is_parameter(variable, path[1:], method.rules, method.prefix):
         # What is held in the place of a parameter is one array of the program.
         return CallLeaf("parameter", "/".join(map(str, path[1:])))
-    return CallLeaf("array", arrays=len(parts))
+    adapter = "/".join(map(str, path[1:])) if isinstance(variable, nnx.LoRAParam) else None
+    return CallLeaf("array", adapter, len(parts))
 
 
 def is_parameter(variable: Any, path: Sequence[Any], rules: Ordered, prefix: str = "") -> bool:

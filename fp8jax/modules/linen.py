@@ -16,8 +16,7 @@ from fp8jax.modules.matrices import not_a_model
 from fp8jax.modules.methods_linen import Place, Root, initialized, planned, transformed
 from fp8jax.ops.linear import content_key, dot_general
 from fp8jax.recipes import linear_part
-from fp8jax.rewrite.entries import Entry
-from fp8jax.rewrite.planned import Notices
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -149,18 +148,19 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def entries(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
+def plan_of(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call of a quantized model; nothing is computed."""
     cls: Any = type(module)
-    found = list[Entry]()
+    found = list[CallPlan]()
 
     def call(module: Any, *args: Any, **kwargs: Any) -> None:
-        planned(cls._fp8jax_plain.__call__, _root(module), found.extend)(module, *args, **kwargs)
+        planned(cls._fp8jax_plain.__call__, _root(module), found.append)(module, *args, **kwargs)
 
     mutable = [name for name in variables if name != "params"]
     how: Any = {"method": call, "rngs": {"params": jax.random.key(0)}, "mutable": mutable}
     nn.Module.apply(module, variables, *args, **how, **kwargs)
-    return tuple(found)
+    (plan,) = found
+    return plan
 
 
 def modules(fn: Callable, *args: Any) -> dict[str, nn.Module]:

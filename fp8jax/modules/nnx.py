@@ -23,8 +23,7 @@ from fp8jax.modules.scaled import (
     state_name,
 )
 from fp8jax.modules.untrained import UntrainedVariable, as_written
-from fp8jax.rewrite.entries import Entry
-from fp8jax.rewrite.planned import Notices
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.states import ParameterState
 
@@ -354,8 +353,8 @@ def unquantize(model: Model) -> Model:
     return plain
 
 
-def entries(model: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
-    """What becomes of each part of a call of a quantized model."""
+def plan_of(model: Any, args: Any, kwargs: Any) -> CallPlan:
+    """The plan of a call of a quantized model."""
     settings = settings_of(model)
     assert settings is not None
     return functional.explain(model, _as_written(_written(model), "__call__", settings), args, kwargs)

@@ -4,7 +4,8 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 # What layers of all frameworks call their matrix or vector, and what wraps it.
@@ -55,6 +56,7 @@ class Caller(NamedTuple):
             if it has a "kernel".
         names: gives for the path of a parameter that of its layer, and others that rules may match. None for the path
             without what layers call their parameter.
+        adapters: the paths of inputs that are adapters' arrays and no parameters, by their numbers.
         whole: there is to be a product that a recipe could take.
         checks: each rule is to match something.
     """
@@ -63,6 +65,7 @@ class Caller(NamedTuple):
     arguments: Collection[int] | None = None
     modules: bool = False
     names: Callable[[str], tuple[str, ...]] | None = None
+    adapters: Mapping[int, str] = MappingProxyType({})
     whole: bool = True
     checks: bool = True
 

@@ -101,7 +101,7 @@ class Node:
         sealed: these have a derivative that is not theirs, and are read only.
         inlined: the nodes of a call, whose values belong to the graph around it; None for no call.
         operation: what is run in its place.
-        call: the equation of the call that it stands in, or None.
+        call: the call or loop that it stands in, or None.
     """
 
     kind: str
@@ -113,7 +113,7 @@ class Node:
     sealed: bool = False
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
-    call: Any = None
+    call: "Node | None" = None
 
     @property
     def changed(self) -> bool:
@@ -123,7 +123,11 @@ class Node:
 
     def line(self) -> str:
         """Where it was written."""
-        return primitives.line_of(self.eqn, self.call)
+        around, node = list[Any](), self.call
+        while node is not None:
+            around.append(node.eqn)
+            node = node.call
+        return primitives.line_of(self.eqn, around)
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,7 +1,8 @@
 """Calls of a transformed function with their plans."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +18,12 @@ class CallPlan(NamedTuple):
     """The plan of all calls that are alike.
 
     Attributes:
-        entries: what becomes of each part.
+        entries: what becomes of each part that the rules speak of.
         uses: the products with one parameter, and their recipes.
         paths: of the arrays in the parameters; None for data.
         structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
+        listed: gives all that `explain` lists, in the program's order: what also runs as written is looked for then.
         refused: the error of a run; see `fp8jax.rewrite.plan.Plan`. share: likewise.
     """
 
@@ -31,15 +33,31 @@ class CallPlan(NamedTuple):
     structure: Any
     run: Callable
     compiled: Callable
+    listed: Callable[[], tuple[Entry, ...]]
     refused: str = ""
     share: Share = Share()  # noqa: RUF009
 
 
 class Notices:
-    """The texts that one transformed function, or one model, has warned with."""
+    """The texts that one transformed function, or one model, has warned with.
+
+    Attributes:
+        texts: these.
+        silent: whether nothing is to be said now.
+    """
 
     def __init__(self) -> None:
         self.texts = set[str]()
+        self.silent = False
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Says nothing, and notes nothing as said."""
+        before, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = before
 
 
 class PlannedCall(NamedTuple):
@@ -61,7 +79,8 @@ class PlannedCall(NamedTuple):
     def warn(self, notices: Notices) -> None:
         """Warns, once for each text, where more than a tenth of what the rules cover stays in 16 bits."""
         share = self.plan.share
-        if share.notable and not self.plan.refused and share.text not in notices.texts:
+        said = notices.silent or share.text in notices.texts
+        if share.notable and not self.plan.refused and not said:
             notices.texts.add(share.text)
             warnings.warn(f"{share.text}. explain lists each", UnquantizedWarning, stacklevel=user_level(1))
 

@@ -68,9 +68,9 @@ def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: li
             inlined: list[Node] = []
             name = f"{eqn.primitive.name}({eqn.params.get('name', '')})"
             results = _read(inner, graph, inlined, "/".join(filter(None, (here, name))), operands)
-            for each in inlined:
-                each.call = eqn
             node = Node(eqn.primitive.name, operands, results, eqn, here, inlined=inlined)
+            for each in inlined:
+                each.call = node
         else:
             node = _node(eqn, operands, here, "/".join(filter(None, (graph.around, here))), graph.own)
             results = _chosen(node) or node.results
@@ -93,6 +93,8 @@ def _node(eqn: Any, operands: list[Value], scope: str, around: str, own: frozens
     node.sealed = node.kind in primitives.OWN_DERIVATIVE
     node.bodies = tuple(_body(eqn, program, operands, around, own) for program in primitives.bodies(eqn))
     for body in node.bodies:
+        for each in body.nodes:
+            each.call = node
         # The condition of a choice is data, and so may be what is carried.
         for result, inside in zip(node.results, body.outputs, strict=False):
             result.data = result.data or inside.data

@@ -10,6 +10,7 @@ import numpy as np
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
+from fp8jax.rewrite import unplanned
 from fp8jax.rewrite.bounds import with_bounds, with_known_bounds
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
@@ -174,7 +175,7 @@ class Transformed:
         return with_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What becomes of each product with a parameter, and of what stands before it; nothing is computed.
+        """What becomes of each product, norm and activation, taken or left; nothing is computed.
 
         Args:
             args, kwargs: of a call, arrays or `jax.ShapeDtypeStruct`.
@@ -183,9 +184,10 @@ class Transformed:
             An `Explanation`; print it. It names the line of each part in your code, or else in the library's.
 
         Raises:
-            ValueError: as the call.
+            ValueError: as the call, but for a precision that products ask for: it lists these.
         """
-        return Explanation(self.planned(*args, **kwargs).entries)
+        plan = self.planned(*args, **kwargs).plan
+        return Explanation(plan.entries, plan.listed(), plan.share.text)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -218,9 +220,9 @@ class Transformed:
         return [self._path(path) for path in places]
 
     def _make(self, program: Any, paths: Sequence[str | None], shapes: Any, kinds: Sequence[Any]) -> CallPlan:
-        graph = read(program, paths, kinds)
+        graph, caller = read(program, paths, kinds), self._caller(shapes)
         try:
-            entries, uses, refused, share = plan(graph, self._rules, self._caller(shapes))
+            entries, uses, refused, share = plan(graph, self._rules, caller)
         except ValueError as error:
             _note_own_arrays(error, program.consts)
             raise
@@ -234,7 +236,9 @@ class Transformed:
             return running.outputs(), running.seen
 
         compiled = jax.jit(run, static_argnames="noting")
-        return CallPlan(tuple(entries.values()), uses, tuple(paths), structure, run, compiled, refused, share)
+        listed = lambda: unplanned.listed(graph, made, self._rules, caller, entries)  # noqa: E731
+        each = tuple(entries.values())
+        return CallPlan(each, uses, tuple(paths), structure, run, compiled, listed, refused, share)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
