@@ -202,20 +202,20 @@ def before(value: Value, through: Sequence[str] = LAYOUTS, allowed: Callable[[No
     return value
 
 
-def computed_from(value: Value, most: int = 4) -> list[str]:
-    """The paths of the first parameters that a value is computed from."""
-    paths, seen, todo = dict[str, None](), set[Value](), [value]
+def computed_from(value: Value, most: int = 4) -> dict[str, Any]:
+    """The paths of the first parameters that a value is computed from, each with what is held in its place."""
+    paths, seen, todo = dict[str, Any](), set[Value](), [value]
     while todo and len(paths) < most:
         value = todo.pop(0)
         if value in seen:
             continue
         seen.add(value)
         if value.weight is not None:
-            paths |= dict.fromkeys((value.weight.path, *value.weight.others))
+            paths |= dict.fromkeys((value.weight.path, *value.weight.others), value.weight.held)
         else:
             todo += [] if value.outer is None else [value.outer]
             todo += [] if value.node is None else value.node.operands
-    return list(paths)[:most]
+    return dict(list(paths.items())[:most])
 
 
 def changed_by_data(value: Value) -> str | None:

@@ -114,7 +114,7 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
         if p.concatenated:
             if any(scaling.observes for scaling in linear.states.values()):
                 raise ValueError(
-                    f"{p.path} and {listed(p.concatenated)} are concatenated into one matrix, at "
+                    f"{listed((p.path, *p.concatenated))} are concatenated into one matrix, at "
                     f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
                     "Concatenate them outside of the function, or take a recipe with current scaling, such as te_current"
                 )

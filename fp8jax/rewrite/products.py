@@ -134,7 +134,7 @@ def _left(
     weights = [value.weight for value in node.operands if value.weight is not None]
     fixed = [i for i, value in enumerate(node.operands[:2]) if not value.data]
     matrix = next((node.operands[i] for i in (*sides, *fixed)), node.results[0])
-    paths = [caller.paths(path) for path in ([w.path for w in weights] or computed_from(matrix))]
+    paths = [caller.paths(path) for path in ([w.path for w in weights] or [*computed_from(matrix)])]
     # A rule may leave the parameters alone that it is computed from, as one of an embedding or a head does.
     chosen = [rules.choice(path, also=also).linear for path, *also in paths]
     asked = all(linear is not None for linear in chosen) and (bool(chosen) or rules.default)
@@ -176,7 +176,9 @@ def _is_batch(value: Value) -> bool:
 def _unnamed(operands: list[Value]) -> str:
     """What to say of a product without a parameter that a rule could name; "" of data with data."""
     if len(operands) == 2 and operands[0].data != operands[1].data:
-        of = " and ".join(computed_from(next(value for value in operands if not value.data)))
-        return f"data meet what is computed from {of or 'constants'}"
+        found = computed_from(next(value for value in operands if not value.data))
+        held = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))
+        of = " and ".join(found) or "constants"
+        return f"data meet what is computed from {of}{f', {held}: values of 16 bits' if held else ''}"
     changed = [path for v in operands if v.data and (path := changed_by_data(v)) is not None]
     return f"data change or pick the matrix {changed[0]}" if len(changed) == 1 else ""

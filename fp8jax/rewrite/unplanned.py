@@ -149,12 +149,9 @@ def _after_norm(program: _Program, value: Value) -> tuple[str, bool, bool, bool]
             weight = before(other).weight
             if weight is not None:
                 path = path or program.caller.paths(weight.path)[0]
-            # Residual sums come after the norm's reader; what is computed from its own input is the norm itself.
-            elif other.given and other.constant is None and not known and own.isdisjoint(_upstream(other)):
-                modulated = True
-            elif other.given and reader.kind in ("mul", "add") and known and own.isdisjoint(_upstream(other)):
-                modulated = True
-    return path, modulated, read, known
+            elif reader.kind in ("mul", "div") and other.given:
+                modulated |= own.isdisjoint(_upstream(other))  # else it is the norm itself
+    return path, modulated and read, read, known
 
 
 def _activation(program: _Program, node: Node) -> Entry | None:
