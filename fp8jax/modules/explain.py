@@ -101,14 +101,14 @@ def _report(
     layers = [*layers, *(layer for layer in others if layer.path not in known)]
     first = {(layer.path, layer.kernel): layer for layer in reversed(layers)}
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    known_entries = set(map(id, entries))
-    written = tuple(_written(modules, entry) for entry in plan.listed() if id(entry) not in known_entries)
+    planned = set(map(id, entries))
+    unplanned = tuple(_unplanned(modules, entry) for entry in plan.listing() if id(entry) not in planned)
     figures = tuple(filter(None, (plan.share.text, kept_bytes(entries), gained(entries))))
     refused = (f"a call raises ValueError: {plan.refused}",) if plan.refused else ()
-    return Report(tuple(first.values())[::-1], program, parts, refused, figures, written)
+    return Report(tuple(first.values())[::-1], program, parts, refused, figures, unplanned)
 
 
-def _written(modules: dict[str, Any], entry: Entry) -> ContextEntry:
+def _unplanned(modules: dict[str, Any], entry: Entry) -> ContextEntry:
     """A norm, an activation or a product that runs as it is written."""
     kind = type(_holder(modules, entry.path)).__name__ if entry.path else entry.kind
     computes = entry.kind if entry.product or not _is_norm(entry) else "norm"

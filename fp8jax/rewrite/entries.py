@@ -32,9 +32,10 @@ class Entry(NamedTuple):
         tokens: of it, on a device. times: how often it runs in a step.
         held: what a product has in the place of a parameter.
         bytes: that it keeps of what it reads for the backward pass; None where that is not known.
-        flops: multiplications of a product in a forward pass, in all turns of scans; 0 where unknown.
+        flops: FLOPs of a product in a forward pass, in all turns of scans; 0 if unknown.
         unsupported: it is left as written although the rules ask for a recipe.
         concatenated: the layers of further parameters in a product's matrix.
+        sources: the layers of the parameters that a product left as written reads, or is computed from.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Entry(NamedTuple):
     flops: float = 0
     unsupported: bool = False
     concatenated: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def taken(self) -> bool:

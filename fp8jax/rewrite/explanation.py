@@ -16,12 +16,12 @@ class Explanation:
     Attributes:
         entries: what the rules speak of, in the order of the program: products with parameters, and norms and
             activations before these.
-        listed: all products, norms and activations in it, also those that run as written whatever the rules say.
+        listing: all products, norms and activations in it, also those that run as written whatever the rules say.
         share: a sentence on the multiplications that the rules cover and that stay in 16 bits; "" where none do.
     """
 
     entries: tuple[Entry, ...]
-    listed: tuple[Entry, ...] = ()
+    listing: tuple[Entry, ...] = ()
     share: str = ""
 
     @property
@@ -36,7 +36,7 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("parameter", "operation", "shape", "where", "forward", "dgrad", "wgrad", "kept", "reads", "chosen by")
-        parts = [table([head, *map(_row, self.listed or self.entries)], names=4)]
+        parts = [table([head, *map(_row, self.listing or self.entries)], names=4)]
         told = self.share, self._told_again(), kept_bytes(self.entries), gained(self.entries)
         parts += [sentence(each) for each in told if each]
         return "\n\n".join(parts)

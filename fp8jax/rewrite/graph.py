@@ -69,7 +69,7 @@ class Weight:
         layout: the equations that give it another shape; casts are none.
         moved: they take a part of it, or change the order of its elements.
         held: what is in its place, if that is no array; see `fp8jax.rewrite.held`.
-        others: the paths of further parameters, of a concatenation.
+        further_paths: those of the other parameters of a concatenation.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Weight:
     layout: tuple["Node", ...] = ()
     moved: bool = False
     held: Any = None
-    others: tuple[str, ...] = ()
+    further_paths: tuple[str, ...] = ()
 
 
 class Replacement(Protocol):
@@ -138,14 +138,14 @@ class Graph:
         inputs, outputs: values.
         nodes: in their order.
         around: the scopes around it.
-        own: the arrays that the function closes over and that are constants of its model, by identity.
+        model_constants: the arrays that the function closes over and that are constants of its model, by identity.
     """
 
     inputs: list[Value]
     nodes: list[Node]
     outputs: list[Value]
     around: str = ""
-    own: frozenset[int] = frozenset()
+    model_constants: frozenset[int] = frozenset()
 
     @property
     def changed(self) -> bool:
@@ -211,7 +211,7 @@ def computed_from(value: Value, most: int = 4) -> dict[str, Any]:
             continue
         seen.add(value)
         if value.weight is not None:
-            paths |= dict.fromkeys((value.weight.path, *value.weight.others), value.weight.held)
+            paths |= dict.fromkeys((value.weight.path, *value.weight.further_paths), value.weight.held)
         else:
             todo += [] if value.outer is None else [value.outer]
             todo += [] if value.node is None else value.node.operands

@@ -26,7 +26,7 @@ from fp8jax.rewrite.kept_bytes import kept_bytes
 from fp8jax.rewrite.operations import OTHERS, ActivationOperation, LayoutStep, NormOperation, ProductOperation
 from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
-from fp8jax.rewrite.products import choose, find, listed, refuse
+from fp8jax.rewrite.products import choose, find, path_list, refuse
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
 from fp8jax.rewrite.shares import Share, flops, share
 from fp8jax.rewrite.states import Use, levels_of, scaling_names
@@ -94,8 +94,9 @@ def plan(
         )
     if caller.checks:
         also = others | {p.path: p.others for p in read}
-        also |= {path: tuple(rest) for p in read for path, *rest in map(caller.paths, p.weight.others)}
-        rules.check_all_used(also, heads, unknown=_left(entries), also=also)
+        also |= {path: tuple(rest) for p in read for path, *rest in map(caller.paths, p.weight.further_paths)}
+        sources = [path for entry in entries.values() for path in entry.sources]
+        rules.check_all_used(also, heads, unknown=_left(entries), also=also, sources=sources)
     for node, size in kept_bytes(graph, entries):
         entries[node] = entries[node]._replace(bytes=size)
     found = {node: entries[node] for node in places if node in entries}
@@ -114,7 +115,7 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
         if p.concatenated:
             if any(scaling.observes for scaling in linear.states.values()):
                 raise ValueError(
-                    f"{listed((p.path, *p.concatenated))} are concatenated into one matrix, at "
+                    f"{path_list((p.path, *p.concatenated))} are concatenated into one matrix, at "
                     f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
                     "Concatenate them outside of the function, or take a recipe with current scaling, such as te_current"
                 )

@@ -23,7 +23,7 @@ class CallPlan(NamedTuple):
         paths: of the arrays in the parameters; None for data.
         structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
-        listed: gives all that `explain` lists, in the program's order: what also runs as written is looked for then.
+        listing: gives all that `explain` lists, in the program's order: what also runs as written is looked for then.
         refused: the error of a run; see `fp8jax.rewrite.plan.Plan`. share: likewise.
     """
 
@@ -33,7 +33,7 @@ class CallPlan(NamedTuple):
     structure: Any
     run: Callable
     compiled: Callable
-    listed: Callable[[], tuple[Entry, ...]]
+    listing: Callable[[], tuple[Entry, ...]]
     refused: str = ""
     share: Share = Share()  # noqa: RUF009
 
@@ -77,7 +77,7 @@ class PlannedCall(NamedTuple):
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
-        """Warns, once for each text, where more than a tenth of what the rules cover stays in 16 bits."""
+        """Warn, once for each text, if more than a tenth of the FLOPs stay in 16 bits although the rules ask for 8."""
         share = self.plan.share
         said = notices.silent or share.text in notices.texts
         if share.notable and not self.plan.refused and not said:

@@ -64,9 +64,9 @@ def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str])
         ValueError: they say different things of these.
     """
     choice = rules.choice(p.path, heads, p.others)
-    if not p.weight.others:
+    if not p.weight.further_paths:
         return choice
-    others = [caller.paths(path) for path in p.weight.others]
+    others = [caller.paths(path) for path in p.weight.further_paths]
     p.concatenated = tuple(dict.fromkeys(path for path, *_ in others))
     first = rules.choice(p.path, also=p.others)
     for path, *also in others:
@@ -76,10 +76,10 @@ def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str])
                 f"{p.path} and {path} are concatenated into one matrix at {p.node.line()}, which has one recipe, and "
                 f"the rules differ: {p.path} by {first.reason}, {path} by {other.reason}. Give both the same rule"
             )
-    return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {listed(p.concatenated)}")
+    return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {path_list(p.concatenated)}")
 
 
-def listed(paths: tuple[str, ...], most: int = _MOST_NAMED) -> str:
+def path_list(paths: tuple[str, ...], most: int = _MOST_NAMED) -> str:
     """Paths in a sentence."""
     return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
@@ -139,8 +139,8 @@ def _left(
     chosen = [rules.choice(path, also=also).linear for path, *also in paths]
     asked = all(linear is not None for linear in chosen) and (bool(chosen) or rules.default)
     path = paths[0][0] if weights else ""
-    how: dict[str, Any] = {"product": True, "flops": flops(node, around), "unsupported": asked}
-    return Entry(path, node.kind, matrix.shape, None, why, node.line(), **how)
+    entry = Entry(path, node.kind, matrix.shape, None, why, node.line(), product=True)
+    return entry._replace(flops=flops(node, around), unsupported=asked, sources=tuple(path for path, *_ in paths))
 
 
 def _why_not(node: Node, sides: list[int], around: str) -> str | None:

@@ -29,24 +29,24 @@ def read(closed: Any, paths: Sequence[str | None], held: Sequence[Any] = ()) -> 
         held: for each what is in its place, `fp8jax.rewrite.held.kind`; none for arrays.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
-    kinds, own = held or [None] * len(paths), frozenset[int]()
+    kinds, model_constants = held or [None] * len(paths), frozenset[int]()
     while True:
         inputs = []
         for variable, path, kind in zip(jaxpr.invars, paths, kinds, strict=True):
             value = Value(variable.aval, data=path is None, given=path is None, trained=path is not None)
             value.weight = None if path is None else Weight(path, value, held=kind)
             inputs.append(value)
-        graph = _graph(Body(jaxpr, closed.consts, range(0)), inputs, "", own)
+        graph = _graph(Body(jaxpr, closed.consts, range(0)), inputs, "", model_constants)
         found = closures.constants(graph)
         if not found:
             return graph
-        own |= found
+        model_constants |= found
 
 
-def _graph(program: Body, inputs: list[Value], around: str, own: frozenset[int]) -> Graph:
-    """The graph of a program; `own` are the model's own constants, by identity."""
+def _graph(program: Body, inputs: list[Value], around: str, model_constants: frozenset[int]) -> Graph:
+    """The graph of a program; those arrays are constants of the model."""
     nodes: list[Node] = []
-    graph = Graph(inputs, nodes, [], around, own)
+    graph = Graph(inputs, nodes, [], around, model_constants)
     graph.outputs = _read(program, graph, nodes, "")
     return graph
 
@@ -55,10 +55,10 @@ def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: li
     """Appends the nodes of a graph's program, or of one that it calls with these inputs; returns its outputs."""
     jaxpr = program.jaxpr
     known: dict[Any, Value] = dict(zip(jaxpr.invars, graph.inputs if inputs is None else inputs, strict=True))
-    known |= {v: _constant(v.aval, c, graph.own) for v, c in zip(jaxpr.constvars, program.consts, strict=True)}
+    known |= {v: _constant(v.aval, c, graph.model_constants) for v, c in zip(jaxpr.constvars, program.consts, strict=True)}
 
     def look(atom: Any) -> Value:
-        return _constant(atom.aval, atom.val, graph.own) if isinstance(atom, core.Literal) else known[atom]
+        return _constant(atom.aval, atom.val, graph.model_constants) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         operands = [look(atom) for atom in eqn.invars]
@@ -72,14 +72,14 @@ def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: li
             for each in inlined:
                 each.call = node
         else:
-            node = _node(eqn, operands, here, "/".join(filter(None, (graph.around, here))), graph.own)
+            node = _node(eqn, operands, here, "/".join(filter(None, (graph.around, here))), graph.model_constants)
             results = _chosen(node) or node.results
         nodes.append(node)
         known |= dict(zip(eqn.outvars, results, strict=True))
     return [look(atom) for atom in jaxpr.outvars]
 
 
-def _node(eqn: Any, operands: list[Value], scope: str, around: str, own: frozenset[int]) -> Node:
+def _node(eqn: Any, operands: list[Value], scope: str, around: str, model_constants: frozenset[int]) -> Node:
     node = Node(eqn.primitive.name, operands, [], eqn, scope)
     data = any(value.data for value in operands)
     depends = _depends(operands)
@@ -91,7 +91,7 @@ def _node(eqn: Any, operands: list[Value], scope: str, around: str, own: frozens
             result.weight = operand.weight and dataclasses.replace(operand.weight, moved=True)
         return node
     node.sealed = node.kind in primitives.OWN_DERIVATIVE
-    node.bodies = tuple(_body(eqn, program, operands, around, own) for program in primitives.bodies(eqn))
+    node.bodies = tuple(_body(eqn, program, operands, around, model_constants) for program in primitives.bodies(eqn))
     for body in node.bodies:
         for each in body.nodes:
             each.call = node
@@ -116,7 +116,7 @@ def _depends(operands: Sequence[Value]) -> dict[str, Any]:
     return {"given": any(v.given for v in operands), "trained": any(v.trained for v in operands), "closed": closed}
 
 
-def _body(eqn: Any, program: Body, operands: list[Value], around: str, own: frozenset[int]) -> Graph:
+def _body(eqn: Any, program: Body, operands: list[Value], around: str, model_constants: frozenset[int]) -> Graph:
     inputs = []
     turns = primitives.turns(eqn)
     rows = turns.rows if turns is not None else range(0)
@@ -130,14 +130,14 @@ def _body(eqn: Any, program: Body, operands: list[Value], around: str, own: froz
         if operand.weight is not None and not varies:
             whole = all(step.kind in MARKS for step in operand.weight.layout)
             held = operand.weight.held if whole else None
-            value.weight = Weight(operand.weight.path, value, held=held, others=operand.weight.others)
+            value.weight = Weight(operand.weight.path, value, held=held, further_paths=operand.weight.further_paths)
         inputs.append(value)
-    return _graph(program, inputs, around, own)
+    return _graph(program, inputs, around, model_constants)
 
 
-def _constant(aval: Any, array: Any, own: frozenset[int]) -> Value:
+def _constant(aval: Any, array: Any, model_constants: frozenset[int]) -> Value:
     number = None
-    if np.ndim(array) > 0 and id(array) not in own:
+    if np.ndim(array) > 0 and id(array) not in model_constants:
         return Value(aval, data=True, closed=frozenset([id(array)]), array=array)
     if not isinstance(array, jax.core.Tracer) and np.ndim(array) == 0 and _is_number(aval.dtype):
         number = float(array)
@@ -190,8 +190,8 @@ def _concatenated(node: Node) -> Weight | None:
         return None
     if not jnp.issubdtype(node.results[0].dtype, jnp.floating):
         return None
-    path, *others = dict.fromkeys(path for w in whole for path in (w.path, *w.others))
-    return Weight(path, node.results[0], others=tuple(others))
+    path, *further = dict.fromkeys(path for w in whole for path in (w.path, *w.further_paths))
+    return Weight(path, node.results[0], further_paths=tuple(further))
 
 
 def _laid_out(weight: Weight, node: Node) -> Weight | None:

@@ -1,4 +1,4 @@
-"""The share of a program's multiplications that stays in 16 bits although its rules ask for 8."""
+"""The share of a program\'s FLOPs that stays in 16 bits although its rules ask for 8."""
 
 import collections
 import math
@@ -16,15 +16,15 @@ _TOLERATED = 0.1
 
 
 class UnquantizedWarning(UserWarning):
-    """More than a tenth of the multiplications that the rules cover stay in 16 bits."""
+    """More than a tenth of a model\'s FLOPs stay in 16 bits, although the rules ask for 8."""
 
 
 class Share(NamedTuple):
-    """What stays in 16 bits of the products that the rules cover.
+    """What stays in 16 bits although the rules ask for 8.
 
     Attributes:
-        fraction: of the multiplications in a forward pass; those of output heads, embeddings and routers, of rules with
-            None and of products without a parameter are not counted.
+        fraction: of the FLOPs of a forward pass in products with parameters. Output heads, embeddings, routers and
+            products that a rule leaves alone are not counted.
         text: the fraction and the reasons, as a sentence; "" where all are taken.
     """
 
@@ -38,18 +38,18 @@ class Share(NamedTuple):
 
 
 def flops(node: Node, around: Iterable[tuple[Node, Graph]]) -> float:
-    """Multiplications of a product in a forward pass, in all turns of the scans around it; 0 where unknown.
+    """FLOPs of a product in a forward pass, in all turns of the scans around it; 0 if they are unknown.
 
-    Of a call with a derivative of its own, those of the products in it.
+    A call with a derivative of its own has those of the products in it.
     """
-    times = math.prod(outer.eqn.params["length"] for outer, _ in around if outer.kind == "scan")
-    return times * _of_node(node)
+    turns = math.prod(outer.eqn.params["length"] for outer, _ in around if outer.kind == "scan")
+    return 2 * turns * _of_node(node)
 
 
 def _of_node(node: Node) -> float:
     if node.bodies:
-        turns = node.eqn.params["length"] if node.kind == "scan" else 1
-        return turns * sum(_of_node(inner) for body in node.bodies for inner in body.all())
+        length = node.eqn.params["length"] if node.kind == "scan" else 1
+        return length * sum(_of_node(inner) for body in node.bodies for inner in body.all())
     if node.kind not in primitives.PRODUCTS or len(node.operands) < 2:
         return 0
     left, right, result = node.operands[0].shape, node.operands[1].shape, node.results[0].shape
@@ -64,7 +64,7 @@ def _of_node(node: Node) -> float:
 
 
 def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> Share:
-    """The share of a planned program's multiplications that its rules cover and no recipe takes."""
+    """The share of a planned program's FLOPs that its rules ask for and no recipe takes."""
     taken = sum(entry.flops for entry in entries.values() if entry.product and entry.taken)
     missed = {node: entry for node, entry in entries.items() if entry.unsupported and entry.flops}
     found = _share(taken, list(missed.values()))
@@ -86,7 +86,7 @@ def _share(taken: float, missed: Sequence[Entry]) -> Share:
     rest = f"; and {len(each) - _NAMED} other reasons" if len(each) > _NAMED else ""
     fraction = lost / (lost + taken)
     figure = f"{100 * fraction:.2g} %" if fraction < 1 else "all"
-    head = f"{figure} of the multiplications that the rules cover stay in 16 bits"
+    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
     return Share(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
 
 

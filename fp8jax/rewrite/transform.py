@@ -187,7 +187,7 @@ class Transformed:
             ValueError: as the call, but for a precision that products ask for: it lists these.
         """
         plan = self.planned(*args, **kwargs).plan
-        return Explanation(plan.entries, plan.listed(), plan.share.text)
+        return Explanation(plan.entries, plan.listing(), plan.share.text)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -236,9 +236,9 @@ class Transformed:
             return running.outputs(), running.seen
 
         compiled = jax.jit(run, static_argnames="noting")
-        listed = lambda: unplanned.listed(graph, made, self._rules, caller, entries)  # noqa: E731
+        listing = lambda: unplanned.list_entries(graph, made, self._rules, caller, entries)  # noqa: E731
         each = tuple(entries.values())
-        return CallPlan(each, uses, tuple(paths), structure, run, compiled, listed, refused, share)
+        return CallPlan(each, uses, tuple(paths), structure, run, compiled, listing, refused, share)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""

@@ -1,7 +1,6 @@
 """What runs as written beside a plan: norms, activations, and products without a parameter, for `explain`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -31,8 +30,8 @@ _UNREAD = "no product of a recipe reads its result as it is"
 class _Program:
     """A planned program, and who reads what in it."""
 
-    def __init__(self, graph: Graph, made: Schedule, rules: Ordered, caller: Caller, taken: set[Node]) -> None:
-        self.graph, self.made, self.rules, self.caller, self.taken = graph, made, rules, caller, taken
+    def __init__(self, graph: Graph, schedule: Schedule, rules: Ordered, caller: Caller, taken: set[Node]) -> None:
+        self.graph, self.schedule, self.rules, self.caller, self.taken = graph, schedule, rules, caller, taken
         self.readers: dict[Value, list[Node]] = {}
         for node in graph.everywhere():
             for value in node.operands:
@@ -42,14 +41,14 @@ class _Program:
 Around = tuple[tuple[Node, Graph], ...]
 
 
-def listed(
-    graph: Graph, made: Schedule, rules: Ordered, caller: Caller, entries: Mapping[Node, Entry]
+def list_entries(
+    graph: Graph, schedule: Schedule, rules: Ordered, caller: Caller, entries: Mapping[Node, Entry]
 ) -> tuple[Entry, ...]:
     """What `explain` lists of a planned program, in its order.
 
     Args:
         graph: the program, planned.
-        made: what is run of it.
+        schedule: what is run of it.
         rules: which recipe is whose.
         caller: of the program.
         entries: of the plan.
@@ -58,9 +57,9 @@ def listed(
         The plan's entries, and what runs as written beside them: norms, activations of what products give, and products
         of which no operand is a parameter.
     """
-    program = _Program(graph, made, rules, caller, {node for node, entry in entries.items() if entry.taken})
+    program = _Program(graph, schedule, rules, caller, {node for node, entry in entries.items() if entry.taken})
     found: dict[Node, Entry] = {}
-    for node, around in _running(made, ()):
+    for node, around in _running(schedule, ()):
         if node in entries or node.operation is not None:
             continue
         if node.kind in _ROOTS:
@@ -84,21 +83,21 @@ def _everywhere(nodes: Sequence[Node]) -> Iterator[Node]:
             yield from _everywhere(body.nodes)
 
 
-def _running(made: Schedule, around: Around) -> Iterator[tuple[Node, Around]]:
+def _running(schedule: Schedule, around: Around) -> Iterator[tuple[Node, Around]]:
     """The nodes that run, with what they stand in; of a call that is an activation by its name, the call."""
-    for node in made.nodes:
-        yield from _parts(node, made, around)
+    for node in schedule.nodes:
+        yield from _parts(node, schedule, around)
 
 
-def _parts(node: Node, made: Schedule | None, around: Around) -> Iterator[tuple[Node, Around]]:
+def _parts(node: Node, schedule: Schedule | None, around: Around) -> Iterator[tuple[Node, Around]]:
     if node.inlined is not None and primitives.function_name(node.eqn) not in _NAMES:
         for inner in node.inlined:
-            yield from _parts(inner, made, around)
+            yield from _parts(inner, schedule, around)
         return
     yield node, around
     if node.sealed or node.inlined is not None:
         return
-    schedules = () if made is None else made.bodies.get(node, ())
+    schedules = () if schedule is None else schedule.bodies.get(node, ())
     for body, plan in zip(node.bodies, schedules or [None] * len(node.bodies), strict=True):
         for inner in body.nodes if plan is None else plan.nodes:
             yield from _parts(inner, plan, (*around, (node, body)))
@@ -205,9 +204,9 @@ def _product(program: _Program, node: Node, around: Around) -> Entry | None:
         reason = "both operands are data, as those of attention are"
     else:
         reason = "no operand is a parameter"
-    how: dict[str, Any] = {"product": True, "flops": flops(node, around)}
     shape = next((v.shape for v in operands if _adapter(program, v)), node.results[0].shape)
-    return Entry(paths[0] if paths else "", node.kind, shape, None, reason, node.line(), **how)
+    path, count = paths[0] if paths else "", flops(node, around)
+    return Entry(path, node.kind, shape, None, reason, node.line(), product=True, flops=count)
 
 
 def _adapter(program: _Program, value: Value) -> str:
