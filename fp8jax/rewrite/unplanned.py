@@ -148,7 +148,7 @@ def _after_norm(program: _Program, value: Value) -> tuple[str, bool, bool, bool]
             weight = before(other).weight
             if weight is not None:
                 path = path or program.caller.paths(weight.path)[0]
-            elif reader.kind in ("mul", "div") and other.given:
+            elif reader.kind in ("mul", "div") and other.data and not other.fixed:
                 modulated |= own.isdisjoint(_upstream(other))  # else it is the norm itself
     return path, modulated and read, read, known
 
