@@ -61,6 +61,7 @@ from fp8jax.optim.weight_bounds import track_weights as track_weights
 from fp8jax.optim.weight_bounds import tracked as tracked
 from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.shares import UnquantizedWarning as UnquantizedWarning
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
 
@@ -81,6 +82,7 @@ __all__ = [
     "QuantizedWeight",
     "Recipe",
     "Rule",
+    "UnquantizedWarning",
     "activation",
     "adam_limit",
     "attention_output",

@@ -16,8 +16,8 @@ from fp8jax.rewrite.transform import Transformed
 
 
 class CallLeaf(NamedTuple):
-    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, or of an "argument"; a
-    "setting", with its value; or of what a call leaves what was "given", with its number."""
+    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, with its path if it is an
+    adapter's, or of an "argument"; a "setting", with its value; or of what a call leaves what was "given", with its number."""
 
     kind: str
     value: Any = None
@@ -108,12 +108,13 @@ def transformed(
     functools.update_wrapper(function, written, updated=())
     # The parameters come first, by their paths.
     places = [
-        leaf.kind
+        (leaf.kind, leaf.value)
         for leaf in sorted(leaves, key=lambda leaf: leaf.kind != "parameter")
         for _ in range(leaf.arrays)
         if leaf.kind != "setting"
     ]
-    arguments = frozenset(i for i, kind in enumerate(places) if kind == "argument")
+    arguments = frozenset(i for i, (kind, _) in enumerate(places) if kind == "argument")
+    how["adapters"] = {i: path for i, (kind, path) in enumerate(places) if kind == "array" and path}
     return Transformed(function, rules, (0,), (), lambda results: Caller(results.results, arguments, **how))
 
 

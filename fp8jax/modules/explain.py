@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ from fp8jax.modules.report import ContextEntry, Layer, Report
 from fp8jax.ops import kernels
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import gained, kept_bytes
+from fp8jax.rewrite.planned import CallPlan
 from fp8jax.rewrite.rules import Ordered, Rule, Rules, ordered
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
@@ -86,37 +87,51 @@ def _explain_quantized(quantized: nnx.Module, sample: Any, keywords: Any) -> Rep
     settings = nnx_modules.settings_of(quantized)
     assert settings is not None
     modules = nnx_modules.modules(quantized)
-    with training.inspected():
-        entries = _entries_nnx(quantized, sample, keywords)
-        program = _nnx_program(quantized, sample, keywords)
-    layers = [_layer(modules, entry) for entry in entries if entry.product]
-    return _report(modules, entries, layers, _others(modules, settings.rules, _nnx_kernel), program)
+    with training.inspected(), type(quantized)._fp8jax_notices.silenced():
+        plan = _plan_nnx(quantized, sample, keywords)
+        program = None if plan.refused else _nnx_program(quantized, sample, keywords)
+    layers = [layer for entry in plan.entries if entry.product for layer in _layers(modules, entry)]
+    return _report(modules, plan, layers, _others(modules, settings.rules, _nnx_kernel), program)
 
 
 def _report(
-    modules: dict[str, Any], entries: Sequence[Entry], layers: list[Layer], others: Iterable[Layer], program: Program
+    modules: dict[str, Any], plan: CallPlan, layers: list[Layer], others: Iterable[Layer], program: Program | None
 ) -> Report:
     """Of layers with a product in the plan, others, and what stands before products."""
-    known = {layer.path for layer in layers}
+    entries, known = plan.entries, {layer.path for layer in layers}
     layers = [*layers, *(layer for layer in others if layer.path not in known)]
     first = {(layer.path, layer.kernel): layer for layer in reversed(layers)}
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    figures = tuple(filter(None, (kept_bytes(entries), gained(entries), kernels.advice())))
-    return Report(tuple(first.values())[::-1], program, parts, figures=figures)
+    planned = set(map(id, entries))
+    unplanned = tuple(_unplanned(modules, entry) for entry in plan.listing() if id(entry) not in planned)
+    figures = tuple(filter(None, (plan.share.text, kept_bytes(entries), gained(entries), kernels.advice())))
+    refused = (f"a call raises ValueError: {plan.refused}",) if plan.refused else ()
+    return Report(tuple(first.values())[::-1], program, parts, refused, figures, unplanned)
 
 
-def _entries_nnx(model: nnx.Module, sample: Any, keywords: Any) -> tuple[Entry, ...]:
+def _unplanned(modules: dict[str, Any], entry: Entry) -> ContextEntry:
+    """A norm, an activation or a product that runs as it is written."""
+    kind = type(_holder(modules, entry.path)).__name__ if entry.path else entry.kind
+    computes = entry.kind if entry.product or not _is_norm(entry) else "norm"
+    return ContextEntry(entry.path, kind, computes, None, f"{entry.reason}, at {entry.line}")
+
+
+def _is_norm(entry: Entry) -> bool:
+    return entry.kind.lower().endswith("norm")
+
+
+def _plan_nnx(model: nnx.Module, sample: Any, keywords: Any) -> CallPlan:
     """The plan of a call of a quantized model."""
     graph, state = nnx.split(model)
     arrays, rebuild = split_abstract((sample, keywords))
-    found: list[Entry] = []
+    found: list[CallPlan] = []
 
     def call(state: Any, arrays: list[Any]) -> None:
         args, kwargs = rebuild(arrays)
-        found.extend(nnx_modules.entries(nnx.merge(graph, state, copy=True), args, kwargs))
+        found.append(nnx_modules.plan_of(nnx.merge(graph, state, copy=True), args, kwargs))
 
     jax.eval_shape(call, jax.tree.map(abstract, state), arrays)
-    return tuple(found)
+    return found[0]
 
 
 def _holder(modules: dict[str, Any], path: str) -> Any:
@@ -124,6 +139,13 @@ def _holder(modules: dict[str, Any], path: str) -> Any:
     while path not in modules and path:
         path = path.rpartition("/")[0]
     return modules.get(path)
+
+
+def _layers(modules: dict[str, Any], entry: Entry) -> list[Layer]:
+    """The layer of a product, and those whose parameters are concatenated with its own."""
+    layer = _layer(modules, entry)
+    others = [(path, type(_holder(modules, path)).__name__) for path in entry.concatenated]
+    return [layer, *(dataclasses.replace(layer, path=path, kind=kind) for path, kind in others)]
 
 
 def _layer(modules: dict[str, Any], entry: Entry) -> Layer:
@@ -183,7 +205,7 @@ def _part(modules: dict[str, Any], entry: Entry) -> ContextEntry:
         holder, _, name = entry.path.rpartition("/")
         kind = type(_holder(modules, holder)).__name__
         return ContextEntry(holder, kind, None, choice.context, choice.reason, (name,))
-    norm = entry.kind in ("RMSNorm", "LayerNorm")
+    norm = _is_norm(entry)
     kind = entry.kind if module is None or not norm else type(module).__name__
     context = choice.context if choice.context.saved else None
     computes = "norm" if norm else entry.kind
@@ -202,29 +224,29 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
         return nn.Module.init(module, jax.random.key(0), *args, **kwargs)
 
     modules = linen_modules.modules(functools.partial(init, model), arrays)
-    entries: list[Entry] = []
+    plans: list[CallPlan] = []
 
     def call(variables: Any, arrays: list[Any]) -> None:
         args, kwargs = rebuild(arrays)
-        entries.extend(linen_modules.entries(copy, variables, args, kwargs))
+        plans.append(linen_modules.plan_of(copy, variables, args, kwargs))
 
-    with training.inspected():
+    with training.inspected(), type(copy)._fp8jax_notices.silenced():
         # The copy's own variables: delayed scaling adds some.
         variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
         jax.eval_shape(call, variables, arrays)
-        program = _linen_program(copy, variables, sample, keywords)
+        plan = plans[0]
+        program = None if plan.refused else _linen_program(copy, variables, sample, keywords)
     params = flatten_dict(variables.get("params", {}))
 
     def kernel(path: str, module: Any) -> Any:
         return _matrix({names[-1]: leaf for names, leaf in params.items() if "/".join(names[:-1]) == path})
 
     layers = []
-    for entry in entries:
-        if entry.product:
-            layer, matrix = _layer(modules, entry), kernel(entry.path, None)
-            # In a loop the plan has the parameter of one turn.
-            layers.append(layer if matrix is None else dataclasses.replace(layer, kernel=tuple(matrix.shape)))
-    return _report(modules, entries, layers, _others(modules, rules, kernel), program)
+    for layer in (layer for entry in plan.entries if entry.product for layer in _layers(modules, entry)):
+        matrix = kernel(layer.path, None)
+        # In a loop the plan has the parameter of one turn.
+        layers.append(layer if matrix is None else dataclasses.replace(layer, kernel=tuple(matrix.shape)))
+    return _report(modules, plan, layers, _others(modules, rules, kernel), program)
 
 
 def _nnx_kernel(path: str, module: Any) -> Any:

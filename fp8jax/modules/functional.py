@@ -11,7 +11,7 @@ from flax import nnx
 from fp8jax.core import products
 from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
 from fp8jax.modules.untrained import UntrainedVariable, with_adapters
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.states import ParameterState
 from fp8jax.rewrite.transform import Transformed
@@ -85,6 +85,7 @@ def run(
     args: Any,
     kwargs: Any,
     held: Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, ParameterState]],
+    notices: Notices | None = None,
 ) -> Any:
     """The results of a call, and what its products observed, by the paths of parameters.
 
@@ -96,18 +97,22 @@ def run(
         args, kwargs: of the call: arrays, modules and settings in any structure. Python numbers are settings.
         held: gives what the module holds for its parameters, by paths, of the leaves as variables and of the
             parameters, by paths.
+        notices: what the model has warned with; None of a part of one, which does not.
     """
     with nnx.update_context(_TAG):
         call = _take_apart(module, method, args, kwargs)
-        results, noted = call.call.planned().with_held(held(call.variables, call.call.params))
+        planned = call.call.planned()
+        if notices is not None:
+            planned.warn(notices)
+        results, noted = planned.with_held(held(call.variables, call.call.params))
         y = results.leave(call)
     return y, noted
 
 
-def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> tuple[Entry, ...]:
+def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call."""
     with nnx.update_context(_TAG):
-        return _take_apart(module, method, args, kwargs).call.planned().entries
+        return _take_apart(module, method, args, kwargs).call.planned().plan
 
 
 def _take_apart(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> SplitCall:
@@ -151,7 +156,8 @@ def _leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> CallLeaf:
     if is_parameter(variable, path[1:], method.rules, method.prefix):
         # What is held in the place of a parameter is one array of the program.
         return CallLeaf("parameter", "/".join(map(str, path[1:])))
-    return CallLeaf("array", arrays=len(parts))
+    adapter = "/".join(map(str, path[1:])) if isinstance(variable, nnx.LoRAParam) else None
+    return CallLeaf("array", adapter, len(parts))
 
 
 def is_parameter(variable: Any, path: Sequence[Any], rules: Ordered, prefix: str = "") -> bool:

@@ -16,7 +16,7 @@ from fp8jax.modules.matrices import not_a_model
 from fp8jax.modules.methods_linen import Place, Root, initialized, planned, transformed
 from fp8jax.ops.linear import content_key, dot_general
 from fp8jax.recipes import linear_part
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -89,7 +89,9 @@ def quantize(module: Model, rules: Rules) -> Model:
         raise ValueError("quantize the module before it is bound to variables")
     if hasattr(type(module), "_fp8jax_settings"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
-    return _again(module, PartSettings(ordered(rules)))  # type: ignore[no-any-return]
+    copy = _again(module, PartSettings(ordered(rules)))
+    type(copy)._fp8jax_notices.texts.clear()  # a class is that of all models that are alike
+    return copy  # type: ignore[no-any-return]
 
 
 def unquantize(module: Model) -> Model:
@@ -149,18 +151,19 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def entries(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
+def plan_of(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call of a quantized model; nothing is computed."""
     cls: Any = type(module)
-    found = list[Entry]()
+    found = list[CallPlan]()
 
     def call(module: Any, *args: Any, **kwargs: Any) -> None:
-        planned(cls._fp8jax_plain.__call__, _root(module), found.extend)(module, *args, **kwargs)
+        planned(cls._fp8jax_plain.__call__, _root(module), found.append)(module, *args, **kwargs)
 
     mutable = [name for name in variables if name != "params"]
     how: Any = {"method": call, "rngs": {"params": jax.random.key(0)}, "mutable": mutable}
     nn.Module.apply(module, variables, *args, **how, **kwargs)
-    return tuple(found)
+    (plan,) = found
+    return plan
 
 
 def modules(fn: Callable, *args: Any) -> dict[str, nn.Module]:
@@ -213,7 +216,8 @@ def _subclass(cls: Any, settings: PartSettings) -> Any:
 
     # The same names, because Flax names a submodule after its class.
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body |= {"_fp8jax_settings": settings, "_fp8jax_plain": cls, "__reduce__": __reduce__}
+    body |= {"_fp8jax_settings": settings, "_fp8jax_plain": cls, "_fp8jax_notices": Notices()}
+    body |= {"__reduce__": __reduce__}
     body |= {"__getattribute__": nn.nowrap(__getattribute__), "__getattr__": nn.nowrap(__getattr__)}
     return type(cls)(cls.__name__, (cls,), body)
 
@@ -268,7 +272,7 @@ def _method(method: Callable, settings: PartSettings) -> Callable:
         if root.inside(scope):
             return method(self, *args, **kwargs)
         if not self.is_initializing():
-            return transformed(method, root)(self, *args, **kwargs)
+            return transformed(method, root, type(self)._fp8jax_notices)(self, *args, **kwargs)
         flags, scope.flags = scope.flags, root.flags(scope)
         try:
             y = method(self, *args, **kwargs)

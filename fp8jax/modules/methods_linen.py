@@ -25,8 +25,8 @@ from fp8jax.modules.calls import transformed as as_function
 from fp8jax.modules.scaled import nothing_seen
 from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, absent_beside_others, variables_path
 from fp8jax.ops.scaled import ScalingState, observes
-from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.held import is_held, leaf_in
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.states import Noted, ParameterState, TrackedScaling, Use, scaling_names
 from fp8jax.rewrite.transform import Transformed
@@ -79,11 +79,13 @@ class LiftedCall(NamedTuple):
     mutable: Sequence[bool]
 
 
-def transformed(method: Callable, root: Root) -> Callable:
-    """A method with the products of recipes, which is called as it."""
+def transformed(method: Callable, root: Root, notices: Notices) -> Callable:
+    """A method with the products of recipes, which is called as it; `notices` are those of its model."""
 
     def run(lifted: LiftedCall, others: Any) -> Any:
         planned, held = lifted.call.planned(), {}
+        if not root.part:
+            planned.warn(notices)
         for use, linear in planned.uses.items():
             if linear.states:
                 number, place = lifted.places[use.path]
@@ -117,11 +119,11 @@ def initialized(method: Callable, root: Root) -> Callable:
     return _lifted(method, root, run, fresh=True)
 
 
-def planned(method: Callable, root: Root, tell: Callable[[Sequence[Entry]], None]) -> Callable:
+def planned(method: Callable, root: Root, tell: Callable[[CallPlan], None]) -> Callable:
     """A method that, called as it, computes nothing and tells its plan."""
 
     def run(lifted: LiftedCall, others: Any) -> Any:
-        tell(lifted.call.planned().entries)
+        tell(lifted.call.planned().plan)
         return None, (tuple({} for _ in others), tuple({} for _ in others))
 
     return _lifted(method, root, run)

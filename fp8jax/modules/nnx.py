@@ -23,7 +23,7 @@ from fp8jax.modules.scaled import (
     state_name,
 )
 from fp8jax.modules.untrained import UntrainedVariable, as_written
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.states import ParameterState
 
@@ -69,6 +69,7 @@ def quantized_class(written: Any, settings: QuantizedAs) -> type:
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(written, name) for name in names}
     body |= {"_fp8jax_written": written, "_fp8jax_settings": settings}
+    body["_fp8jax_notices"] = Notices() if settings.whole else None
     body |= {name: _method(written, name, settings) for name in settings.methods if callable(getattr(written, name, 0))}
     meta: Any = _metaclass(type(written))  # type: ignore[arg-type]
     return meta(written.__name__, (written,), body, pytree=written._pytree__is_pytree)  # type: ignore[no-any-return]
@@ -102,7 +103,7 @@ def _method(written: Any, name: str, settings: QuantizedAs) -> Callable:
             return {path: holder.given(weights.get(path)) for path, holder in holders.items()}
 
         try:
-            y, noted = functional.run(self, method, args, kwargs, held)
+            y, noted = functional.run(self, method, args, kwargs, held, type(self)._fp8jax_notices)
         except jax.errors.ConcretizationTypeError:
             # It looks at values: it runs as it is written, and the modules that it calls are transformed.
             if any(is_matrix(name, param.shape) for name, param in params(self).items()):
@@ -207,6 +208,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
             prefix, cls = path if each.own else "", type(module)
             settings = QuantizedAs(each, prefix, tuple(methods), module is quantized)
             object.__setattr__(module, "__class__", quantized_class(cls, settings))  # type: ignore[arg-type]
+    if (notices := getattr(type(quantized), "_fp8jax_notices", None)) is not None:
+        notices.texts.clear()  # a class is that of all models that are alike
     return quantized
 
 
@@ -349,8 +352,8 @@ def unquantize(model: Model) -> Model:
     return plain
 
 
-def entries(model: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
-    """What becomes of each part of a call of a quantized model."""
+def plan_of(model: Any, args: Any, kwargs: Any) -> CallPlan:
+    """The plan of a call of a quantized model."""
     settings = settings_of(model)
     assert settings is not None
     return functional.explain(model, _as_written(_written(model), "__call__", settings), args, kwargs)

@@ -113,7 +113,8 @@ class Report:
         program: the products of a forward and backward pass; None without sample inputs.
         parts: norms, activations and attentions, where the rules say what these keep.
         notes: what should be looked at: output heads and routers that are quantized, and matrices that are not known.
-        figures: sentences on what is kept and gained.
+        figures: sentences on what stays in 16 bits, is kept and is gained.
+        unplanned: norms, activations and products without a parameter that run as written, whatever the rules say.
     """
 
     layers: tuple[Layer, ...]
@@ -121,6 +122,7 @@ class Report:
     parts: tuple[ContextEntry, ...] = ()
     notes: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
+    unplanned: tuple[ContextEntry, ...] = ()
 
     @property
     def quantized(self) -> tuple[Layer, ...]:
@@ -143,9 +145,9 @@ class Report:
             size_text = "?" if size is None else f"{size:.4g}"
             rows.append((*_name(layer), *layer.products.values(), saved, size_text, layer.reason))
         parts = [table(rows, names=3) if rows[1:] else "no layer is quantized", *map(sentence, self._told())]
-        if self.parts:
+        if self.parts or self.unplanned:
             rows = [("norm, activation or attention", "kind", "computes", "keeps", "chosen by")]
-            rows += [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
+            rows += [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts + self.unplanned]
             parts.append(table(rows, names=3))
         if self.skipped:
             rows = [("left alone", "kind", "kernel", "why"), *((*_name(x), x.reason) for x in self.skipped)]

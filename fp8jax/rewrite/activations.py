@@ -35,7 +35,8 @@ def find(value: Value) -> ActivationForm | None:
     """The activation that a value is; None if it is none."""
     for gate in _gates(value):
         others = _independent(value, gate)
-        if len(others) > 1 or any(other.shape != value.shape or not other.data for other in others):
+        unlike = (other.shape != value.shape or not other.data or other.fixed for other in others)
+        if len(others) > 1 or any(unlike):
             continue
         at: dict[Value, Any] = {gate: _GATE} | dict.fromkeys(others, _UP)
         try:
@@ -58,7 +59,8 @@ def _gates(value: Value) -> Iterator[Value]:
     found = set[Value]()
     for curve in [v for v in _below(value) if v.kind in _CURVES]:
         for gate in _below(curve):
-            if gate not in found and gate is not curve and gate.data and gate.shape == value.shape:
+            data = gate.data and not gate.fixed
+            if gate not in found and gate is not curve and data and gate.shape == value.shape:
                 found.add(gate)
                 yield gate
 

@@ -1,10 +1,48 @@
 """What is known of a program from who calls it, and the paths by which rules know its parameters."""
 
-from collections.abc import Callable, Collection
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 # What layers of all frameworks call their matrix or vector, and what wraps it.
 _LEAVES = ("kernel", "w", "weight", "weights", "embedding", "scale", "bias", "b", "offset", "gamma", "beta", "value")
+# What stands between a model's own lines and JAX. Libraries of models, such as Levanter, are not among these.
+_LIBRARIES = (
+    *("jax", "jaxlib", "flax", "haiku", "equinox", "haliax", "jaxtyping", "beartype", "typeguard", "optax", "chex"),
+    *("einops", "numpy", "fp8jax"),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(file: str) -> bool:
+    """Whether a source file is Python's own, or of a library that models are written with.
+
+    Args:
+        file: its path, as a frame has it.
+    """
+    if file.startswith(("<frozen", "<@beartype")):
+        return True
+    packages = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
+    if file.startswith(tuple(os.path.dirname(package) + os.sep for package in packages if package)):
+        return True
+    installed = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
+    return not installed and file.startswith(sysconfig.get_path("stdlib") + os.sep)
+
+
+def user_level(frames: int = 1) -> int:
+    """The `stacklevel` of a warning that names the nearest line that is of no library.
+
+    Args:
+        frames: how many calls the function that warns is away from this one.
+    """
+    frame, level = sys._getframe(frames), 1
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class Caller(NamedTuple):
@@ -18,6 +56,7 @@ class Caller(NamedTuple):
             if it has a "kernel".
         names: gives for the path of a parameter that of its layer, and others that rules may match. None for the path
             without what layers call their parameter.
+        adapters: the paths of inputs that are adapters' arrays and no parameters, by their numbers.
         whole: there is to be a product that a recipe could take.
         checks: each rule is to match something.
     """
@@ -26,6 +65,7 @@ class Caller(NamedTuple):
     arguments: Collection[int] | None = None
     modules: bool = False
     names: Callable[[str], tuple[str, ...]] | None = None
+    adapters: Mapping[int, str] = MappingProxyType({})
     whole: bool = True
     checks: bool = True
 

@@ -32,6 +32,10 @@ class Entry(NamedTuple):
         tokens: of it, on a device. times: how often it runs in a step.
         held: what a product has in the place of a parameter.
         bytes: that it keeps of what it reads for the backward pass; None where that is not known.
+        flops: FLOPs of a product in a forward pass, in all turns of scans; 0 if unknown.
+        unsupported: it is left as written although the rules ask for a recipe.
+        concatenated: the layers of further parameters in a product's matrix.
+        sources: the layers of the parameters that a product left as written reads, or is computed from.
     """
 
     path: str
@@ -53,6 +57,10 @@ class Entry(NamedTuple):
     times: int = 1
     held: StandIn | None = None
     bytes: int | None = None
+    flops: float = 0
+    unsupported: bool = False
+    concatenated: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def taken(self) -> bool:
@@ -73,6 +81,8 @@ class ReadWeight:
     around: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
     place: Node | None = None  # where the operation stands, if not in the product's own place
+    refused: bool = False  # it asks for a precision that a quantized product cannot give
+    concatenated: tuple[str, ...] = ()  # the layers of further parameters in the matrix
 
     @property
     def data(self) -> Value:

@@ -14,11 +14,16 @@ class Explanation:
     """What the rules make of a function; `str(explanation)` is a table. It is the plan itself: nothing is computed.
 
     Attributes:
-        entries: products with parameters, norms and activations, in the order of the program.
+        entries: what the rules speak of, in the order of the program: products with parameters, and norms and
+            activations before these.
+        listing: all products, norms and activations in it, also those that run as written whatever the rules say.
+        share: a sentence on the multiplications that the rules cover and that stay in 16 bits; "" where none do.
         advice: on a GPU without kernels, why there are none, and what to type; else None.
     """
 
     entries: tuple[Entry, ...]
+    listing: tuple[Entry, ...] = ()
+    share: str = ""
     advice: str | None = None
 
     @property
@@ -33,11 +38,8 @@ class Explanation:
 
     def __str__(self) -> str:
         head = ("parameter", "operation", "shape", "where", "forward", "dgrad", "wgrad", "kept", "reads", "chosen by")
-        parts = [table([head, *map(_row, self.quantized)], names=4)]
-        if self.left:
-            rows = [(e.path or "-", e.kind, _shape(e), e.line, e.reason) for e in self.left]
-            parts.append(table([("left as written", "operation", "shape", "where", "why"), *rows], names=4))
-        told = self._told_again(), kept_bytes(self.entries), gained(self.entries), self.advice
+        parts = [table([head, *map(_row, self.listing or self.entries)], names=4)]
+        told = self.share, self._told_again(), kept_bytes(self.entries), gained(self.entries), self.advice
         parts += [sentence(each) for each in told if each]
         return "\n\n".join(parts)
 
@@ -93,6 +95,9 @@ def gained(entries: Sequence[Entry]) -> str:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
+    if not entry.taken:
+        name = entry.path or "-", entry.kind, _shape(entry), entry.line
+        return (*name, *(["as written"] * 3 if entry.product else ["-"] * 3), "as written", "-", entry.reason)
     assert entry.choice is not None
     linear, context = entry.choice.linear, entry.choice.context
     assert linear is not None

@@ -20,7 +20,10 @@ class Value:
         outer: of an input of a nested program, the value around it that it is in the first turn.
         once: that it is in every turn, as a whole.
         weight: the parameter that it is, up to casts, layouts and parts.
-        data: it depends on more than parameters and constants.
+        data: it depends on more than parameters and the model's own constants.
+        given: it depends on an argument that holds no parameters.
+        trained: it depends on a parameter.
+        closed: the arrays that the function closes over and that it depends on, by identity.
         constant: the number that all its elements are, if that is known.
         array: a constant's value.
     """
@@ -31,6 +34,9 @@ class Value:
     once: bool = False
     weight: "Weight | None" = None
     data: bool = False
+    given: bool = False
+    trained: bool = False
+    closed: frozenset[int] = frozenset()
     constant: float | None = None
     array: Any = None
 
@@ -41,6 +47,11 @@ class Value:
     @property
     def dtype(self) -> Any:
         return self.aval.dtype
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is data that are computed from closed-over arrays alone: every call has the same."""
+        return self.data and bool(self.closed) and not self.given and not self.trained
 
     @property
     def kind(self) -> str:
@@ -58,6 +69,7 @@ class Weight:
         layout: the equations that give it another shape; casts are none.
         moved: they take a part of it, or change the order of its elements.
         held: what is in its place, if that is no array; see `fp8jax.rewrite.held`.
+        further_paths: those of the other parameters of a concatenation.
     """
 
     path: str
@@ -65,6 +77,7 @@ class Weight:
     layout: tuple["Node", ...] = ()
     moved: bool = False
     held: Any = None
+    further_paths: tuple[str, ...] = ()
 
 
 class Replacement(Protocol):
@@ -88,7 +101,7 @@ class Node:
         sealed: these have a derivative that is not theirs, and are read only.
         inlined: the nodes of a call, whose values belong to the graph around it; None for no call.
         operation: what is run in its place.
-        call: the equation of the call that it stands in, or None.
+        call: the call or loop that it stands in, or None.
     """
 
     kind: str
@@ -100,7 +113,7 @@ class Node:
     sealed: bool = False
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
-    call: Any = None
+    call: "Node | None" = None
 
     @property
     def changed(self) -> bool:
@@ -110,17 +123,29 @@ class Node:
 
     def line(self) -> str:
         """Where it was written."""
-        return primitives.line_of(self.eqn, self.call)
+        around, node = list[Any](), self.call
+        while node is not None:
+            around.append(node.eqn)
+            node = node.call
+        return primitives.line_of(self.eqn, around)
 
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """A program: its inputs, its nodes in their order, its outputs, and the scopes around it."""
+    """A program.
+
+    Attributes:
+        inputs, outputs: values.
+        nodes: in their order.
+        around: the scopes around it.
+        model_constants: the arrays that the function closes over and that are constants of its model, by identity.
+    """
 
     inputs: list[Value]
     nodes: list[Node]
     outputs: list[Value]
     around: str = ""
+    model_constants: frozenset[int] = frozenset()
 
     @property
     def changed(self) -> bool:
@@ -177,20 +202,20 @@ def before(value: Value, through: Sequence[str] = LAYOUTS, allowed: Callable[[No
     return value
 
 
-def computed_from(value: Value, most: int = 4) -> list[str]:
-    """The paths of the first parameters that a value is computed from."""
-    paths, seen, todo = dict[str, None](), set[Value](), [value]
+def computed_from(value: Value, most: int = 4) -> dict[str, Any]:
+    """The paths of the first parameters that a value is computed from, each with what is held in its place."""
+    paths, seen, todo = dict[str, Any](), set[Value](), [value]
     while todo and len(paths) < most:
         value = todo.pop(0)
         if value in seen:
             continue
         seen.add(value)
         if value.weight is not None:
-            paths[value.weight.path] = None
+            paths |= dict.fromkeys((value.weight.path, *value.weight.further_paths), value.weight.held)
         else:
             todo += [] if value.outer is None else [value.outer]
             todo += [] if value.node is None else value.node.operands
-    return list(paths)
+    return dict(list(paths.items())[:most])
 
 
 def changed_by_data(value: Value) -> str | None:

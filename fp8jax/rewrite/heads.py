@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.primitives import CHOICES, LAYOUTS, PARTS, PRODUCTS
+from fp8jax.rewrite.primitives import CHOICES, JOINS, LAYOUTS, PARTS, PRODUCTS
 
 # What a result stays a result under: casts, layouts, parts, and functions of one value that soften or scale it.
 _SAME = (
-    *(*LAYOUTS, *PARTS, "reduce_precision", "stop_gradient", "gather", "pad", "concatenate", "select_n"),
+    *(*LAYOUTS, *PARTS, *JOINS, "reduce_precision", "stop_gradient", "gather", "pad", "select_n"),
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "add_any"),
 )
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
@@ -49,7 +49,10 @@ class Flow:
         left, none is: the function is a part, such as projections that are returned.
         """
         reasons = {node: _CHOOSES.format(name) for node, name in self._chosen()}
-        shapes = {v.shape for v in self._given if v.data and jnp.issubdtype(v.dtype, jnp.floating)}
+        given = [v for v in self._given if v.data]
+        # Without arguments beside parameters its arguments are what it closes over.
+        given = given or [v for node in self._graph.everywhere() for v in node.operands if v.array is not None]
+        shapes = {v.shape for v in given if v.data and jnp.issubdtype(v.dtype, jnp.floating)}
         outputs = [value for value in self._returned if value.shape not in shapes]
         returned = {node for value in outputs for node in self._of(value) or ()} - reasons.keys() - self._multiplied()
         if self._products - reasons.keys() - returned:
@@ -85,7 +88,7 @@ class Flow:
 
     def _look(self, value: Value) -> frozenset[Node] | None:
         node = value.node
-        if not value.data or value.constant is not None:
+        if not value.data or value.fixed or value.constant is not None:
             return frozenset()
         if node is None:
             return None if value.outer is None else self._of(value.outer)

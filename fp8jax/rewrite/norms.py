@@ -83,7 +83,7 @@ def _as_norm(value: Value, x: Value) -> NormForm | None:
     parameters: dict[Value, Any] = {}
 
     def leaf(v: Value) -> Any:
-        if v.data:
+        if v.data and not v.fixed:
             raise UnlikeError
         v = _vector(v, channels)
         if v not in parameters:

@@ -2,12 +2,8 @@
 
 import collections
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-from jax import lax
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from fp8jax.core.recipe import Linear
 from fp8jax.rewrite import activations, biases, held, joins, norms, primitives, weighing
@@ -19,8 +15,6 @@ from fp8jax.rewrite.graph import (
     Replacement,
     Value,
     before,
-    changed_by_data,
-    computed_from,
     in_order,
     origin_of,
     readers,
@@ -32,7 +26,9 @@ from fp8jax.rewrite.kept_bytes import kept_bytes
 from fp8jax.rewrite.operations import OTHERS, ActivationOperation, LayoutStep, NormOperation, ProductOperation
 from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
+from fp8jax.rewrite.products import choose, find, path_list, refuse
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
+from fp8jax.rewrite.shares import Share, flops, share
 from fp8jax.rewrite.states import Use, levels_of, scaling_names
 
 _UNKNOWN = LayerChoice(None, "")
@@ -40,11 +36,27 @@ _UNKNOWN = LayerChoice(None, "")
 Also = dict[str, tuple[str, ...]]
 
 
+class Plan(NamedTuple):
+    """What a plan says.
+
+    Attributes:
+        entries: what became of each part, in the program's order.
+        uses: the products with one parameter, with their recipes.
+        refused: the error of a run: which products ask for a precision that a quantized one cannot give; "" of none.
+        share: what stays in 16 bits although the rules ask for 8.
+    """
+
+    entries: dict[Node, Entry]
+    uses: dict[Use, Linear]
+    refused: str
+    share: Share
+
+
 def plan(
     graph: Graph,
     rules: Ordered,
     caller: Caller = Caller(),  # noqa: B008
-) -> tuple[dict[Node, Entry], dict[Use, Linear]]:
+) -> Plan:
     """Puts operations of the rules' recipes into a graph.
 
     Args:
@@ -52,41 +64,43 @@ def plan(
         rules: which recipe is whose.
         caller: of the program.
 
-    Returns:
-        What became of each part, in the program's order; and the products with one parameter, with their recipes.
-
     Raises:
-        ValueError: a rule matches nothing, nothing is left to quantize, a product asks for a precision that a
-            quantized one cannot give, or one with batch axes is to have a scaling that observes its operands.
+        ValueError: a rule matches nothing, nothing is left to quantize, or a product with batch axes or of several
+            parameters is to have a scaling that observes its operands.
     """
     entries: dict[Node, Entry] = {}
-    products = list(_products(graph, entries, caller))
-    flow = Flow(graph, {p.node for p in products}, caller.results, caller.arguments)
+    read = list(find(graph, entries, rules, caller))
+    flow = Flow(graph, {p.node for p in read}, caller.results, caller.arguments)
     reasons = flow.heads() if rules.default else {}
     # Who reads a layer's result on in another place wants that as all others.
-    inner = {p.path for p in products if p.node not in reasons}
-    heads = {p.path: reasons[p.node] for p in products if p.node in reasons}
+    inner = {p.path for p in read if p.node not in reasons}
+    heads = {p.path: reasons[p.node] for p in read if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT or path not in inner}
-    for p in products:
-        p.choice = rules.choice(p.path, heads, p.others)
-        _check_precision(p)
+    for p in read:
+        p.choice = choose(p, rules, caller, heads)
+    refused = refuse(read)
+    for p in read:
         shape, reason = p.weight.stored.shape, p.choice.reason
         again = any(primitives.computes_again(node.eqn) for node, _ in p.around)
-        how: dict[str, Any] = {"product": True, "again": again}
+        how: dict[str, Any] = {"product": True, "again": again, "concatenated": p.concatenated}
+        how |= {"flops": flops(p.node, p.around), "unsupported": p.refused}
         entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), **how)
     places = list(graph.everywhere())
-    normed = _replace_all(graph, products, rules, entries, caller)
+    normed = _replace_all(graph, read, rules, entries, caller)
     others = _unread(graph, caller) | normed
-    if caller.whole and not products and not others:
+    if caller.whole and not read and not others:
         raise ValueError(
             f"the function has no product of data with a parameter that a recipe could take{_left(entries)}"
         )
     if caller.checks:
-        also = others | {p.path: p.others for p in products}
-        rules.check_all_used(also, heads, unknown=_left(entries), also=also)
+        also = others | {p.path: p.others for p in read}
+        also |= {path: tuple(rest) for p in read for path, *rest in map(caller.paths, p.weight.further_paths)}
+        sources = [path for entry in entries.values() for path in entry.sources]
+        rules.check_all_used(also, heads, unknown=_left(entries), also=also, sources=sources)
     for node, size in kept_bytes(graph, entries):
         entries[node] = entries[node]._replace(bytes=size)
-    return {node: entries[node] for node in places if node in entries}, _uses(products)
+    found = {node: entries[node] for node in places if node in entries}
+    return Plan(found, _uses(read), refused, share(graph, found, caller))
 
 
 def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
@@ -97,6 +111,14 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
         operation = (p.place or p.node).operation
         linear, path = p.choice.linear, p.weight.path
         if operation is None or linear is None or isinstance(operation, (HeldOperation, joins.JoinedOperation)):
+            continue
+        if p.concatenated:
+            if any(scaling.observes for scaling in linear.states.values()):
+                raise ValueError(
+                    f"{path_list((p.path, *p.concatenated))} are concatenated into one matrix, at "
+                    f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
+                    "Concatenate them outside of the function, or take a recipe with current scaling, such as te_current"
+                )
             continue
         if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
             if any(scaling.observes for scaling in linear.states.values()):
@@ -124,78 +146,6 @@ def _unread(graph: Graph, caller: Caller) -> Also:
     weights = [v.weight for v in graph.inputs if caller.modules and v.weight is not None and v not in read]
     each = [caller.paths(w.path) for w in weights if w.path.endswith("kernel") and w.stored.aval.ndim > 1]
     return {path: tuple(others) for path, *others in each}
-
-
-def _products(
-    graph: Graph, entries: dict[Node, Entry], caller: Caller, around: tuple[tuple[Node, Graph], ...] = ()
-) -> Iterator[ReadWeight]:
-    """The products of data with a parameter that may be quantized; notes the others."""
-    for node in graph.all():
-        if not node.sealed:
-            for body in node.bodies:
-                yield from _products(body, entries, caller, (*around, (node, body)))
-        if node.kind not in primitives.PRODUCTS and not node.sealed and not primitives.unread(node.eqn):
-            continue
-        floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
-        sides = [i for i, value in enumerate(node.operands[:2]) if value.weight is not None and floats[i]]
-        if len(sides) == 2:  # a part of a parameter that data pick is data beside another parameter
-            sides = [i for i in sides if not node.operands[i].data] or sides
-        why = _why_not(node, sides, graph.around)
-        if why is None:
-            weight = node.operands[sides[0]].weight
-            assert weight is not None
-            path, *others = caller.paths(weight.path)
-            yield ReadWeight(graph, node, sides[0], weight, path, tuple(others), around)
-        elif why:
-            weights = [value.weight for value in node.operands if value.weight is not None]
-            path = caller.paths(weights[0].path)[0] if weights else ""
-            fixed = [i for i, value in enumerate(node.operands[:2]) if not value.data]
-            matrix = next((node.operands[i] for i in (*sides, *fixed)), node.results[0])
-            entries[node] = Entry(path, node.kind, matrix.shape, None, why, node.line(), product=True)
-
-
-def _why_not(node: Node, sides: list[int], around: str) -> str | None:
-    """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
-    data = [value.data for value in node.operands[:2]]
-    matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
-    if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
-        return "contracts nothing" if matrices else ""
-    if node.sealed or primitives.unread(node.eqn):
-        why = "has a derivative of its own" if node.sealed else "is not read"
-        return f"inside {node.kind}, which {why}" if matrices else ""
-    typed = [v.dtype for v in node.operands[:2] if v.weight is not None and not jnp.issubdtype(v.dtype, jnp.floating)]
-    if typed and not sides:
-        return f"its parameter is {typed[0]}"
-    if len(sides) != 1 or not data[1 - sides[0]]:
-        return _unnamed(node.operands[:2])
-    if primitives.differentiated(f"{around}/{node.scope}"):
-        return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
-    if node.kind != "dot_general" and not (node.kind in OTHERS and OTHERS[node.kind].takes(node, sides[0])):
-        return f"fp8jax has no {node.kind}{' of this form' if node.kind in OTHERS else ''}"
-    if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
-        return f"its data are {node.operands[1 - sides[0]].dtype}"
-    return None
-
-
-def _unnamed(operands: list[Value]) -> str:
-    """What to say of a product without a parameter that a rule could name; "" of data with data."""
-    if len(operands) == 2 and operands[0].data != operands[1].data:
-        of = " and ".join(computed_from(next(value for value in operands if not value.data)))
-        return f"data meet what is computed from {of or 'constants'}"
-    changed = [path for v in operands if v.data and (path := changed_by_data(v)) is not None]
-    return f"data change or pick the matrix {changed[0]}" if len(changed) == 1 else ""
-
-
-def _check_precision(p: ReadWeight) -> None:
-    asked = p.node.eqn.params["precision"]
-    each = asked if isinstance(asked, tuple) else (asked,)
-    if p.taken and any(x not in (None, lax.Precision.DEFAULT) for x in each):
-        default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-        unset = f" and leave jax_default_matmul_precision, which is {default!r}, unset" if default else ""
-        raise ValueError(
-            f"{p.path} asks for precision {asked}, which a quantized product cannot give, at {p.node.line()}; set "
-            f"its precision to None{unset}, or leave it out with a rule: [fp8jax.Rule({p.path!r}, None), recipe]"
-        )
 
 
 def _replace_all(
@@ -323,8 +273,9 @@ def _cut(node: Node, alone: Mapping[Value, Node]) -> tuple[Node, tuple[int, ...]
 def _replace_held(p: ReadWeight, entry: Entry) -> Entry:
     """Puts the product with what is held in place of one, or says that it reads the values."""
     if not held.replace(p.node, p.side, p.weight, p.choice.linear, p.path, origin_of(p.data)):
+        asked = p.taken
         p.choice = LayerChoice(None, f"{p.weight.held}, but not read as (inputs, outputs): values of 16 bits")
-        return entry._replace(choice=p.choice, reason=p.choice.reason)
+        return entry._replace(choice=p.choice, reason=p.choice.reason, unsupported=asked)
     return entry._replace(reason=f"{entry.reason}; {p.weight.held}", held=p.weight.held)
 
 

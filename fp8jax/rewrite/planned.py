@@ -1,12 +1,16 @@
 """Calls of a transformed function with their plans."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.rewrite.caller import user_level
 from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.shares import Share, UnquantizedWarning
 from fp8jax.rewrite.states import Given, Noted, ParameterState, States, Use, held_by_use, init, merged_uses
 
 
@@ -14,11 +18,13 @@ class CallPlan(NamedTuple):
     """The plan of all calls that are alike.
 
     Attributes:
-        entries: what becomes of each part.
+        entries: what becomes of each part that the rules speak of.
         uses: the products with one parameter, and their recipes.
         paths: of the arrays in the parameters; None for data.
         structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
+        listing: gives all that `explain` lists, in the program's order: what also runs as written is looked for then.
+        refused: the error of a run; see `fp8jax.rewrite.plan.Plan`. share: likewise.
     """
 
     entries: tuple[Entry, ...]
@@ -27,6 +33,31 @@ class CallPlan(NamedTuple):
     structure: Any
     run: Callable
     compiled: Callable
+    listing: Callable[[], tuple[Entry, ...]]
+    refused: str = ""
+    share: Share = Share()  # noqa: RUF009
+
+
+class Notices:
+    """The texts that one transformed function, or one model, has warned with.
+
+    Attributes:
+        texts: these.
+        silent: whether nothing is to be said now.
+    """
+
+    def __init__(self) -> None:
+        self.texts = set[str]()
+        self.silent = False
+
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Says nothing, and notes nothing as said."""
+        before, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = before
 
 
 class PlannedCall(NamedTuple):
@@ -45,8 +76,21 @@ class PlannedCall(NamedTuple):
         """The products with one parameter, and their recipes."""
         return self.plan.uses
 
+    def warn(self, notices: Notices) -> None:
+        """Warn, once for each text, if more than a tenth of the FLOPs stay in 16 bits although the rules ask for 8."""
+        share = self.plan.share
+        said = notices.silent or share.text in notices.texts
+        if share.notable and not self.plan.refused and not said:
+            notices.texts.add(share.text)
+            warnings.warn(f"{share.text}. explain lists each", UnquantizedWarning, stacklevel=user_level(1))
+
+    def _check(self) -> None:
+        if self.plan.refused:
+            raise ValueError(self.plan.refused)
+
     def init(self) -> States:
         """The states of scalings before the first step; see `Transformed.init`."""
+        self._check()
         weights = {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
         return init(self.uses, weights)
 
@@ -55,7 +99,11 @@ class PlannedCall(NamedTuple):
 
         Args:
             given: what each use is given, by its key.
+
+        Raises:
+            ValueError: products ask for a precision that a quantized product cannot give.
         """
+        self._check()
         inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, given)))
         outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
         return jax.tree.unflatten(self.plan.structure, outputs), seen

@@ -5,6 +5,7 @@ two private names, those of source lines.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from jax._src import source_info_util
 from jax.extend import core
 
 from fp8jax.ops.policies import keeps_products, with_products
+from fp8jax.rewrite.caller import is_library
 
 # What changes no value but its dtype; shapes; places on devices, names and the like.
 CASTS = ("convert_element_type",)
@@ -28,7 +30,9 @@ MARKS = (
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 LAYOUTS = (*CASTS, *MARKS, *RESHAPES, "transpose")
 # A part of a parameter is one, too.
-PARTS = ("slice", "dynamic_slice", "split", "rev")
+PARTS = ("slice", "dynamic_slice", "split", "unstack", "rev")
+# Parameters side by side are one, too: `jnp.stack` is a primitive of its own from JAX 0.11 on.
+JOINS = ("concatenate", "stack")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
 CHOICES = {"top_k": "top_k", "approx_top_k": "top_k", "argmax": "argmax", "argmin": "argmin", "sort": "sort"}
 # What has a derivative of its own; its program says what it computes, and no more.
@@ -309,39 +313,60 @@ def ragged_by_rows(eqn: Any) -> bool:
     return plain and ragged and not any(numbers.dot_dimension_numbers[1]) and eqn.params.get("group_offset") is None
 
 
+def function_name(eqn: Any) -> str:
+    """The name of the function that an equation calls, or of which it has a derivative; "" of any other equation."""
+    if eqn.primitive.name in _CALLS:
+        return str(eqn.params.get("name", ""))
+    if eqn.primitive.name not in OWN_DERIVATIVE:
+        return ""
+    program = eqn.params["call_jaxpr"]
+    info = getattr(getattr(program, "jaxpr", program), "debug_info", None)
+    return str(getattr(info, "func_name", ""))
+
+
 def differentiated(scope: str) -> bool:
     """Whether an equation is part of a derivative that the program takes itself, by the scopes that JAX gives it."""
     return "jvp(" in scope or "transpose(" in scope
 
 
-def line_of(eqn: Any, call: Any = None) -> str:
-    """The line that an equation was written in: the user's own, or else the nearest that is not JAX's.
+def line_of(eqn: Any, around: Sequence[Any] = ()) -> str:
+    """The line that an equation was written in: the nearest that is of no library, or else of none of JAX's.
 
     Args:
         eqn: the equation.
-        call: that of the call that it stands in. JAX keeps programs of calls, with the lines of the first one: where
-            the user has no line inside of the call, it is that of the call itself.
+        around: those of the calls and loops that it stands in, the innermost first. Where no user's line is inside of
+            one, it is that of the call. JAX keeps programs of calls, with the lines of the first call.
     """
     frames, own = _frames(eqn)
-    if call is not None and len(_frames(call)[1]) >= len(own):
-        frames, own = _frames(call)
+    for call in around:
+        others, own_of_call = _frames(call)
+        if own and not (_whole_tracebacks() and len(own_of_call) >= len(own)):
+            break
+        if own_of_call:
+            frames, own = others, own_of_call
     if not frames:
         return "an unknown line"
     frame = (own or frames)[0]
     return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
 
 
+@functools.cache
+def _whole_tracebacks() -> bool:
+    """Whether the lines of an equation in a call are also those around the call; from some version on they end there."""
+    program = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
+    inner = _closed(program.jaxpr.eqns[0].params["jaxpr"], 1).jaxpr.eqns[0].source_info.traceback
+    return inner is not None and any(f.function_name == _whole_tracebacks.__name__ for f in inner.frames)
+
+
 def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """The frames of an equation that are not JAX's, and those of them that are the user's, the innermost first."""
+    """The frames of an equation that are not JAX's, and those of them that are of no library, the innermost first."""
     traceback = eqn.source_info.traceback
     every = [] if traceback is None else list(traceback.frames)
     others = [f for f in every if not f.file_name.startswith((_JAX, "<frozen"))]
-    libraries = ("/site-packages/", "/dist-packages/", _OURS)
-    return others, [f for f in others if not any(library in f.file_name for library in libraries)]
+    return others, [f for f in others if not is_library(f.file_name)]
 
 
 _JAX = jax.__file__.rpartition("/")[0]
-_OURS = __file__.rpartition("/rewrite/")[0]
 
 
 def same_elements(eqn: Any) -> bool:

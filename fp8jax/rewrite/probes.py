@@ -52,7 +52,8 @@ def _result(value: Value, at: dict[Value, Any], leaf: Callable[[Value], Any]) ->
     node, shape = value.node, value.shape
     if value.constant is not None:
         return np.float64(value.constant)
-    if node is None or node.operation is not None or not value.data:
+    constant = value.fixed and not next(iter(at)).fixed
+    if node is None or node.operation is not None or not value.data or constant:
         return leaf(value)
     look = lambda operand: evaluate(operand, at, leaf)  # noqa: E731
     if node.kind in FUNCTIONS:

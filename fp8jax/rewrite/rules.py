@@ -159,6 +159,7 @@ class Ordered:
         heads: Mapping[str, str] = _NONE,
         unknown: str = "",
         also: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+        sources: Sequence[str] = (),
     ) -> None:
         """Raises ValueError where a rule is the first match of none of the paths, or there are none.
 
@@ -167,6 +168,7 @@ class Ordered:
             heads: as `choice` takes them.
             unknown: what to say of products that are not known.
             also: other paths of these layers.
+            sources: of layers with products that no recipe takes; a rule with None may match these alone.
         """
         paths = sorted(paths)
         if not paths:
@@ -174,6 +176,7 @@ class Ordered:
         all_of = {path: also.get(path, ()) for path in paths}
         left = {path for path in paths if self.choice(path, heads, all_of[path]).reason == heads.get(path)}
         used = {self._first(path, *all_of[path]) for path in paths if path not in left}
+        used |= {i for path in sources if (i := self._first(path)) is not None and self.rules[i].recipe is None}
         free = range(self._own, len(self.rules) - 1)
         unused = [i for i in range(len(self.rules)) if i not in used and i not in free]
         if unused:

@@ -121,7 +121,7 @@ class Running:
 
     def read_later(self, value: Value) -> bool:
         """Whether anything after the operation that runs now reads a value."""
-        return self._plan.last.get(value, -1) > self._place
+        return value.array is None and self._plan.last.get(value, -1) > self._place
 
     def pass_on(self, value: Value, array: Any) -> None:
         """Gives the array of a value to those that read it later, who may be told by another type how it varies."""

@@ -11,13 +11,14 @@ import numpy as np
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops import kernels
+from fp8jax.rewrite import unplanned
 from fp8jax.rewrite.bounds import with_bounds, with_known_bounds
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.held import is_held, kind, leaf_in, stand_in
 from fp8jax.rewrite.plan import plan
-from fp8jax.rewrite.planned import CallPlan, PlannedCall
+from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.run import Running, schedule
@@ -68,10 +69,11 @@ class Transformed:
     def _forget(self) -> None:
         self._calls: dict[Hashable, Callable] = {}
         self._plans: dict[Hashable, tuple[Any, CallPlan]] = {}
+        self._notices = Notices()
 
     def __getstate__(self) -> dict[str, Any]:
         """What makes it; programs that it knows are traced again by a copy."""
-        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_plans")}
+        return {name: value for name, value in vars(self).items() if name not in ("_calls", "_plans", "_notices")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -79,6 +81,7 @@ class Transformed:
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
         call = self.planned(*args, **kwargs)
+        call.warn(self._notices)
         _check_states(states, call.uses)
         return call.run(by_use(states or {}), noting=False)[0]
 
@@ -89,7 +92,7 @@ class Transformed:
             args, kwargs: of a call.
 
         Raises:
-            ValueError: as the call.
+            ValueError: as the call, but for a precision that products ask for: there a run raises.
         """
         call = self._traced(args, kwargs)
         kinds = tuple(map(kind, call.arrays))
@@ -128,7 +131,7 @@ class Transformed:
                 "fp8jax.lora.merge"
             )
         written, planned = (read(call.program, self._paths(call.places)) for _ in range(2))
-        entries, _ = plan(planned, self._rules, self._caller(call.shapes))
+        entries = plan(planned, self._rules, self._caller(call.shapes)).entries
         return check(written, planned, entries, call.arrays)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
@@ -173,7 +176,7 @@ class Transformed:
         return with_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What becomes of each product with a parameter, and of what stands before it; nothing is computed.
+        """What becomes of each product, norm and activation, taken or left; nothing is computed.
 
         Args:
             args, kwargs: of a call, arrays or `jax.ShapeDtypeStruct`.
@@ -182,9 +185,10 @@ class Transformed:
             An `Explanation`; print it. It names the line of each part in your code, or else in the library's.
 
         Raises:
-            ValueError: as the call.
+            ValueError: as the call, but for a precision that products ask for: it lists these.
         """
-        return Explanation(self.planned(*args, **kwargs).entries, kernels.advice())
+        plan = self.planned(*args, **kwargs).plan
+        return Explanation(plan.entries, plan.listing(), plan.share.text, kernels.advice())
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -217,9 +221,9 @@ class Transformed:
         return [self._path(path) for path in places]
 
     def _make(self, program: Any, paths: Sequence[str | None], shapes: Any, kinds: Sequence[Any]) -> CallPlan:
-        graph = read(program, paths, kinds)
+        graph, caller = read(program, paths, kinds), self._caller(shapes)
         try:
-            entries, uses = plan(graph, self._rules, self._caller(shapes))
+            entries, uses, refused, share = plan(graph, self._rules, caller)
         except ValueError as error:
             _note_own_arrays(error, program.consts)
             raise
@@ -235,7 +239,9 @@ class Transformed:
             return running.outputs(), running.seen
 
         compiled = jax.jit(run, static_argnames="noting")
-        return CallPlan(tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
+        listing = lambda: unplanned.list_entries(graph, made, self._rules, caller, entries)  # noqa: E731
+        each = tuple(entries.values())
+        return CallPlan(each, uses, tuple(paths), structure, run, compiled, listing, refused, share)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""

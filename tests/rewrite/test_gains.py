@@ -246,7 +246,7 @@ def test_a_bias_counts(known):
     gained = {}
     for bias in (False, True):
         model = fp8jax.nnx.quantize(nnx.eval_shape(lambda bias=bias: Biased(512, nnx.Rngs(0), bias)), "te_current")
-        entries = explain._entries_nnx(model, (jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),), {})
+        entries = explain._plan_nnx(model, (jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),), {}).entries
         gained[bias] = {entry.path: entry.gain for entry in entries if entry.product}
     for path, outputs in (("proj", 512), ("up", 2048)):
         assert gained[True][path] - gained[False][path] == pytest.approx(4 * 4096 * outputs / 2.9e12)

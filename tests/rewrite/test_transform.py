@@ -376,7 +376,7 @@ def test_a_row_that_data_pick_is_data():
         (lambda p, x: p["up"] * (x[0, 0, :, None] > 0), "data change or pick the matrix up"),
         (lambda p, x: p["up"] - jnp.outer(x[0, 0], x[0, 1, :1]), "data change or pick the matrix up"),
         (lambda p, x: p["stack"][jnp.argmax(x[:, 0], -1) % 3], "data change or pick the matrix stack"),
-        (lambda p, x: jnp.concatenate([p["up"], p["down"].T], 1), "data meet what is computed from up and down"),
+        (lambda p, x: jnp.maximum(p["up"], p["down"].T), "data meet what is computed from up and down"),
         (lambda p, x: jnp.ones((WIDTH, 3)), "data meet what is computed from constants"),
     ],
 )
@@ -726,3 +726,31 @@ def test_fewer_bytes_are_kept():
     kept = lambda f: [r for r in residuals(jax.jit(functools.partial(f, P)), X) if len(r[1]) > 2]  # noqa: E731
     assert {d for d, s in kept(fn) if s[-1] == INNER} == {"bfloat16"}
     assert {d for d, s in kept(fp8jax.transform(fn, "coat")) if s[-1] == INNER} == {"uint8"}
+
+
+def asks(p, x):
+    """As umT5: products in fp32, one of them in a loop."""
+    step = lambda h, w: (jnp.dot(h, w, precision="highest"), None)  # noqa: E731
+    h = jnp.einsum("btc,cd->btd", lax.scan(step, x, p["loop"])[0], p["up"], precision=lax.Precision.HIGH)
+    return jnp.sum(jnp.tanh(h) @ p["down"])
+
+
+def test_all_products_that_ask_for_a_precision_are_in_one_error_and_explain_marks_them():
+    p, x = P | {"loop": normal(9, 3, WIDTH, WIDTH)}, X.astype(jnp.float32)
+    fast = fp8jax.transform(asks, "te_current")
+    for call in (fast, fast.init, jax.jit(fast), jax.grad(fast)):
+        with pytest.raises(ValueError, match="2 products ask for a precision") as told:
+            call(p, x)
+        form = r"(\w+) asks for precision [^;]*?\.(\w+)\)?, at \S*test_transform.py:\d+"
+        lines = re.findall(form, str(told.value))
+        assert lines == [("loop", "HIGHEST"), ("up", "HIGH")]
+        assert "fp8jax.Rule('loop|up', None)" in str(told.value)
+    explained = fast.explain(p, x)
+    assert [e.path for e in explained.quantized] == ["down"]
+    assert [(e.path, e.unsupported) for e in explained.left] == [("loop", True), ("up", True)]
+    assert all("asks for precision" in e.reason for e in explained.left)
+    assert len(fp8jax.transform(asks, [fp8jax.Rule("loop|up", None), "te_current"]).explain(p, x).quantized) == 1
+    many = {f"layers/{i}/up": P["up"] for i in range(6)}
+    six = lambda p, x: sum(jnp.sum(jnp.dot(x, w, precision="highest")) for w in p.values())  # noqa: E731
+    with pytest.raises(ValueError, match=re.escape(r"Rule('layers/\\d+/up', None)")):
+        fp8jax.transform(six, "te_current")(many, X)

@@ -1,0 +1,42 @@
+"""Arrays that a function closes over: a batch is data, and a matrix that data meet is a constant of the model."""
+
+from fp8jax.rewrite.graph import Graph, Value
+from fp8jax.rewrite.primitives import PRODUCTS
+
+
+def constants(graph: Graph) -> frozenset[int]:
+    """The closed-over arrays that products of a program treat as a model's constants, by identity.
+
+    Such an array, or what is computed from it, meets data of a call. With batch axes that may be attention between
+    data and a closed-over memory: there it is no constant if a product with a parameter stands before.
+    """
+    found = set[int]()
+    for node in graph.everywhere():
+        if node.kind not in PRODUCTS or len(node.operands) < 2:
+            continue
+        for one, other in (node.operands[:2], node.operands[1::-1]):
+            if one.closed and not one.given and other.given and not (_batched(node.eqn) and _multiplied(one)):
+                found |= one.closed
+    return frozenset(found)
+
+
+def _batched(eqn: object) -> bool:
+    numbers = getattr(eqn, "params", {}).get("dimension_numbers")
+    return isinstance(numbers, tuple) and len(numbers) == 2 and any(numbers[1])
+
+
+def _multiplied(value: Value) -> bool:
+    """Whether a value is computed from a product with a parameter."""
+    seen, todo = set[Value](), [value]
+    while todo:
+        value = todo.pop()
+        if value in seen or not value.trained:
+            continue
+        seen.add(value)
+        todo += [] if value.outer is None else [value.outer]
+        if value.node is not None:
+            if value.kind in PRODUCTS and any(operand.weight is not None for operand in value.node.operands):
+                return True
+            todo += value.node.operands
+            todo += [body.outputs[value.node.results.index(value)] for body in value.node.bodies]
+    return False

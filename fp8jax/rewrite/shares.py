@@ -1,0 +1,97 @@
+"""The share of a program\'s FLOPs that stays in 16 bits although its rules ask for 8."""
+
+import collections
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fp8jax.rewrite import primitives
+from fp8jax.rewrite.caller import Caller
+from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.graph import Graph, Node
+from fp8jax.rewrite.heads import Flow
+
+_NAMED = 3  # reasons that a sentence lists
+_TOLERATED = 0.1
+
+
+class UnquantizedWarning(UserWarning):
+    """More than a tenth of a model\'s FLOPs stay in 16 bits, although the rules ask for 8."""
+
+
+class Share(NamedTuple):
+    """What stays in 16 bits although the rules ask for 8.
+
+    Attributes:
+        fraction: of the FLOPs of a forward pass in products with parameters. Output heads, embeddings, routers and
+            products that a rule leaves alone are not counted.
+        text: the fraction and the reasons, as a sentence; "" where all are taken.
+    """
+
+    fraction: float = 0.0
+    text: str = ""
+
+    @property
+    def notable(self) -> bool:
+        """Whether it is above a tenth."""
+        return self.fraction > _TOLERATED
+
+
+def flops(node: Node, around: Iterable[tuple[Node, Graph]]) -> float:
+    """FLOPs of a product in a forward pass, in all turns of the scans around it; 0 if they are unknown.
+
+    A call with a derivative of its own has those of the products in it.
+    """
+    turns = math.prod(outer.eqn.params["length"] for outer, _ in around if outer.kind == "scan")
+    return 2 * turns * _of_node(node)
+
+
+def _of_node(node: Node) -> float:
+    if node.bodies:
+        length = node.eqn.params["length"] if node.kind == "scan" else 1
+        return length * sum(_of_node(inner) for body in node.bodies for inner in body.all())
+    if node.kind not in primitives.PRODUCTS or len(node.operands) < 2:
+        return 0
+    left, right, result = node.operands[0].shape, node.operands[1].shape, node.results[0].shape
+    if not all(isinstance(n, int) for n in (*left, *right, *result)):
+        return 0
+    numbers = node.eqn.params.get("dimension_numbers")
+    if node.kind == "dot_general":
+        return math.prod(result) * math.prod(left[i] for i in numbers[0][0])
+    if node.kind == "conv_general_dilated":
+        return math.prod(result) * math.prod(right) / max(right[numbers.rhs_spec[0]], 1)
+    return math.prod(result) * left[-1] if left else 0
+
+
+def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> Share:
+    """The share of a planned program's FLOPs that its rules ask for and no recipe takes."""
+    taken = sum(entry.flops for entry in entries.values() if entry.product and entry.taken)
+    missed = {node: entry for node, entry in entries.items() if entry.unsupported and entry.flops}
+    found = _share(taken, list(missed.values()))
+    if not found.notable:
+        return found
+    products = {node for node, entry in entries.items() if entry.product}
+    heads = Flow(graph, products, caller.results, caller.arguments).heads()
+    return _share(taken, [entry for node, entry in missed.items() if node not in heads])
+
+
+def _share(taken: float, missed: Sequence[Entry]) -> Share:
+    lost = sum(entry.flops for entry in missed)
+    if not lost:
+        return Share()
+    groups = collections.defaultdict[str, list[Entry]](list)
+    for entry in sorted(missed, key=lambda entry: -entry.flops):
+        groups[entry.reason].append(entry)
+    each = [f"{_counted(group)} ({reason}; {group[0].line})" for reason, group in groups.items()]
+    rest = f"; and {len(each) - _NAMED} other reasons" if len(each) > _NAMED else ""
+    fraction = lost / (lost + taken)
+    figure = f"{100 * fraction:.2g} %" if fraction < 1 else "all"
+    head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
+    return Share(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
+
+
+def _counted(group: Sequence[Entry]) -> str:
+    paths = list(dict.fromkeys(entry.path for entry in group if entry.path))
+    count = f"{len(group)} product{'s' if len(group) > 1 else ''}"
+    more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+    return f"{count} of {', '.join(paths[:2])}{more}" if paths else count

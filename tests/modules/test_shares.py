@@ -1,0 +1,155 @@
+"""The share of a model's FLOPs that stays in 16 bits: what is counted, and who is warned, in each interface."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8jax
+from tests.modules.architectures import Gemma, Gpt2, MiniGPT, Nanodo
+
+WIDTH, INNER, OUT = 32, 48, 96
+X, KEY = jnp.ones((8, WIDTH)), jax.random.key(0)
+P = {"up": jnp.ones((WIDTH, INNER)), "cut": jnp.ones((INNER, OUT))}
+
+
+class Nnx(nnx.Module):
+    """A layer, and a matrix that is computed from a parameter."""
+
+    def __init__(self, out: int = OUT) -> None:
+        self.up = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=nnx.Rngs(0))
+        self.cut = nnx.Param(jnp.ones((INNER, out)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(self.up(x)) @ jnp.maximum(self.cut[...], 0)) ** 2)
+
+
+class Linen(nn.Module):
+    out: int = OUT
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(nn.Dense(INNER, use_bias=False, name="up")(x))
+        return jnp.mean((y @ jnp.maximum(self.param("cut", nn.initializers.ones, (INNER, self.out)), 0)) ** 2)
+
+
+def loss(p, x):
+    return jnp.mean((jnp.tanh(x @ p["up"]) @ jnp.maximum(p["cut"], 0)) ** 2)
+
+
+def of_nnx(out=OUT):
+    model = fp8jax.nnx.quantize(Nnx(out), "coat")
+    return (lambda: model(X)), (lambda: nnx.grad(lambda m, x: m(x))(model, X)), nnx.jit(lambda m, x: m(x)), (model, X)
+
+
+def of_linen(out=OUT):
+    model = fp8jax.linen.quantize(Linen(out), "coat")
+    params = Linen(out).init(KEY, X)
+    return (lambda: model.apply(params, X)), (lambda: jax.grad(model.apply)(params, X)), jax.jit(model.apply), (params, X)
+
+
+def of_transform(out=OUT):
+    fast, p = fp8jax.transform(loss, "coat"), P | {"cut": jnp.ones((INNER, out))}
+    return (lambda: fast(p, X)), (lambda: jax.grad(fast)(p, X)), jax.jit(fast), (p, X)
+
+
+def said(*calls):
+    """The warnings of calls."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    return [w for w in found if w.category is fp8jax.UnquantizedWarning]
+
+
+@pytest.mark.parametrize("of", [of_nnx, of_linen, of_transform])
+def test_each_model_says_once_what_share_stays_in_16_bits_and_why(of):
+    share = INNER * OUT / (INNER * OUT + WIDTH * INNER)
+    for _ in range(2):  # the second model is another one, of the same class
+        call, gradient, jitted, arguments = of()
+        (warned,) = said(call, gradient, lambda: jitted(*arguments), call, gradient)
+        assert str(warned.message).startswith(f"{100 * share:.2g} % of the FLOPs in products with parameters")
+        assert re.search(r"1 product .*data meet what is computed from cut; .*test_shares.py:\d+ ", str(warned.message))
+        assert warned.filename == __file__
+    assert not said(*of(3)[:2])  # less than a tenth
+
+
+def test_explain_prints_the_share_and_says_nothing_else():
+    texts = []
+    for explained in (
+        lambda: fp8jax.explain(Nnx(), "coat", X),
+        lambda: fp8jax.explain(Linen(), "coat", X),
+        lambda: fp8jax.explain(fp8jax.nnx.quantize(Nnx(), "coat"), X),
+        lambda: fp8jax.transform(loss, "coat").explain(P, X),
+    ):
+        assert not said(lambda explained=explained: texts.append(" ".join(str(explained()).split())))
+        assert "75 % of the FLOPs in products with parameters stay in 16 bits, although" in texts[-1]
+    model = fp8jax.nnx.quantize(Nnx(), "coat")
+    fp8jax.explain(model, X)
+    assert len(said(lambda: model(X))) == 1  # explain has not said it in its place
+
+
+def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():
+    p = P | {"embed": jnp.ones((WIDTH, OUT)), "out": jnp.ones((INNER, 8 * OUT)), "up2": jnp.ones((INNER, INNER))}
+
+    def model(p, x):
+        h = jnp.tanh(x @ p["up"]) @ p["up2"]
+        h = jax.nn.softmax(h @ h.T) @ h + x @ jnp.maximum(p["embed"], 0)[:, :INNER]
+        return -jnp.mean(jax.nn.log_softmax(h @ (p["out"] / jnp.linalg.norm(p["out"], axis=0)))[:, 0])
+
+    assert not said(lambda: fp8jax.transform(model, "coat")(p, X))
+    rules = [fp8jax.Rule("cut", None), "coat"]
+    assert not said(lambda: fp8jax.transform(loss, rules)(P, X))
+    assert not said(lambda: fp8jax.transform(loss, fp8jax.Rule("up", "coat"))(P, X))
+    with pytest.warns(fp8jax.UnquantizedWarning, match="data meet what is computed from cut"):
+        fp8jax.transform(loss, fp8jax.Rule("up|cut", "coat"))(P, X)
+
+
+def test_products_in_loops_count_for_each_turn():
+    def looped(p, x):
+        return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ jnp.maximum(p["w"], 0)), None), x @ p["w"], None, 5)[0])
+
+    explained = fp8jax.transform(looped, "coat").explain({"w": jnp.ones((WIDTH, WIDTH))}, X)
+    assert f"{100 * 5 / 6:.2g} % of the FLOPs" in explained.share
+    per_turn = 2 * X.shape[0] * WIDTH * WIDTH
+    assert [e.flops for e in explained.entries if e.product] == [per_turn, 5 * per_turn]
+
+
+@pytest.mark.parametrize("make", [MiniGPT, Nanodo, Gpt2, Gemma])
+def test_ordinary_models_say_nothing(make):
+    if make is MiniGPT:
+        model = fp8jax.nnx.quantize(MiniGPT(rngs=nnx.Rngs(0)), "coat")
+        assert not said(lambda: jax.eval_shape(lambda t: model(t), jnp.zeros((2, 8), jnp.int32)))
+        return
+    model, tokens = fp8jax.linen.quantize(make(), "coat"), jnp.zeros((2, 8), jnp.int32)
+    sample = tokens if make is not Gemma else jnp.ones((2, 8, 64))
+    params = jax.eval_shape(make().init, KEY, sample)
+    assert not said(lambda: jax.eval_shape(model.apply, params, sample))
+
+
+class Convolved(nn.Module):
+    """A vision transformer's first lines with patches of few channels: below a tenth of its blocks."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(64, (2, 2), (2, 2), name="patches")(x).reshape(len(x), -1, 64)
+        for _ in range(2):
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+        return nn.Dense(1000, name="head")(x.mean(1))
+
+
+def test_convolutions_count_with_their_own_flops():
+    x = jnp.ones((2, 8, 8, 3))
+    model = fp8jax.linen.quantize(Convolved(), "coat")
+    variables = jax.eval_shape(Convolved().init, KEY, x)
+    assert not said(lambda: jax.eval_shape(model.apply, variables, x))
+    params = jax.tree.map(lambda s: jnp.zeros(s.shape), variables)
+    explained = fp8jax.transform(lambda p, x: Convolved().apply(p, x), "coat").explain(params, x)
+    (patches,) = [e for e in explained.left if e.unsupported]
+    assert patches.flops == 2 * 2 * 16 * (2 * 2 * 3) * 64
+    blocks = 2 * 2 * 2 * 16 * 2 * 64 * 256
+    assert explained.share.startswith(f"{100 * patches.flops / (patches.flops + blocks):.2g} % of the FLOPs")

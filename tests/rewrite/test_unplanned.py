@@ -1,0 +1,223 @@
+"""`explain` lists what runs as written: norms, activations and products that no recipe takes, each with a line."""
+
+import importlib
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import fp8jax
+from fp8jax.rewrite.caller import is_library
+
+WIDTH, INNER = 32, 48
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / shape[0] ** 0.5
+
+
+X, CONDITION = normal(0, 4, 8, WIDTH), normal(1, 4, WIDTH)
+P = {"up": normal(2, WIDTH, INNER), "down": normal(3, INNER, WIDTH), "n": jnp.ones(WIDTH), "mod": normal(4, WIDTH, 2 * WIDTH)}  # fmt: skip
+
+
+def rms(x):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+
+def layer_norm(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(jnp.maximum(0, jnp.mean(x * x, -1, keepdims=True) - mean * mean) + 1e-6)
+
+
+def by_group(x):
+    y = x.reshape(*x.shape[:2], 8, WIDTH // 8)
+    return ((y - y.mean((1, 3), keepdims=True)) * lax.rsqrt(y.var((1, 3), keepdims=True) + 1e-5)).reshape(x.shape)
+
+
+def modulated(norm):
+    def before(p, x):
+        shift, scale = jnp.split((CONDITION @ p["mod"])[:, None], 2, -1)
+        return norm(x) * (1 + scale) + shift
+
+    return before
+
+
+def rows(fn, recipe="coat", *args):
+    """What runs as written: kind, path and reason of each."""
+    explained = fp8jax.transform(fn, recipe).explain(P, *(args or (X,)))
+    planned = set(map(id, explained.entries))
+    return [(e.kind, e.path, e.reason) for e in explained.listing if id(e) not in planned]
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind", "path", "why"),
+    [
+        (modulated(layer_norm), "LayerNorm", "", "data scale or shift its result, as in adaLN"),
+        (modulated(rms), "RMSNorm", "", "data scale or shift its result, as in adaLN"),
+        (lambda p, x: by_group(x) * p["n"], "norm", "n", "its mean is over the axes (1, 3) of 4, not over the last one"),
+        (lambda p, x: jnp.abs(rms(x) * p["n"]), "RMSNorm", "n", "no product of a recipe reads its result as it is"),
+        (
+            lambda p, x: x + rms(x @ p["up"] @ p["down"]) * p["n"],
+            "RMSNorm",
+            "n",
+            "no product of a recipe reads its result as it is",
+        ),
+        (lambda p, x: jnp.sin(layer_norm(x)), "LayerNorm", "", "no product of a recipe reads its result as it is"),
+    ],
+    ids=["adaLN", "adaRMS", "groups", "abs", "after a residual sum", "no parameter"],
+)
+def test_norms_that_are_not_taken_are_listed_with_the_reason(norm, kind, path, why):
+    fn = lambda p, x: jnp.sum(jnp.sin(norm(p, x) @ p["up"]) @ p["down"])  # noqa: E731
+    (row,) = [row for row in rows(fn) if row[0].lower().endswith("norm")]
+    assert row == (kind, path, why)
+
+
+def test_a_norm_that_is_taken_is_listed_once_and_without_a_context_with_that_reason():
+    fn = lambda p, x: jnp.sum((rms(x) * p["n"]) @ p["up"])  # noqa: E731
+    taken = fp8jax.transform(fn, "coat").explain(P, X)
+    assert [e.kind for e in taken.listing] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
+    ((kind, path, why),) = rows(fn, "te_current")
+    assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule's recipe has a context")
+
+
+@pytest.mark.parametrize(
+    ("act", "label", "why"),
+    [
+        (jax.nn.relu, "relu", "fp8jax knows no activation of this form"),
+        (jax.nn.softplus, "softplus", "fp8jax knows no activation of this form"),
+        (jax.nn.elu, "elu", "fp8jax knows no activation of this form"),
+        (jnp.tanh, "tanh", "fp8jax knows no activation of this form"),
+        (lambda h: jnp.maximum(h, 0) ** 2, "relu", "fp8jax knows no activation of this form"),
+        (lambda h: jnp.abs(jax.nn.silu(h)), "silu(gate)", "no product of a recipe reads its result as it is"),
+        (lambda h: jnp.abs(h * jax.nn.gelu(h[..., ::-1])), "gelu_tanh(gate) * up", "no product of a recipe reads its"),
+    ],
+    ids=["relu", "softplus", "elu", "tanh", "relu squared", "silu and more", "a GLU and more"],
+)
+def test_activations_that_are_not_taken_are_listed(act, label, why):
+    ((kind, _, reason),) = rows(lambda p, x: jnp.sum(act(x @ p["up"]) @ p["down"]))
+    assert (kind, reason[: len(why)]) == (label, why)
+
+
+def test_products_of_data_are_listed_and_a_softmax_is_no_activation():
+    def fn(p, x):
+        h = x @ p["up"]
+        return jnp.sum(jax.nn.softmax(h @ h.mT) @ h @ p["down"])
+
+    assert rows(fn) == [("dot_general", "", "both operands are data, as those of attention are")] * 2
+    text = str(fp8jax.transform(fn, "coat").explain(P, X))
+    assert text.count("dot_general") == 4
+    assert text.count("test_unplanned.py") == 4
+
+
+def test_lists_are_in_the_order_of_the_program_and_in_loops_too():
+    def fn(p, x):
+        step = lambda h, _: (jax.nn.relu(modulated(rms)(p, h) @ p["up"]) @ p["down"] + h, None)  # noqa: E731
+        return jnp.sum(lax.scan(jax.checkpoint(step), x, None, 2)[0])
+
+    explained = fp8jax.transform(fn, "coat").explain(P, X)
+    assert [e.kind for e in explained.listing] == ["dot_general", "RMSNorm", "dot_general", "relu", "dot_general"]
+
+
+def test_adapters_of_flax_are_listed_in_place_of_their_products():
+    base = nnx.Linear(INNER, WIDTH, rngs=nnx.Rngs(1))
+    model = nnx.Sequential(
+        nnx.LoRALinear(WIDTH, INNER, lora_rank=4, rngs=nnx.Rngs(0)),
+        nnx.gelu,
+        nnx.LoRA(INNER, 4, WIDTH, base_module=base, rngs=nnx.Rngs(2)),
+    )
+    report = fp8jax.explain(model, "coat", X[0])
+    listed = {part.path: (part.computes, part.reason.split(";")[0]) for part in report.unplanned}
+    paths = [f"layers/{layer}/lora_{part}" for layer in ("0/lora", "2") for part in "ab"]
+    assert listed == dict.fromkeys(paths, ("dot_general", "an adapter"))
+    assert all(path in str(report) for path in paths)
+    rules = [fp8jax.Rule(".*lora_[ab]", "te_current"), "coat"]
+    assert not [part.path for part in fp8jax.explain(model, rules, X[0]).unplanned if "lora" in part.path]
+
+
+LIBRARY = '''
+import jax, jax.numpy as jnp
+
+def norm(x, scale):
+    """As Levanter's and Haliax's: each operation over a named axis is a jitted function of another library."""
+    mean, var = jax.jit(lambda x: jnp.mean(x, axis=(2,)))(x), jax.jit(lambda x: jnp.var(x, axis=(2,)))(x)
+    inverse = jax.jit(jax.lax.rsqrt)(var + 1e-5)
+    return (x - mean[..., None]) * inverse[..., None] * scale.reshape(1, 1, -1)
+
+def product(w, x):
+    return jnp.einsum("ab,...a->...b", w, x)
+'''
+MODEL = """
+import jax, jax.numpy as jnp
+import equinox, own_library
+
+class Block(equinox.Module):
+    up: jax.Array
+    down: jax.Array
+    n: jax.Array
+    def __call__(self, x):
+        h = own_library.norm(x, self.n)
+        h = jax.nn.relu(own_library.product(self.up, h))
+        return own_library.product(self.down, h)
+"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A library of models in site-packages, written with another, whose functions are jitted."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    for name, text in (("own_library", LIBRARY), ("own_models", MODEL)):
+        (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.setattr("fp8jax.rewrite.caller._LIBRARIES", (*fp8jax.rewrite.caller._LIBRARIES, "own_library"))
+    # Its files are those of a folder: a library is a package.
+    (folder / "own_library.py").rename((folder / "own_library").mkdir() or folder / "own_library" / "__init__.py")
+    is_library.cache_clear()
+    yield importlib.import_module("own_models")
+    for name in ("own_library", "own_models"):
+        sys.modules.pop(name, None)
+    is_library.cache_clear()
+
+
+def test_lines_are_those_of_models_and_not_of_libraries(model):
+    eqx = pytest.importorskip("equinox")
+    block = model.Block(P["up"], P["down"], P["n"])
+    jitted = eqx.filter_jit(lambda m, x: m(x))
+    for call in (lambda m, x: m(x), eqx.filter_jit(lambda m, x: m(x)), eqx.filter_checkpoint(lambda m, x: m(x)), jitted):
+        fast = fp8jax.filter_transform(lambda m, x, call=call: jnp.sum(call(m, x)), "coat")
+        for _ in range(2):
+            listing = fast.explain(block, X).listing
+            lines = {e.kind: e.line.rpartition("/")[2] for e in listing}
+            assert [e.kind for e in listing] == ["LayerNorm", "dot_general", "relu", "dot_general"]
+            assert lines == {
+                "LayerNorm": "own_models.py:10 (__call__)",
+                "relu": "own_models.py:11 (__call__)",
+                "dot_general": "own_models.py:12 (__call__)",
+            }
+
+
+def test_lines_in_jitted_functions_of_the_user():
+    @jax.jit
+    def inner(w, x):
+        return jax.nn.silu(x @ w)
+
+    first = inner.__wrapped__.__code__.co_firstlineno
+    explained = fp8jax.transform(lambda p, x: jnp.sum(inner(p["up"], x) @ p["down"]), "coat").explain(P, X)
+    lines = [(e.kind, int(e.line.rpartition(":")[2].split()[0]) - first) for e in explained.entries]
+    assert lines[:2] == [("dot_general", 2), ("silu(gate)", 2)]
+
+
+def test_which_files_are_libraries():
+    assert is_library(jax.__file__)
+    assert is_library(jnp.__file__)
+    assert is_library(nnx.__file__)
+    assert is_library(fp8jax.__file__)
+    assert is_library(textwrap.__file__)
+    assert not is_library(__file__)
+    assert not is_library(pytest.__file__)
+    assert not is_library("<stdin>")
+    assert not is_library("/home/me/flax/train.py")
