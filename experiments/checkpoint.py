@@ -114,6 +114,7 @@ class Checkpoints:
 
     Raises:
         UserError: the folder's name is taken by a file.
+        DiskError: the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
@@ -146,6 +147,9 @@ class Checkpoints:
             try:
                 return ocp.training.Checkpointer(self.folder, preservation_policy=self._policy)
             except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+                if isinstance(error, OSError) and not steps:
+                    why = error.strerror or error
+                    raise DiskError(f"{self.folder} cannot be made or read ({why}); make it writable") from None
                 if hosts.gone(error) or not steps:
                     raise
                 cause = error
@@ -351,7 +355,13 @@ class Checkpoints:
             target = base.with_name(f"{base.name}.{number}")
         with hosts.agreement():
             if hosts.first():
-                os.rename(self.folder / str(step), target)
+                try:
+                    os.rename(self.folder / str(step), target)
+                except OSError as error:
+                    raise DiskError(
+                        f"{self.folder / str(step)} is damaged, and cannot be moved to {target} "
+                        f"({error.strerror or error}); move it away"
+                    ) from None
         return target
 
     def _damaged(self, step: int, what: str) -> DamagedError:

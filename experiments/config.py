@@ -59,6 +59,8 @@ class Config:
             for name in names:
                 if getattr(section, name) < least:
                     raise UserError(f"{flag(name)} must be at least {least}, got {getattr(section, name)}")
+        if self.seed >= 2**63:
+            raise UserError(f"--seed must be below 2**63, got {self.seed}")
         if self.run.unroll is not None and self.run.unroll < 1:
             raise UserError(f"--unroll must be at least 1, got {self.run.unroll}")
         for name in ("lr", "eps", "clip"):

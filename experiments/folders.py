@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments import data, start
-from experiments.config import Config, UserError, check_same
+from experiments.config import Config, DiskError, UserError, check_same
 from experiments.reading import parse_json, read_text
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
@@ -35,7 +35,13 @@ def prepare(config: Config, console: Console) -> None:
         number = 1
         while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
             number += 1
-        folder.rename(aside)
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise DiskError(
+                f"{folder} cannot be moved to {aside} ({error.strerror or error}); make {folder.parent} writable, "
+                "or give another --out"
+            ) from None
         console.print(f"moved the old run to {aside}")
     if has_progress(folder):
         check_same(read_config(folder), config.mathematics(), folder)

@@ -76,6 +76,8 @@ def generate(settings: Generation) -> list[str]:
     """
     if settings.tokens < 1 or settings.samples < 1:
         raise UserError(f"--tokens and --samples must be at least 1, got {settings.tokens} and {settings.samples}")
+    if not -(2**63) <= settings.seed < 2**63:
+        raise UserError(f"--seed must be of 64 bits, got {settings.seed}")
     choice = sampling.TokenChoice(settings.temperature, settings.top_k, settings.top_p)
     try:
         choice.validate()

@@ -207,6 +207,9 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         return missing.tell(_PROGRAM)
     try:
+        for name in ("batch", "length", "microbatches"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
         llama = sizes.get(options.model.removeprefix("llama-"), options.vocab)
         where, recipe = mesh.parse(options.mesh), fp8jax.recipes.get(options.recipe)
         mesh.check_partition(options.partition, where, llama.layers)

@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 wrong input; 3 a file cannot be written.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,8 @@ def write(settings: Export) -> list[str]:
     if (settings.run is None) == (settings.model is None):
         raise UserError("give either --run with --recipe, or --model")
     dtype = None if settings.dtype == "same" else jnp.dtype(settings.dtype)
+    if not 0 < settings.shard_gb < math.inf:
+        raise UserError(f"--shard-gb must be positive and finite, got {settings.shard_gb}")
     limit, activations = int(settings.shard_gb * 1e9), settings.activations
     eight = None if settings.eight == "none" else settings.eight
     if activations and eight in (None, "deepseek", "recipe-deepseek"):

@@ -46,7 +46,7 @@ def ends(folder: Path) -> tuple[int, ...]:
         UserError: what is there is no id.
     """
     for name in ("generation_config.json", "config.json"):
-        if not (folder / name).is_file():
+        if not (folder / name).exists():
             continue
         ids = read_json(folder / name).get("eos_token_id")
         if ids is None:

@@ -1,5 +1,6 @@
 """Whatever is in the metadata files of a checkpoint, resuming steps back to the one before, and names what it moves."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import checkpoint
 from experiments.checkpoint import Checkpoints, DamagedError
-from experiments.config import UserError
+from experiments.config import DiskError, UserError
 
 STATE = {"w": jnp.arange(32.0).reshape(4, 8)}
 META = "_CHECKPOINT_METADATA"
@@ -116,6 +118,16 @@ def test_metadata_of_arrays_that_cannot_be_is_damage(folder, content):
     (folder / "3" / "state" / "_METADATA").write_bytes(content)
     step, (line,) = resume(folder)
     assert (step, line.startswith(f"checkpoint {folder / '3'} is damaged: ")) == (2, True)
+
+
+def test_a_damaged_one_that_cannot_be_moved_is_named(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (folder / "3" / META).write_bytes(b"[]")
+    monkeypatch.setattr(checkpoint.os, "rename", refuse)
+    with pytest.raises(DiskError, match=r"3 is damaged, and cannot be moved to .*damaged-3 \(Read-only file system\)"):
+        resume(folder)
 
 
 def test_an_older_one_that_orbax_cannot_read_is_moved_too(folder):

@@ -117,6 +117,7 @@ def test_each_field_may_be_as_far_as_its_bound(section, name):
         ({"lora": {"lora_rank": -1}}, "--lora-rank must be at least 0, got -1"),
         ({"lora": {"lora_rank": 0, "lora_alpha": 3.0}}, "--lora-alpha is for adapters: give --lora-rank, too"),
         ({"lora": {"base": "e4m3:group128+stochastic"}}, "--base has 8-bit codes rounded to nearest"),
+        ({"seed": 2**63}, "--seed must be below 2\\*\\*63, got 9223372036854775808"),
         ({"recipe": ()}, "--recipe needs at least one name"),
     ],
     ids=str,

@@ -198,6 +198,7 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
     [
         (["--tokens", "0"], None, "--tokens and --samples must be at least 1, got 0"),
         (["--samples", "0"], None, "--tokens and --samples must be at least 1, got 128 and 0"),
+        (["--seed", str(2**64)], None, "--seed must be of 64 bits, got 18446744073709551616"),
         (["--top-p", "2"], None, "top_p must be above 0"),
         (["--prompt", "a\udcff"], None, "--prompt is no text in the encoding of this terminal"),
         ([], lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json is missing"),

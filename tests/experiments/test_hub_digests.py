@@ -202,7 +202,11 @@ def test_links_within_a_folder_and_to_blobs_of_the_cache_are_followed(folder, tm
         files.beside(snapshot, "tokenizer.json")
 
 
-def test_a_pipe_in_place_of_a_file_of_a_checkpoint_is_named(folder):
+def test_a_pipe_in_place_of_a_file_of_a_checkpoint_is_named(folder, tmp_path):
+    # Without digests, too.
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be read"):
+        tokenizer.ends(tmp_path)
     for name in ("config.json", files.INDEX, "tokenizer_config.json", "generation_config.json"):
         raw = read_bytes(folder / name)
         (folder / name).unlink()

@@ -116,6 +116,10 @@ def test_a_checkpoint_is_written_in_8_bits(run, tmp_path, capsys):
         (["--run", "RUN", "--recipe", "moss", "--eight", "recipe-deepseek"], "recipe moss has a scale a tensor"),
         (["--model", "x", "--recipe", "moss"], "--recipe is for --run"),
         (["--model", "x", "--activations"], "--activations is for --eight"),
+        *(
+            (["--model", "x", "--shard-gb", x], f"--shard-gb must be positive and finite, got {x}")
+            for x in ("nan", "inf")
+        ),
         (["--model", "nobody/nothing"], "no model in the local cache"),
     ],
 )

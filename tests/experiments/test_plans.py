@@ -77,6 +77,9 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
     assert "all-gather         u8" in told
     assert plan.main(["--model", "1e9"]) == 2
     assert "unknown model size '1e9'" in capsys.readouterr().err
+    for flag in ("--batch", "--length", "--microbatches"):
+        assert plan.main(["--model", "5m", flag, "0"]) == 2
+        assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
     assert plan.main(["--model", "7b", "--mesh", "fsdp=2", "--partition", "slices"]) == 2
     assert "give --mesh data=2 or more" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import hosts, lock, packages, signals, startup, train
+from experiments import checkpoint, hosts, lock, packages, signals, startup, train
 from experiments.config import DiskError, Run
 from experiments.signals import Stopped, StopSignals
 from tests.experiments.test_hosts import port
@@ -127,6 +127,16 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(argv, out, tmp
         assert train.main([*argv, "--run", "readonly"]) == 3
         error = f"error: {out} cannot be written ({os.strerror(number)}); make it writable, or give another --out\n"
         assert capsys.readouterr().err == error
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        (out / "readonly").mkdir(exist_ok=True)
+        assert train.main([*argv, "--run", "readonly", "--resume", "never"]) == 3
+        message = f"readonly cannot be moved to {out / 'readonly.old1'} ({os.strerror(number)}); make {out} writable"
+        assert message in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.ocp.training, "Checkpointer", refuse)
+        with pytest.raises(DiskError, match=rf"{tmp_path}/new cannot be made or read \(.*\); make it writable"):
+            checkpoint.Checkpoints(tmp_path / "new", 1)
     code, message = train._explain(OSError(number, os.strerror(number), "a/b"), "")
     assert (code, message.count("\n")) == (3, 0)
     assert message.endswith("'a/b'. Make that writable, or give another --out")
