@@ -6,6 +6,7 @@ strategies (`Linear.scaling`, `Linear.w_scaling`); `find` is the only place that
 """
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -68,14 +69,18 @@ def beyond_sample(sample: Array) -> Array:
     return jnp.minimum(MARGIN * sample, np.finfo(np.float32).max)
 
 
-# How many binades a bound may lie above a tensor's largest magnitude. Of e4m3's 15 binades of normal numbers 9 are
-# left then, so that values of a thousandth of the largest keep the relative error of the format.
-SLACK = 6
+def slack(fmt: Format) -> int:
+    """How many binades a bound may lie above a tensor's largest magnitude: 6 in e4m3, 12 in e5m2.
+
+    It is two fifths of the binades of normal numbers. Values of a five-hundredth of the largest then still have the
+    relative error of the format.
+    """
+    return round(0.4 * math.log2(fmt.max / fmt.smallest_normal))
 
 
-def is_loose(bound: Array, largest: Array) -> Array:
-    """Whether a bound is more than SLACK binades above a tensor's largest magnitude, and that is not 0; fp32 arrays."""
-    return (largest > 0) & (bound * np.float32(2.0**-SLACK) > largest)
+def is_loose(bound: Array, largest: Array, fmt: Format) -> Array:
+    """Whether a bound is more than `slack` above a tensor's largest magnitude, which is not 0; fp32 arrays."""
+    return (largest > 0) & (bound * np.float32(2.0 ** -slack(fmt)) > largest)
 
 
 @dataclasses.dataclass(frozen=True)

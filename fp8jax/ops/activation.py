@@ -107,9 +107,9 @@ class Activation:
     def again(self, saved: ActivationSaved, gradient: Gradient) -> Made:
         activated = ACTIVATIONS[self.activation](decode(saved.gate))
         y = (activated if saved.up is None else activated * decode(saved.up)).astype(self.dtype)
-        foreseen, part = self._foreseen(saved, gradient), None
         dy = gradient.array if (gradient.array.shape, gradient.array.dtype) == (y.shape, y.dtype) else None
-        sources = self._operands(saved, y, dy)
+        sources, part = self._operands(saved, y, dy), None
+        foreseen = self._foreseen(saved, gradient, None if dy is None else sources)
         if sources is not None:
             from pallas_kernels.remake_triton import RESULT
 
@@ -150,8 +150,11 @@ class Activation:
         known = (None if spec is None or scale is None else (spec, scale) for scale in scales)
         return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, known, strict=True))
 
-    def _foreseen(self, saved: ActivationSaved, gradient: Gradient) -> fused.Foreseen:
-        """Scales of the cotangents of gate and up from bounds on them, if these are wanted."""
+    def _foreseen(self, saved: ActivationSaved, gradient: Gradient, sources: Any) -> fused.Foreseen:
+        """Scales of the cotangents of gate and up from bounds on them, if these are wanted.
+
+        `sources` are how kernels compute the cotangents, or None.
+        """
         spec = gradient.spec
         if not self.bounded or spec is None or spec.format != "e5m2" or not fused.takes(spec):
             return fused.Foreseen()
@@ -164,9 +167,25 @@ class Activation:
             assert isinstance(saved.up, QTensor)
             slopes = [SLOPE * _largest(saved.up), _largest(saved.gate)]
         rows, fmt = gradient.rows(), formats.get(spec.format)
-        largest = (scaling.largest_magnitude(rows * slope) for slope in slopes)
-        scales = tuple(scaling.to_scale(bound, fmt) for bound in largest)
-        return fused.Foreseen(spec=spec, scales=scales, summed=self.biased)
+        bounds = tuple(scaling.largest_magnitude(rows * slope) for slope in slopes)
+        if sources is None:
+            peaks = self._peaks(saved, gradient.array)
+        else:
+            operation, operands = sources
+            peaks = fused.run(functools.partial(_peaks_under, operation, fmt), operands, bounds)
+        tight = (
+            jnp.where(scaling.is_loose(bound, peak, fmt), peak, bound)
+            for bound, peak in zip(bounds, peaks, strict=True)
+        )
+        return fused.Foreseen(
+            spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in tight), summed=self.biased
+        )
+
+    def _peaks(self, saved: ActivationSaved, dy: Array) -> tuple[Array, ...]:
+        """The largest magnitudes of the cotangents of gate and up."""
+        up, activated = (None if q is None else decode(q) for q in saved[1:])
+        cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(saved.gate), up, activated, dy)
+        return tuple(scaling.largest_magnitude(ct.astype(self.dtype)) for ct in cotangents)
 
     def _operands(
         self, saved: ActivationSaved, like: Array, dy: Array | None, *, fp8: bool = True
@@ -185,6 +204,21 @@ class Activation:
         parts = [part for q in saved for part in ((None, None) if q is None else fused.stored(q))]
         arrays: Any = dict(zip(names, parts, strict=True))
         return operation, remake_triton.Operands(**arrays, gradient=None if dy is None else fused.matrix(dy))
+
+
+def _peaks_under(operation: Any, fmt: formats.Format, on: Any, operands: Any, bounds: tuple[Array, ...]) -> Any:
+    """The largest magnitudes of an activation's cotangents, or 0 where a sample of rows shows that no bound is loose.
+
+    The fp32 scalars are those of the gate and, if the activation is gated, of `up`.
+    """
+    from pallas_kernels.remake_triton import GATE, UP
+
+    kinds = (GATE, UP)[: len(bounds)]
+    with jax.named_scope("sample"):
+        sample = on.peaks(operation, kinds, operands, every=scaling.EVERY)
+    loose = [(peak == 0) | scaling.is_loose(bound, peak, fmt) for bound, peak in zip(bounds, sample, strict=True)]
+    with jax.named_scope("mend"):
+        return tuple(on.peaks(operation, kinds, operands, wanted=functools.reduce(jnp.logical_or, loose)))
 
 
 def _largest(residual: QTensor) -> Array:

@@ -145,18 +145,21 @@ def quantize(
     return partitioned("remake", static, run, (operands, scales, scale), ins, outs)
 
 
-def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1) -> Any:
-    def run(cut: Cut, operands: Any) -> Any:
+def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, wanted: Array | None = None) -> Any:
+    def run(cut: Cut, operands: Any, wanted: Array | None) -> Any:
         rows = operands.first.shape[0]
         if every > 1 and cut.axes.get("m") and rows % (peaks_triton.SAMPLE * every):
             # The rows of the sample are those of the whole matrix, which the kernel counts in its own part.
             find = functools.partial(scaling.largest_of_sample, start=cut.start("m", rows))
             maxima = [find(x) for x in fused_reference.results(operation, kinds, operands)]
         else:
-            maxima = peaks_triton.peaks(operation, kinds, operands, every=every, compute_capability=capability())
+            maxima = peaks_triton.peaks(
+                operation, kinds, operands, every=every, wanted=wanted, compute_capability=capability()
+            )
         return [cut.maximum(peak, "m n") for peak in maxima]
 
-    return partitioned("peaks", (operation, kinds, every), run, (operands,), (_operands(operation),), [""] * len(kinds))
+    ins, outs = (_operands(operation), _whole(wanted)), [""] * len(kinds)
+    return partitioned("peaks", (operation, kinds, every), run, (operands, wanted), ins, outs)
 
 
 def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:

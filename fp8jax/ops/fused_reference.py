@@ -119,9 +119,12 @@ def column_sums(x: Array) -> Array:
     return jnp.sum(x.astype(jnp.float32), 0)
 
 
-def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1) -> list[Array]:
+def peaks(
+    operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, wanted: Array | None = None
+) -> list[Array]:
     find = scaling.largest_magnitude if every == 1 else scaling.largest_of_sample
-    return [find(x) for x in results(operation, kinds, operands)]
+    maxima = [find(x) for x in results(operation, kinds, operands)]
+    return maxima if wanted is None else [jnp.where(wanted, peak, 0.0) for peak in maxima]
 
 
 def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:

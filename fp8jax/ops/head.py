@@ -110,10 +110,11 @@ class Codes(NamedTuple):
         spec = part.spec("dy")
         assert spec is not None
         assert self.d is not None
-        largest = self.d * np.float32(formats.get(spec.format).max)
+        fmt = formats.get(spec.format)
+        largest = self.d * np.float32(fmt.max)
         share = jnp.maximum(1.01 * (bound / largest), formats.TINY)
         power = formats.decode_e8m0(formats.encode_e8m0(share, "up"))
-        return jnp.where(scaling.is_loose(largest, bound), power, 1.0)
+        return jnp.where(scaling.is_loose(largest, bound, fmt), power, 1.0)
 
 
 # How the vocabulary may be cut over devices, by leaf, in the notation of `fp8jax.ops.cuts`.

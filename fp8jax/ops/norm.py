@@ -230,7 +230,7 @@ class ResultBound(NamedTuple):
 
     def is_loose(self, largest: Array) -> Array:
         """Whether the scale must come from the result's largest magnitude instead: `fp8jax.core.scaling.is_loose`."""
-        return scaling.is_loose(self.largest * self.spread, largest)
+        return scaling.is_loose(self.largest * self.spread, largest, formats.get(self.spec.format))
 
     def scale_given(self, largest: Array) -> Array:
         """The scale of a result whose largest magnitude is known."""
@@ -268,10 +268,11 @@ def _keep(
     """
     from pallas_kernels import remake_triton
 
-    coding = fused.coding(spec)
+    # JAX keeps traced functions: `make` must not hold arrays of a trace.
+    coding, to = fused.coding(spec), None if bound is None else bound.spec
 
     def make(on: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:
-        limit = None if bound is None else ResultBound(*bound, to)
+        limit = None if bound is None or to is None else ResultBound(*bound, to)
         result = None if dtype is None else (None if limit is None else limit.scale, dtype)
         *kept, peak, codes = on.forward(operation, x, scale, bias, eps, coding, result=result)
         if limit is None:
@@ -283,8 +284,6 @@ def _keep(
             codes = on.mend(exact, (remake_triton.NORM,), operands, codes, to_scale, limit.is_loose(peak))
         return *kept, peak, codes, to_scale
 
-    # JAX keeps traced functions: this one must not hold arrays of a trace.
-    to = None if bound is None else bound.spec
     codes, scales, inverse, mean, peak, result, to_scale = fused.run(
         make, fused.matrix(x), scale, bias, None if bound is None else (bound.largest, bound.spread)
     )

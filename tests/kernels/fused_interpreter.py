@@ -66,11 +66,16 @@ def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tupl
 
 
 def activation_case(
-    name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], last: float = 1.0
+    name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], last: float = 1.0, gate: float = 0.0
 ) -> Any:
-    """A perceptron, as a function and its arguments; the last row of its input is so many times as large."""
+    """A perceptron, as a function and its arguments.
+
+    The last row of its input is so many times as large; the gate, if not 0, is near that number everywhere.
+    """
     x, w = normal(0, *lead, CHANNELS, dtype=dtype).at[-1].multiply(last), normal(1, CHANNELS, INNER)
     u, d = normal(2, CHANNELS, INNER), normal(3, INNER, CHANNELS)
+    if gate:
+        x, w = 1 + 0.1 * x, gate / 0.3 / CHANNELS * (1 + 0.1 * w)
 
     def f(x: Any, w: Any, u: Any, d: Any) -> Any:
         gate, up = (fp8jax.linear(x, a.astype(x.dtype), recipe=part) for a in (0.3 * w, 0.3 * u))
@@ -131,6 +136,9 @@ CASES = {
     "layer 0 bound, mended": _NORM("layer", 0, recipe("bound"), jnp.float32, (3, 11), 1e-5),
     # The sample is of two runs of rows. The last is not in it, and so large that its largest magnitude gives the scale.
     "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (545,), 100.0),
+    # Where an activation is flat its cotangents are far below their bounds.
+    "silu, flat, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (ROWS,), 1.0, -24.0),
+    "gelu, flat, mended": _ACTIVATION("gelu_tanh", False, recipe("bound"), jnp.float32, (ROWS,), 1.0, -3.5),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
     "rms 1 as it is": _NORM("rms", 1, as_it_is(), jnp.bfloat16, (ROWS,)),
     "layer 2 as it is": _NORM("layer", 2, as_it_is(**MICRO), jnp.bfloat16, (3, 11)),
@@ -157,7 +165,7 @@ CASES = {
 FEW = ("rms 1 lean", "layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True lean",
        "gelu False faithful", "gelu_tanh False lean", "silu True bound", "norm, rows", "norm, rows, faithful",
        "silu, rows", "rms 1 ten bits", "silu True ten bits", "silu True ten bits, lean", "rms 1 bound, mended",
-       "layer 0 bound, mended", "silu, bound, mended",
+       "layer 0 bound, mended", "silu, bound, mended", "silu, flat, mended",
        "gelu_tanh False lean, biased", "silu True bound, biased", "layer 2 as it is", "silu, rows, as it is",
        "kept anyway")  # fmt: skip
 

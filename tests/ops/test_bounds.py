@@ -287,6 +287,27 @@ def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_thei
     assert any(not np.array_equal(a, b) for a, b in zip(largest, bounded, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "gate", "gated"), [("silu", -24.0, True), ("silu", -28.0, False), ("silu", 3.0, True)]
+)
+def test_where_an_activation_is_flat_bounds_of_its_cotangents_cost_nothing(name, gate, gated):
+    """Its slope is far below the largest one, for all elements; at 3 nothing is."""
+    x, dy, up, down = 1 + 0.1 * normal(0, 64, 64), normal(1, 64, CHANNELS), normal(2, 64, 80), normal(3, 80, CHANNELS)
+    w = jnp.full((64, 80), gate / 64) * (1 + 0.1 * normal(4, 64, 80))
+
+    def gradients(scales):
+        part = recipe(scales)
+
+        def f(x, w, up):
+            g, u = (fp8jax.linear(x, v, recipe=part) for v in (w, up))
+            return fp8jax.glu_linear(g, u if gated else None, down, recipe=part, activation=name)
+
+        return jax.jit(lambda *args: jax.vjp(f, *args)[1](dy))(x, w, up)
+
+    for a, b in zip(gradients("bound"), gradients("largest"), strict=True):
+        assert not b.any() or relative(a, b) < 0.12
+
+
 @pytest.mark.parametrize("how", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers", "known"])
 def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how, monkeypatch):
     spec = how if ":" in how else "e4m3:group16"
