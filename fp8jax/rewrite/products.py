@@ -115,7 +115,10 @@ def refuse(products: Sequence[ReadWeight]) -> str:
     groups = collections.defaultdict[tuple[str, str], dict[str, None]](dict)
     for p, asked in refused:
         groups[p.node.line(), str(asked)][p.path] = None
-    lines = [f"{', '.join(of)} asks for precision {asked}, at {line}" for (line, asked), of in groups.items()]
+    verb = {True: "asks", False: "ask"}
+    lines = [
+        f"{', '.join(of)} {verb[len(of) == 1]} for precision {asked}, at {line}" for (line, asked), of in groups.items()
+    ]
     return (
         f"{len(refused)} products ask for a precision that a quantized product cannot give: {'; '.join(lines)}. Set "
         f"their precision to None{unset}, or leave them out with a rule: [{rule}, recipe]"

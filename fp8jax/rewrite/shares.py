@@ -19,7 +19,7 @@ class UnquantizedWarning(UserWarning):
     """More than a tenth of a model\'s FLOPs stay in 16 bits, although the rules ask for 8."""
 
 
-class Share(NamedTuple):
+class UnquantizedShare(NamedTuple):
     """What stays in 16 bits although the rules ask for 8.
 
     Attributes:
@@ -63,7 +63,7 @@ def _of_node(node: Node) -> float:
     return math.prod(result) * left[-1] if left else 0
 
 
-def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> Share:
+def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> UnquantizedShare:
     """The share of a planned program's FLOPs that its rules ask for and no recipe takes."""
     taken = sum(entry.flops for entry in entries.values() if entry.product and entry.taken)
     missed = {node: entry for node, entry in entries.items() if entry.unsupported and entry.flops}
@@ -75,10 +75,10 @@ def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> Share:
     return _share(taken, [entry for node, entry in missed.items() if node not in heads])
 
 
-def _share(taken: float, missed: Sequence[Entry]) -> Share:
+def _share(taken: float, missed: Sequence[Entry]) -> UnquantizedShare:
     lost = sum(entry.flops for entry in missed)
     if not lost:
-        return Share()
+        return UnquantizedShare()
     groups = collections.defaultdict[str, list[Entry]](list)
     for entry in sorted(missed, key=lambda entry: -entry.flops):
         groups[entry.reason].append(entry)
@@ -87,7 +87,7 @@ def _share(taken: float, missed: Sequence[Entry]) -> Share:
     fraction = lost / (lost + taken)
     figure = f"{100 * fraction:.2g} %" if fraction < 1 else "all"
     head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
-    return Share(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
+    return UnquantizedShare(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
 
 
 def _counted(group: Sequence[Entry]) -> str:
