@@ -3,7 +3,9 @@
 import collections
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.caller import Caller
@@ -61,6 +63,18 @@ def _of_node(node: Node) -> float:
     if node.kind == "conv_general_dilated":
         return math.prod(result) * math.prod(right) / max(right[numbers.rhs_spec[0]], 1)
     return math.prod(result) * left[-1] if left else 0
+
+
+def is_complete(node: Node) -> bool:
+    """Whether a call with a derivative of its own has 8-bit values already, or is a head with its loss."""
+    inside = [inner for body in node.bodies for inner in body.everywhere()] if node.sealed else []
+    values = [value for inner in inside for value in (*inner.operands, *inner.results)]
+    eight_bit = any(_is_number(value.dtype) and value.dtype.itemsize == 1 for value in values)
+    return eight_bit or any(inner.kind == "log" for inner in inside)
+
+
+def _is_number(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> UnquantizedShare:

@@ -115,6 +115,28 @@ def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():
         fp8jax.transform(loss, fp8jax.Rule("up|cut", "coat"))(P, X)
 
 
+def test_heads_with_their_loss_and_operations_of_a_recipe_are_not_counted():
+    labels = jnp.zeros(len(X), jnp.int32)
+
+    def entropy(p, x):
+        return jnp.mean(fp8jax.linear_cross_entropy(jnp.tanh(x @ p["up"]), p["cut"], labels))
+
+    def own(p, x):
+        return jnp.mean(fp8jax.linear(jnp.tanh(x @ p["up"]), p["cut"], recipe="te_current") ** 2)
+
+    for fn in (entropy, own):
+        assert not fp8jax.transform(fn, "coat").explain(P, X).share
+    assert fp8jax.transform(lambda p, x: jnp.mean(plain(x @ p["up"], p["cut"])), "coat").explain(P, X).share
+
+
+@jax.custom_vjp
+def plain(x, w):
+    return x @ w
+
+
+plain.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy))
+
+
 def test_products_in_loops_count_for_each_turn():
     def looped(p, x):
         return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ jnp.maximum(p["w"], 0)), None), x @ p["w"], None, 5)[0])
