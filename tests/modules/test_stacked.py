@@ -30,7 +30,6 @@ class Stacked(nnx.Module):
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        graph, *_ = nnx.split(self.blocks[0])
         states = [nnx.to_pure_dict(nnx.state(block, nnx.Param)) for block in self.blocks]
         rows = jax.tree.map(lambda *w: jnp.stack(w), *states)
 

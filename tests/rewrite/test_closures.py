@@ -23,8 +23,8 @@ TOKENS = jnp.arange(16) % 9
 
 
 def mlp(p, x):
-    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["n"]
-    return jnp.mean((jax.nn.silu(x @ p["up"]) @ p["down"]) ** 2)
+    h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["n"]
+    return jnp.mean((x + jax.nn.silu(h @ p["up"]) @ p["down"]) ** 2)
 
 
 def mapped(p, x):
