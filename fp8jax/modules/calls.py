@@ -16,8 +16,9 @@ from fp8jax.rewrite.transform import Transformed
 
 
 class CallLeaf(NamedTuple):
-    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, with its path if it is an
-    adapter's, or of an "argument"; a "setting", with its value; or of what a call leaves what was "given", with its number."""
+    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, or of an "argument"; a
+    "setting", with its value; or of what a call leaves what was "given", with its number. An adapter's "array" has its
+    path."""
 
     kind: str
     value: Any = None

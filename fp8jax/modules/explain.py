@@ -1,5 +1,6 @@
 """`explain`: what the rules make of a model, by the plan of a call, and what its program really multiplies."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from fp8jax.modules.report import ContextEntry, Layer, Report
 from fp8jax.ops import kernels
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import gained, kept_bytes
-from fp8jax.rewrite.planned import CallPlan
+from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered, Rule, Rules, ordered
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
@@ -87,11 +88,17 @@ def _explain_quantized(quantized: nnx.Module, sample: Any, keywords: Any) -> Rep
     settings = nnx_modules.settings_of(quantized)
     assert settings is not None
     modules = nnx_modules.modules(quantized)
-    with training.inspected(), type(quantized)._fp8jax_notices.silenced():
+    with training.inspected(), _silenced(quantized):
         plan = _plan_nnx(quantized, sample, keywords)
         program = None if plan.refused else _nnx_program(quantized, sample, keywords)
     layers = [layer for entry in plan.entries if entry.product for layer in _layers(modules, entry)]
     return _report(modules, plan, layers, _others(modules, settings.rules, _nnx_kernel), program)
+
+
+def _silenced(model: Any) -> contextlib.AbstractContextManager[None]:
+    """Within it a quantized model says nothing of what stays in 16 bits; a part of a model never does."""
+    notices: Notices | None = type(model)._fp8jax_notices
+    return contextlib.nullcontext() if notices is None else notices.silenced()
 
 
 def _report(
@@ -230,12 +237,15 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
         args, kwargs = rebuild(arrays)
         plans.append(linen_modules.plan_of(copy, variables, args, kwargs))
 
-    with training.inspected(), type(copy)._fp8jax_notices.silenced():
-        # The copy's own variables: delayed scaling adds some.
-        variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
+    with training.inspected(), _silenced(copy):
+        variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, model), arrays))
         jax.eval_shape(call, variables, arrays)
-        plan = plans[0]
-        program = None if plan.refused else _linen_program(copy, variables, sample, keywords)
+        (plan,) = plans
+        program = None
+        if not plan.refused:
+            # The copy has variables of its own under delayed scaling.
+            whole = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
+            program = _linen_program(copy, whole, sample, keywords)
     params = flatten_dict(variables.get("params", {}))
 
     def kernel(path: str, module: Any) -> Any:

@@ -28,7 +28,7 @@ from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, refuse
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
-from fp8jax.rewrite.shares import Share, flops, share
+from fp8jax.rewrite.shares import UnquantizedShare, flops, share
 from fp8jax.rewrite.states import Use, levels_of, scaling_names
 
 _UNKNOWN = LayerChoice(None, "")
@@ -36,7 +36,7 @@ _UNKNOWN = LayerChoice(None, "")
 Also = dict[str, tuple[str, ...]]
 
 
-class Plan(NamedTuple):
+class ProgramPlan(NamedTuple):
     """What a plan says.
 
     Attributes:
@@ -49,14 +49,14 @@ class Plan(NamedTuple):
     entries: dict[Node, Entry]
     uses: dict[Use, Linear]
     refused: str
-    share: Share
+    share: UnquantizedShare
 
 
 def plan(
     graph: Graph,
     rules: Ordered,
     caller: Caller = Caller(),  # noqa: B008
-) -> Plan:
+) -> ProgramPlan:
     """Puts operations of the rules' recipes into a graph.
 
     Args:
@@ -100,7 +100,7 @@ def plan(
     for node, size in kept_bytes(graph, entries):
         entries[node] = entries[node]._replace(bytes=size)
     found = {node: entries[node] for node in places if node in entries}
-    return Plan(found, _uses(read), refused, share(graph, found, caller))
+    return ProgramPlan(found, _uses(read), refused, share(graph, found, caller))
 
 
 def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
@@ -117,7 +117,7 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
                 raise ValueError(
                     f"{path_list((p.path, *p.concatenated))} are concatenated into one matrix, at "
                     f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
-                    "Concatenate them outside of the function, or take a recipe with current scaling, such as te_current"
+                    "Concatenate them outside of the function, or take a recipe with current scaling, as te_current"
                 )
             continue
         if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):

@@ -10,7 +10,7 @@ import jax
 from fp8jax.core.recipe import Linear
 from fp8jax.rewrite.caller import user_level
 from fp8jax.rewrite.entries import Entry
-from fp8jax.rewrite.shares import Share, UnquantizedWarning
+from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
 from fp8jax.rewrite.states import Given, Noted, ParameterState, States, Use, held_by_use, init, merged_uses
 
 
@@ -24,7 +24,7 @@ class CallPlan(NamedTuple):
         structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
         listing: gives all that `explain` lists, in the program's order: what also runs as written is looked for then.
-        refused: the error of a run; see `fp8jax.rewrite.plan.Plan`. share: likewise.
+        refused: the error of a run; see `fp8jax.rewrite.plan.ProgramPlan`. share: likewise.
     """
 
     entries: tuple[Entry, ...]
@@ -35,7 +35,7 @@ class CallPlan(NamedTuple):
     compiled: Callable
     listing: Callable[[], tuple[Entry, ...]]
     refused: str = ""
-    share: Share = Share()  # noqa: RUF009
+    share: UnquantizedShare = UnquantizedShare()
 
 
 class Notices:

@@ -352,7 +352,7 @@ def line_of(eqn: Any, around: Sequence[Any] = ()) -> str:
 
 @functools.cache
 def _whole_tracebacks() -> bool:
-    """Whether the lines of an equation in a call are also those around the call; from some version on they end there."""
+    """Whether the traceback of an equation in a call goes on around the call; in newer versions it ends there."""
     program = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
     inner = _closed(program.jaxpr.eqns[0].params["jaxpr"], 1).jaxpr.eqns[0].source_info.traceback
     return inner is not None and any(f.function_name == _whole_tracebacks.__name__ for f in inner.frames)

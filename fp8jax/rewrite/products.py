@@ -16,7 +16,7 @@ from fp8jax.rewrite.entries import Entry, ReadWeight
 from fp8jax.rewrite.graph import Graph, Node, Value, changed_by_data, computed_from
 from fp8jax.rewrite.operations import OTHERS
 from fp8jax.rewrite.rules import LayerChoice, Ordered
-from fp8jax.rewrite.shares import flops
+from fp8jax.rewrite.shares import flops, is_complete
 
 _MOST_NAMED = 3  # further parameters of a concatenation
 
@@ -115,7 +115,10 @@ def refuse(products: Sequence[ReadWeight]) -> str:
     groups = collections.defaultdict[tuple[str, str], dict[str, None]](dict)
     for p, asked in refused:
         groups[p.node.line(), str(asked)][p.path] = None
-    lines = [f"{', '.join(of)} asks for precision {asked}, at {line}" for (line, asked), of in groups.items()]
+    verb = {True: "asks", False: "ask"}
+    lines = [
+        f"{', '.join(of)} {verb[len(of) == 1]} for precision {asked}, at {line}" for (line, asked), of in groups.items()
+    ]
     return (
         f"{len(refused)} products ask for a precision that a quantized product cannot give: {'; '.join(lines)}. Set "
         f"their precision to None{unset}, or leave them out with a rule: [{rule}, recipe]"
@@ -137,7 +140,7 @@ def _left(
     paths = [caller.paths(path) for path in ([w.path for w in weights] or [*computed_from(matrix)])]
     # A rule may leave the parameters alone that it is computed from, as one of an embedding or a head does.
     chosen = [rules.choice(path, also=also).linear for path, *also in paths]
-    asked = all(linear is not None for linear in chosen) and (bool(chosen) or rules.default)
+    asked = all(linear is not None for linear in chosen) and (bool(chosen) or rules.default) and not is_complete(node)
     path = paths[0][0] if weights else ""
     entry = Entry(path, node.kind, matrix.shape, None, why, node.line(), product=True)
     return entry._replace(flops=flops(node, around), unsupported=asked, sources=tuple(path for path, *_ in paths))

@@ -55,7 +55,9 @@ def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: li
     """Appends the nodes of a graph's program, or of one that it calls with these inputs; returns its outputs."""
     jaxpr = program.jaxpr
     known: dict[Any, Value] = dict(zip(jaxpr.invars, graph.inputs if inputs is None else inputs, strict=True))
-    known |= {v: _constant(v.aval, c, graph.model_constants) for v, c in zip(jaxpr.constvars, program.consts, strict=True)}
+    known |= {
+        v: _constant(v.aval, c, graph.model_constants) for v, c in zip(jaxpr.constvars, program.consts, strict=True)
+    }
 
     def look(atom: Any) -> Value:
         return _constant(atom.aval, atom.val, graph.model_constants) if isinstance(atom, core.Literal) else known[atom]

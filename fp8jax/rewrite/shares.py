@@ -3,7 +3,9 @@
 import collections
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.caller import Caller
@@ -19,7 +21,7 @@ class UnquantizedWarning(UserWarning):
     """More than a tenth of a model\'s FLOPs stay in 16 bits, although the rules ask for 8."""
 
 
-class Share(NamedTuple):
+class UnquantizedShare(NamedTuple):
     """What stays in 16 bits although the rules ask for 8.
 
     Attributes:
@@ -63,7 +65,19 @@ def _of_node(node: Node) -> float:
     return math.prod(result) * left[-1] if left else 0
 
 
-def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> Share:
+def is_complete(node: Node) -> bool:
+    """Whether a call with a derivative of its own has 8-bit values already, or is a head with its loss."""
+    inside = [inner for body in node.bodies for inner in body.everywhere()] if node.sealed else []
+    values = [value for inner in inside for value in (*inner.operands, *inner.results)]
+    eight_bit = any(_is_number(value.dtype) and value.dtype.itemsize == 1 for value in values)
+    return eight_bit or any(inner.kind == "log" for inner in inside)
+
+
+def _is_number(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
+
+
+def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> UnquantizedShare:
     """The share of a planned program's FLOPs that its rules ask for and no recipe takes."""
     taken = sum(entry.flops for entry in entries.values() if entry.product and entry.taken)
     missed = {node: entry for node, entry in entries.items() if entry.unsupported and entry.flops}
@@ -75,10 +89,10 @@ def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> Share:
     return _share(taken, [entry for node, entry in missed.items() if node not in heads])
 
 
-def _share(taken: float, missed: Sequence[Entry]) -> Share:
+def _share(taken: float, missed: Sequence[Entry]) -> UnquantizedShare:
     lost = sum(entry.flops for entry in missed)
     if not lost:
-        return Share()
+        return UnquantizedShare()
     groups = collections.defaultdict[str, list[Entry]](list)
     for entry in sorted(missed, key=lambda entry: -entry.flops):
         groups[entry.reason].append(entry)
@@ -87,7 +101,7 @@ def _share(taken: float, missed: Sequence[Entry]) -> Share:
     fraction = lost / (lost + taken)
     figure = f"{100 * fraction:.2g} %" if fraction < 1 else "all"
     head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
-    return Share(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
+    return UnquantizedShare(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
 
 
 def _counted(group: Sequence[Entry]) -> str:

@@ -273,3 +273,37 @@ def test_wrong_arguments_are_refused():
 def test_layers_with_a_state_are_explained(make):
     report = fp8jax.explain(make(), fp8jax.recipes.te_delayed(), jnp.ones((2, 8)))
     assert "float8_e5m2 x float8_e4m3fn" in str(report)
+
+
+class Precise(nnx.Module):
+    """As umT5: two of three layers ask for all bits."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.wi = nnx.Linear(16, 24, precision="highest", rngs=rngs)
+        self.mid = nnx.Linear(24, 24, rngs=rngs)
+        self.wo = nnx.Linear(24, 16, precision="highest", rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.wo(nnx.relu(self.mid(nnx.relu(self.wi(x)))))
+
+
+class PreciseLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Dense(24, name="mid")(nn.relu(nn.Dense(24, precision="highest", name="wi")(x))))
+        return nn.Dense(16, precision="highest", name="wo")(x)
+
+
+@pytest.mark.parametrize("recipe", ["coat", "te_delayed"])
+@pytest.mark.parametrize("model", [lambda: Precise(nnx.Rngs(0)), PreciseLinen], ids=["nnx", "linen"])
+def test_layers_that_ask_for_a_precision_are_marked(model, recipe):
+    report = fp8jax.explain(model(), recipe, jnp.ones((8, 16)))
+    assert [layer.path for layer in report.quantized] == ["mid"]
+    assert report.program is None
+    reasons = {layer.path: layer.reason for layer in report.skipped}
+    assert set(reasons) == {"wi", "wo"}
+    assert all("asks for precision" in reason for reason in reasons.values())
+    (note,) = report.notes
+    assert note.startswith("a call raises ValueError: 2 products ask for a precision")
+    assert re.search(r"wi.* for precision .*test_explain.py:\d+ ", note)
+    assert "fp8jax.Rule('wi|wo', None)" in note

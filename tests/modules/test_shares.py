@@ -1,5 +1,6 @@
 """The share of a model's FLOPs that stays in 16 bits: what is counted, and who is warned, in each interface."""
 
+import functools
 import re
 import warnings
 
@@ -43,18 +44,23 @@ def loss(p, x):
 
 def of_nnx(out=OUT):
     model = fp8jax.nnx.quantize(Nnx(out), "coat")
-    return (lambda: model(X)), (lambda: nnx.grad(lambda m, x: m(x))(model, X)), nnx.jit(lambda m, x: m(x)), (model, X)
+    return (
+        (lambda: model(X)),
+        (lambda: nnx.grad(lambda m, x: m(x))(model, X)),
+        functools.partial(nnx.jit(lambda m, x: m(x)), model, X),
+    )
 
 
 def of_linen(out=OUT):
     model = fp8jax.linen.quantize(Linen(out), "coat")
     params = Linen(out).init(KEY, X)
-    return (lambda: model.apply(params, X)), (lambda: jax.grad(model.apply)(params, X)), jax.jit(model.apply), (params, X)
+    jitted = functools.partial(jax.jit(model.apply), params, X)
+    return (lambda: model.apply(params, X)), (lambda: jax.grad(model.apply)(params, X)), jitted
 
 
 def of_transform(out=OUT):
     fast, p = fp8jax.transform(loss, "coat"), P | {"cut": jnp.ones((INNER, out))}
-    return (lambda: fast(p, X)), (lambda: jax.grad(fast)(p, X)), jax.jit(fast), (p, X)
+    return (lambda: fast(p, X)), (lambda: jax.grad(fast)(p, X)), functools.partial(jax.jit(fast), p, X)
 
 
 def said(*calls):
@@ -70,8 +76,8 @@ def said(*calls):
 def test_each_model_says_once_what_share_stays_in_16_bits_and_why(of):
     share = INNER * OUT / (INNER * OUT + WIDTH * INNER)
     for _ in range(2):  # the second model is another one, of the same class
-        call, gradient, jitted, arguments = of()
-        (warned,) = said(call, gradient, lambda: jitted(*arguments), call, gradient)
+        call, gradient, jitted = of()
+        (warned,) = said(call, gradient, jitted, call, gradient)
         assert str(warned.message).startswith(f"{100 * share:.2g} % of the FLOPs in products with parameters")
         assert re.search(r"1 product .*data meet what is computed from cut; .*test_shares.py:\d+ ", str(warned.message))
         assert warned.filename == __file__
@@ -107,6 +113,28 @@ def test_what_rules_and_heads_leave_and_attention_computes_is_not_counted():
     assert not said(lambda: fp8jax.transform(loss, fp8jax.Rule("up", "coat"))(P, X))
     with pytest.warns(fp8jax.UnquantizedWarning, match="data meet what is computed from cut"):
         fp8jax.transform(loss, fp8jax.Rule("up|cut", "coat"))(P, X)
+
+
+def test_heads_with_their_loss_and_operations_of_a_recipe_are_not_counted():
+    labels = jnp.zeros(len(X), jnp.int32)
+
+    def entropy(p, x):
+        return jnp.mean(fp8jax.linear_cross_entropy(jnp.tanh(x @ p["up"]), p["cut"], labels))
+
+    def own(p, x):
+        return jnp.mean(fp8jax.linear(jnp.tanh(x @ p["up"]), p["cut"], recipe="te_current") ** 2)
+
+    for fn in (entropy, own):
+        assert not fp8jax.transform(fn, "coat").explain(P, X).share
+    assert fp8jax.transform(lambda p, x: jnp.mean(plain(x @ p["up"], p["cut"])), "coat").explain(P, X).share
+
+
+@jax.custom_vjp
+def plain(x, w):
+    return x @ w
+
+
+plain.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy))
 
 
 def test_products_in_loops_count_for_each_turn():

@@ -23,8 +23,8 @@ TOKENS = jnp.arange(16) % 9
 
 
 def mlp(p, x):
-    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["n"]
-    return jnp.mean((jax.nn.silu(x @ p["up"]) @ p["down"]) ** 2)
+    h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["n"]
+    return jnp.mean((x + jax.nn.silu(h @ p["up"]) @ p["down"]) ** 2)
 
 
 def mapped(p, x):
@@ -93,7 +93,9 @@ def test_matrices_of_the_model_that_data_meet_are_no_data():
 
 def test_attention_to_a_memory_that_a_loss_closes_over():
     def loss(p, x, memory):
-        q, k, v = ((y @ w).reshape(-1, 4, w.shape[-1] // 4) for y, w in ((x, p["up"]), (memory, p["up"]), (memory, p["up"])))
+        q, k, v = (
+            (y @ w).reshape(-1, 4, w.shape[-1] // 4) for y, w in ((x, p["up"]), (memory, p["up"]), (memory, p["up"]))
+        )
         mixed = jnp.einsum("hts,shc->thc", jax.nn.softmax(jnp.einsum("thc,shc->hts", q, k)), v)
         return jnp.mean((mixed.reshape(len(x), -1) @ p["down"]) ** 2)
 
@@ -157,13 +159,13 @@ FORMS = {
     "stacked": lambda p, x: loop(tree(jnp.stack)(p), x),
     "concatenated": lambda p, x: loop(tree(lambda w: jnp.concatenate([a[None] for a in w]))(p), x),
     "an array of arrays": lambda p, x: loop(tree(jnp.array)(p), x),
-    "stacked last": lambda p, x: loop(jax.tree.map(lambda w: jnp.moveaxis(w, -1, 0), tree(lambda w: jnp.stack(w, -1))(p)), x),
+    "stacked last": lambda p, x: loop(tree(lambda w: jnp.moveaxis(jnp.stack(w, -1), -1, 0))(p), x),
     "stacked within a stack": lambda p, x: loop(
         tree(lambda w: jnp.stack([jnp.stack(w[:2]), jnp.stack([w[2], w[0]])]).reshape(4, *w[0].shape)[:LAYERS])(p), x
     ),
     "taken apart again": unstacked,
     "picked by number": by_index,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 import fp8jax
+from fp8jax.modules import nnx as quantized_nnx
 from fp8jax.rewrite.caller import is_library
 
 WIDTH, INNER = 32, 48
@@ -21,7 +22,8 @@ def normal(seed, *shape):
 
 
 X, CONDITION = normal(0, 4, 8, WIDTH), normal(1, 4, WIDTH)
-P = {"up": normal(2, WIDTH, INNER), "down": normal(3, INNER, WIDTH), "n": jnp.ones(WIDTH), "mod": normal(4, WIDTH, 2 * WIDTH)}  # fmt: skip
+P = {"up": normal(2, WIDTH, INNER), "down": normal(3, INNER, WIDTH), "mod": normal(4, WIDTH, 2 * WIDTH)}
+P["n"] = jnp.ones(WIDTH)
 
 
 def rms(x):
@@ -58,7 +60,12 @@ def rows(fn, recipe="coat", *args):
     [
         (modulated(layer_norm), "LayerNorm", "", "data scale or shift its result, as in adaLN"),
         (modulated(rms), "RMSNorm", "", "data scale or shift its result, as in adaLN"),
-        (lambda p, x: by_group(x) * p["n"], "norm", "n", "its mean is over the axes (1, 3) of 4, not over the last one"),
+        (
+            lambda p, x: by_group(x) * p["n"],
+            "norm",
+            "n",
+            "its mean is over the axes (1, 3) of 4, not over the last one",
+        ),
         (lambda p, x: jnp.abs(rms(x) * p["n"]), "RMSNorm", "n", "no product of a recipe reads its result as it is"),
         (
             lambda p, x: x + rms(x @ p["up"] @ p["down"]) * p["n"],
@@ -135,7 +142,9 @@ def test_adapters_of_flax_are_listed_in_place_of_their_products():
     assert listed == dict.fromkeys(paths, ("dot_general", "an adapter"))
     assert all(path in str(report) for path in paths)
     rules = [fp8jax.Rule(".*lora_[ab]", "te_current"), "coat"]
-    assert not [part.path for part in fp8jax.explain(model, rules, X[0]).unplanned if "lora" in part.path]
+    plan = quantized_nnx.plan_of(fp8jax.nnx.quantize(model, rules), (X[0],), {})
+    assert {e.path for e in plan.entries if "lora" in e.path} == set(paths)
+    assert not [e.path for e in plan.listing() if "lora" in e.path and not e.taken]
 
 
 LIBRARY = '''
@@ -187,7 +196,12 @@ def test_lines_are_those_of_models_and_not_of_libraries(model):
     eqx = pytest.importorskip("equinox")
     block = model.Block(P["up"], P["down"], P["n"])
     jitted = eqx.filter_jit(lambda m, x: m(x))
-    for call in (lambda m, x: m(x), eqx.filter_jit(lambda m, x: m(x)), eqx.filter_checkpoint(lambda m, x: m(x)), jitted):
+    for call in (
+        lambda m, x: m(x),
+        eqx.filter_jit(lambda m, x: m(x)),
+        eqx.filter_checkpoint(lambda m, x: m(x)),
+        jitted,
+    ):
         fast = fp8jax.filter_transform(lambda m, x, call=call: jnp.sum(call(m, x)), "coat")
         for _ in range(2):
             listing = fast.explain(block, X).listing
