@@ -72,7 +72,8 @@ def quantize(module: Model, rules: Rules) -> Model:
         module: any Linen module that is not bound; it is not changed.
         rules: a `Recipe` or a preset's name, used for all products but those of embeddings, output heads and routers;
             or a sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, the first match wins, after
-            which a recipe may stand for all others.
+            which a recipe may stand for all others. A recipe that quantizes no product, such as "bf16", leaves the
+            model as written.
 
     Returns:
         The copy, an instance of a subclass of the model's class.

@@ -169,7 +169,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
         rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
             sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`, the first match wins, after which a
             recipe may stand for all other layers. Of a module with several matrices a rule may also name one of them,
-            as `"mlp/w1"`.
+            as `"mlp/w1"`. A recipe that quantizes no product, such as "bf16", leaves the model as written.
         methods: the methods that are transformed as a whole, of the model and of the modules in it that have them.
 
     Returns:

@@ -346,7 +346,8 @@ def transform(
             sequence of `fp8jax.Rule`, the first match wins, after which a recipe may stand for all others. Rules match
             the path of a parameter in its tree, steps joined by "/", without a last step such as "kernel" or "w":
             "layers/mlp/up". A head is a product whose result the function returns or takes the softmax of; a router
-            one whose result goes into softmax, top_k, argmax or sort.
+            one whose result goes into softmax, top_k, argmax or sort. A recipe that quantizes no product, such as
+            "bf16", leaves all as written.
         params: the arguments that hold parameters, by place or name. Of several, paths begin with the place or name.
         static: arguments that are settings, as `static_argnums` of `jax.jit`. Leaves that are no arrays and no numbers,
             such as booleans, strings and functions, are so in any case.
@@ -355,7 +356,7 @@ def transform(
         A `Transformed`.
 
     Raises:
-        ValueError: the rules quantize nothing; or from a call, a rule matches nothing, there is no product of data with
+        ValueError: there are no rules; or from a call, a rule matches nothing, there is no product of data with
             a parameter, or one asks for a precision that a quantized product cannot give.
         TypeError: the rules are of another type, or `fn` is no function.
     """

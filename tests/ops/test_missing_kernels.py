@@ -152,6 +152,7 @@ def test_nobody_is_warned_on_a_cpu(build):
     assert warned(*build("coat")) == []
 
 
+@pytest.mark.filterwarnings("ignore::fp8jax.MissingKernelsWarning")
 @pytest.mark.parametrize("recipe", ["coat", "coat_fast", "fast", "te_current", "int8_fallback"])
 def test_norms_and_activations_stay_as_written_without_kernels(recipe, blocked):
     fast = fp8jax.transform(mlp, recipe)
@@ -175,6 +176,7 @@ def test_a_cpu_keeps_contexts():
     assert {"RMSNorm", "silu(gate)"} <= kinds
 
 
+@pytest.mark.filterwarnings("ignore::fp8jax.MissingKernelsWarning")
 def test_explain_of_a_flax_model_says_it(blocked, monkeypatch):
     from fp8jax.modules import explain
 
