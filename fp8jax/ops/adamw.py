@@ -22,7 +22,7 @@ from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
 from fp8jax.ops import adamw_fused, alike
 from fp8jax.ops.adamw_leaf import Adam as Adam
-from fp8jax.ops.adamw_leaf import Form, Leaf, renewed
+from fp8jax.ops.adamw_leaf import Form, Leaf, renewed, within
 from fp8jax.ops.adamw_leaf import Moment as Moment
 from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.members import settled
@@ -147,7 +147,8 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     """Adam's bias-corrected direction (Kingma and Ba, Algorithm 1), from moments before they are stored again.
 
     Computed by optax's own functions over the whole tree, so moments kept in fp32 give the bits of
-    `optax.scale_by_adam`: XLA divides by a bias correction differently when leaves do not share it.
+    `optax.scale_by_adam`: XLA divides by a bias correction differently when leaves do not share it. Finite gradients
+    count with at most 2^62 (`adamw_leaf.within`).
 
     Args:
         grads: tree of gradients of any floating dtype.
@@ -158,9 +159,7 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     Returns:
         The tree of directions m / (sqrt(v) + eps), to be followed downhill, and both trees of moments; all in fp32.
     """
-    g = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
-    if adam.factor is not None:
-        g = jax.tree.map(lambda x: x * adam.factor, g)
+    g = jax.tree.map(lambda x: within(x, adam.factor), grads)
     m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=_is_quantized), adam.b1, 1)
     v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
     with jax.numpy_dtype_promotion("standard"):  # optax raises a number to an integer's power

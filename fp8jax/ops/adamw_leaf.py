@@ -14,6 +14,10 @@ from fp8jax.core import masters, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
 
+# The largest magnitude that a finite gradient counts with: squares, sums and bias corrections of it stay within fp32.
+# Of the kernels' own it is `codec_triton.LARGEST_GRADIENT`.
+LARGEST_GRADIENT = np.float32(2.0**62)
+
 Moment = QTensor | Array
 Form = Literal["update", "step"]
 
@@ -127,6 +131,18 @@ class Leaf:
         size = self.quantized[0].spec.group_size
         assert size is not None
         return size
+
+
+def within(grad: Array, factor: Any = None) -> Array:
+    """A gradient in fp32, times the factor, with finite elements at most `LARGEST_GRADIENT` in magnitude.
+
+    An element that is NaN or Inf stays so, and every element where the factor is.
+    """
+    g = grad.astype(jnp.float32)
+    finite, scaled = jnp.isfinite(g), g
+    if factor is not None:
+        finite, scaled = finite & jnp.isfinite(factor), g * factor
+    return jnp.where(finite, jnp.clip(scaled, -LARGEST_GRADIENT, LARGEST_GRADIENT), scaled)
 
 
 def renewed(form: Form, leaf: Any, change: Array) -> Any:

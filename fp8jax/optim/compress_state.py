@@ -14,6 +14,7 @@ from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, alike
+from fp8jax.ops.adamw_leaf import within
 from fp8jax.optim import checks, masters, variables
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
@@ -100,6 +101,9 @@ def compress_state(
     is off by a third. That matters where a first moment outlives the second, as in `optax.contrib.simplified_ademamix`,
     whose updates of rare gradients become 1.3 times too large: take {"n": "fp32"} there.
 
+    If the state has second moments, a finite gradient beyond 2^62 (4.6e18) counts as 2^62, because its square would
+    overflow. NaN and Inf stay.
+
     `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
     never holds it.
 
@@ -155,7 +159,10 @@ def compress_state(
             plan.check(smallest)
         loaded = plan.load()
         wide = None if params is None else _widen(params)
-        changes, new = inner.update(_widen(updates), loaded, wide, **extra_args)
+        gradients = _widen(updates)
+        if plan.squares:
+            gradients = jax.tree.map(lambda g: within(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, gradients)
+        changes, new = inner.update(gradients, loaded, wide, **extra_args)
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
@@ -198,6 +205,11 @@ class _Plan(NamedTuple):
     stored: list[_Stored | None]
     roles: list[str | None]
     treedef: jax.tree_util.PyTreeDef
+
+    @property
+    def squares(self) -> bool:
+        """Whether the state has second moments, of parameters or of their rows and columns."""
+        return any(getattr(key, "name", None) in storage.SQUARES for path in self.paths for key in path)
 
     def store(self, min_size: int) -> optax.OptState:
         """The state with every moment as the plan says."""

@@ -214,8 +214,9 @@ def compressed_adamw(
     45 steps (`fp8jax.ops.members.settled`).
 
     A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
-    transformation to skip such steps. So does one beyond 1.8e19, whose square overflows fp32. Under
-    `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
+    transformation to skip such steps. A finite one beyond 2^62 (4.6e18) counts as 2^62, because its square would
+    overflow fp32: no finite gradient makes NaN. (optax has a second moment of Inf there, and never moves the weight
+    again.) Under `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax

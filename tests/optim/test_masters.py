@@ -274,7 +274,7 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_masters"):
         fp8jax.master_weights(state, wide)
     rounded = MADE[name](master="bf16+stochastic")
-    with pytest.raises(ValueError, match="keeps parameters in bfloat16, and all are in float32: give params.astype"):
+    with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, and all are in float32: give params.astype"):
         rounded.update(wide, rounded.init(params), wide)
     if name in WITH_STEP:
         block = fp8jax.release(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)

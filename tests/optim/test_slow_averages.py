@@ -1,4 +1,4 @@
-"""Averages that decay slowly, in 8 and 16 bits, against optax in fp32: right on average, with the scatter that docs state."""
+"""Averages that decay slowly, in 8 and 16 bits, against optax in fp32: right on average, with a stated scatter."""
 
 import functools
 
