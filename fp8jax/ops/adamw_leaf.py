@@ -37,6 +37,7 @@ class Adam:
         factor: what gradients are multiplied by, or None.
         applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
         max_direction: magnitude that finite directions beyond it are cut to, or None.
+        nesterov: whether directions are those of NAdam, as optax has them; static.
     """
 
     b1: ArrayLike
@@ -49,6 +50,7 @@ class Adam:
     factor: Any = None
     applied: Any = None
     max_direction: Any = None
+    nesterov: bool = False
 
     def parts(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
         """What a program is traced for, and its arguments: `Adam(**dict(static), **scalars)` is the same again.
@@ -56,9 +58,8 @@ class Adam:
         Decays that are numbers are of the first kind: what is left of one is exact where it is taken before rounding.
         """
         fields = vars(self)
-        static = {
-            name: x for name, x in fields.items() if x is None or (name in ("b1", "b2") and not isinstance(x, Array))
-        }
+        numbers = [name for name in ("b1", "b2") if not isinstance(fields[name], Array)]
+        static = {name: x for name, x in fields.items() if x is None or name in (*numbers, "nesterov")}
         scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
         scalars = {
             name: x.astype(jnp.float32) if name not in ("count", "applied") else x for name, x in scalars.items()
