@@ -212,8 +212,9 @@ def compressed_adamw(
     =====  ============  ============
 
     The noise needs no key: it is a hash of the step's number, the parameter's path in the tree, and the element's
-    position in the global array. So a restart goes on with the same bits, and no mesh changes a code (inside
-    `jax.shard_map` positions are those of the local arrays, like all else there). Groups keep their exponents while
+    position in the global array. So a restart goes on with the same bits, and no mesh changes a code, unless it cuts
+    groups with range expansion: there one code in some 100,000 is its neighbour. (Inside `jax.shard_map` positions are
+    those of the local arrays, like all else there.) Groups keep their exponents while
     their range allows. How a moment is rounded is no part of its state: the setting can change in mid-run.
 
     A group's exponent comes from its smallest magnitude, so members that no longer matter (a dead unit, a pruned
