@@ -83,21 +83,35 @@ def end_linen_step(
     return dict(scaling)
 
 
-def _fused(tx: Any, whose: str) -> FusedTransformation:
+_OF_A_STEP = ("key", "factor", "applied", "max_direction")
+
+
+def _stepped(tx: Any, grads: Any, state: Any, params: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """New parameters and the new state of an optimizer.
+
+    A fused transformation applies its own update. Another one, such as a chain of optax, writes updates that
+    `optax.apply_updates` adds, as Flax's own classes do.
+
+    Raises:
+        TypeError: an argument is of the fused step alone. Most transformations would ignore it.
+    """
     if isinstance(tx, FusedTransformation):
-        return tx
-    raise TypeError(
-        f"{whose} takes a transformation with `step`, as fp8jax.optimizer, compressed_adamw or fp8lm_adamw return, not "
-        f"{type(tx).__name__}: optax.chain keeps no step. To clip, take fp8jax.clipped(1.0, tx) or "
-        "fp8jax.optimizer(..., clip=1.0); for other chains take Flax's own class"
-    )
+        return tx.step(grads, state, params, **arguments)
+    if unfit := [name for name in _OF_A_STEP if name in arguments]:
+        raise TypeError(
+            f"{', '.join(unfit)} is for a transformation with `step`, and optax.chain keeps none: take "
+            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw, to clip in fp8jax.clipped(1.0, tx)"
+        )
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **arguments)
+    return optax.apply_updates(params, updates), state
 
 
 class FusedOptimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
 
     State and checkpoints are those of Flax's class, so that one takes the place of the other. There updates are written
-    to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter.
+    to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter. A
+    transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
 
     A step ends for the model's scalings, too, as by `fp8jax.nnx.end_step`: statistics among the gradients enter its
     states, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a tracked
@@ -107,11 +121,9 @@ class FusedOptimizer(nnx.Optimizer):
 
     Args:
         model: the module whose variables are trained.
-        tx: `fp8jax.optimizer(...)`, `compressed_adamw`, `fp8lm_adamw`, or one of them in `fp8jax.clipped`.
+        tx: any optax transformation. `fp8jax.optimizer(...)`, `compressed_adamw`, `fp8lm_adamw`, and one of them in
+            `fp8jax.clipped`, have a step.
         wrt: filter of the variables that are trained, as of `nnx.grad`.
-
-    Raises:
-        TypeError: `tx` has no `step`, as a chain of optax.
 
     Examples:
         >>> import fp8jax
@@ -121,7 +133,7 @@ class FusedOptimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **how: Any) -> None:
-        super().__init__(model, _fused(tx, "fp8jax.nnx.Optimizer"), wrt=wrt, **how)
+        super().__init__(model, tx, wrt=wrt, **how)
         # Weights may have been loaded since they were measured. Inside a trace that the model is not part of, as of its
         # optimizer's shapes alone, it cannot be told; the first update does.
         with contextlib.suppress(errors.TraceContextError):
@@ -136,12 +148,15 @@ class FusedOptimizer(nnx.Optimizer):
         Args:
             model: the module that the optimizer was made of.
             grads: gradients of the variables in `wrt`, with or without those of `GradientStatistic`.
-            arguments: of the step: `key`, `factor`, `applied`.
+            arguments: of the step: `key`, `factor`, `applied`; of a transformation without one, of its `update`.
+
+        Raises:
+            TypeError: an argument is of the step, and `tx` has none.
         """
         how = {"graph": self.graph} if hasattr(self, "graph") else {}
         observed = jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(_recipes(model))
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
-        params, state = self.tx.step(gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(arguments))
+        params, state = _stepped(self.tx, gradients, nnx.as_pure(self.opt_state), params, nnx.as_pure(arguments))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, **how))
         self.step[...] += 1
@@ -172,15 +187,12 @@ def _keep_thresholds(layers: Sequence[Linear]) -> bool:
 class FusedTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
 
-    Its `create` takes what `Optimizer` takes. Where the recipe has a state, the collection may be held beside Flax's
-    fields, and a step ends for it, too, as by `fp8jax.linen.end_step`.
+    It takes any optax transformation; one without a step updates parameters as in Flax's class. Where the recipe has a
+    state, the collection may be held beside Flax's fields, and a step ends for it, too, as by `fp8jax.linen.end_step`.
 
     Attributes:
         scaling: the collection "fp8jax_scaling" that `init` makes, or None.
         rules: those that `fp8jax.linen.quantize` got, where `end_step` wants them.
-
-    Raises:
-        TypeError: `tx` has no `step`, as a chain of optax.
     """
 
     # By name, so that a class of a user's own may add fields without a default.
@@ -197,13 +209,16 @@ class FusedTrainState(train_state.TrainState):
 
         Args:
             grads: gradients, a tree as `params`.
-            step_arguments: of the step: `key`, `factor`, `applied`.
+            step_arguments: of the step: `key`, `factor`, `applied`; of a transformation without one, of its `update`.
             statistics: gradients of the collection "fp8jax_statistics", where the recipe observes gradients.
             others: fields that get new values, such as `scaling` as `apply` has written it.
+
+        Raises:
+            TypeError: an argument is of the step, and `tx` has none.
         """
-        tx, overwritten = _fused(self.tx, "fp8jax.linen.TrainState"), OVERWRITE_WITH_GRADIENT in grads
+        overwritten = OVERWRITE_WITH_GRADIENT in grads
         own = (grads["params"], self.params["params"]) if overwritten else (grads, self.params)
-        params, state = tx.step(own[0], self.opt_state, own[1], **(step_arguments or {}))
+        params, state = _stepped(self.tx, own[0], self.opt_state, own[1], step_arguments or {})
         if overwritten:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
         scaling = others.pop("scaling", self.scaling)
@@ -214,8 +229,3 @@ class FusedTrainState(train_state.TrainState):
                 "statistics are of a model with a scaling: give TrainState.create its collection, scaling="
             )
         return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **others)
-
-    @classmethod
-    def create(cls, *, apply_fn: Any, params: Any, tx: optax.GradientTransformation, **others: Any) -> Any:
-        """As Flax's, with a transformation that has a step."""
-        return super().create(apply_fn=apply_fn, params=params, tx=_fused(tx, "fp8jax.linen.TrainState"), **others)

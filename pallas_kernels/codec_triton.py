@@ -19,6 +19,8 @@ import triton.language as tl
 _SIGN = tl.constexpr(-0x80000000)
 # Less the bits of -x, those of 1 / x to a twentieth of it.
 _INVERSE = tl.constexpr(0x7EF311C7 - 0x80000000)
+# As `fp8jax.ops.adamw_leaf.LARGEST_GRADIENT`.
+LARGEST_GRADIENT = tl.constexpr(2.0**62)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +149,15 @@ def smaller(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def within(g: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """Gradients times a factor, of which finite ones are at most `LARGEST_GRADIENT`; NaN and Inf of either stay."""
+    scaled = g * factor
+    bounded = tl.maximum(tl.minimum(scaled, LARGEST_GRADIENT), -LARGEST_GRADIENT)
+    bounded = tl.where(tl.abs(g) < float("inf"), bounded, scaled)
+    return tl.where(tl.abs(factor) < float("inf"), bounded, scaled)
 
 
 @triton.jit

@@ -148,8 +148,7 @@ def _fp8lm(
     g = codec.fp32(g)
     if CODES:
         g = g * tl.load(scales_ptr)
-    if GATED:
-        g = g * tl.load(scalars_ptr + 11)
+    g = codec.within(g, tl.load(scalars_ptr + 11) if GATED else tl.full((), 1.0, tl.float32))
     if OWN:
         w = masters.joined(p, w, REST) if REST > 0 else codec.fp32(p)
     else:

@@ -75,6 +75,8 @@ def encode(
             exponent = expansion.exponents(top, smallest, fmt, fmt.max / fmt.smallest)
         elif spec.rounding == "stochastic":
             exponent = expansion.steady_exponents(top, smallest, fmt, previous)
+        elif previous is not None:
+            exponent = expansion.decaying_exponents(top, smallest, fmt, previous)
         else:
             exponent = expansion.exponents(top, smallest, fmt)
         k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
@@ -100,16 +102,20 @@ def encode(
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
-    if spec.expand and spec.rounding == "stochastic":
+    if spec.expand and (spec.rounding == "stochastic" or words is not None):
         y = expansion.interpolated(y, k, fmt)
     drawn = None
     if words is not None:
         # Short groups are counted as whole ones, so that kernels can go by group and place in the group.
         row = None if spec.group_size is None else -(-x.shape[-1] // spec.group_size) * spec.group_size
         drawn = noise.uniform(words, x.shape, row)
-    if fading is not None and spec.expand:
-        # Of a power of a value so much is left.
-        fading = jnp.stack([jnp.broadcast_to(fading[0], k.shape), expansion.power(fading[1], 1.0, k)])
+    if fading is not None:
+        place, left = fading
+        if drawn is not None:
+            place, drawn = noise.shifted(place, drawn), None
+        if spec.expand:  # the decay of a power of a value
+            left = expansion.power(left, 1.0, k)
+        fading = jnp.stack(jnp.broadcast_arrays(place, left))
     codes = fmt.encode(jnp.copysign(y, x), key, drawn, fading)
     return Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
 

@@ -35,6 +35,8 @@ def exponents(largest: Array, smallest: Array, fmt: Format, ratio: float | None 
 # Shares of the octaves of a format's normal codes: those that a group takes which gets a new exponent, and the fewest
 # with which it keeps the one it has.
 NEW, FEWEST = 15 / 16, 7 / 8
+# The same of codes that are rounded to nearest but for decay: shares of the octaves of `Format.expansion_range`.
+DECAYING_FEWEST, DECAYING_MOST = 0.9, 1.05
 
 
 def steady_exponents(largest: Array, smallest: Array, fmt: Format, previous: Array | None) -> Array:
@@ -57,6 +59,14 @@ def steady_exponents(largest: Array, smallest: Array, fmt: Format, previous: Arr
     octaves = jnp.log2(largest) - jnp.log2(smallest)
     taken, all_ = previous.astype(jnp.float32) * octaves, np.log2(fmt.normal_range)
     return jnp.where((taken >= FEWEST * all_) & (taken <= all_), previous, new)
+
+
+def decaying_exponents(largest: Array, smallest: Array, fmt: Format, previous: Array) -> Array:
+    """As `steady_exponents`, of averages that `Format.encode` rounds as decaying: codes reach into the subnormals."""
+    octaves = jnp.log2(largest) - jnp.log2(smallest)
+    taken, all_ = previous.astype(jnp.float32) * octaves, np.log2(fmt.expansion_range)
+    fits = (taken >= DECAYING_FEWEST * all_) & (taken <= DECAYING_MOST * all_)
+    return jnp.where(fits, previous, exponents(largest, smallest, fmt))
 
 
 def power(x: Array, unit: ArrayLike, exponent: Array) -> Array:

@@ -87,6 +87,16 @@ def fading(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
     return jnp.stack([drawn, jnp.asarray(decay).astype(jnp.float32)])
 
 
+def shifted(place: Array, phase: Array) -> Array:
+    """The sum modulo 1 of odd multiples of 2^-17 in (0, 1), as another one of these.
+
+    With a constant phase for each element, the noise of `fading` is as even in time, and its errors differ between
+    elements, so that they average out over an array, too.
+    """
+    total = place + phase - np.float32(2**-17)
+    return jnp.where(total < 1, total, total - 1)
+
+
 def of_key(key: Array) -> Array:
     """Two words from a PRNG key of `jax.random`, in some thirty operations.
 

@@ -242,6 +242,25 @@ def quantize_by_position(x: Array, like: QTensor, words: Array) -> QTensor:
     return dataclasses.replace(drawn, spec=like.spec)
 
 
+def quantize_decaying(x: Array, like: QTensor, fading: Array, words: Array) -> QTensor:
+    """Quantizes a decaying average as `like` is: right on average over its memory and over its elements.
+
+    Rounding is up or down by `fading`, in which each element has a phase of its own. Values are unbiased, not their
+    powers. Blocks keep their exponents where they can (`expansion.decaying_exponents`): a new exponent at each step
+    would round each value anew.
+
+    Args:
+        x: array of a floating dtype, of the shape of `like`.
+        like: what is replaced; its spec rounds to nearest.
+        fading: of `fp8jax.core.noise.fading`.
+        words: two uint32 words, the same at every call.
+
+    Returns:
+        A `QTensor` with the spec of `like`; no mesh changes its phases.
+    """
+    return _quantize(x, like.spec, fading=fading, words=words, previous=like.expansion)
+
+
 def quantize_with_scale(
     x: Array,
     spec: QuantSpec | str,
@@ -279,13 +298,16 @@ def quantize_with_scale(
         raise ValueError(f"rounding {spec.rounding!r} {need}")
     if scale is not None and (spec.expand or spec.granularity == "mx"):
         raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
+    return _quantize(x, spec, scale=scale, key=key, words=words, previous=previous, fading=fading)
+
+
+def _quantize(x: Array, spec: QuantSpec, **optional: Array | None) -> QTensor:
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
     like = {"codes": spec.stored_shape(x.shape), "scale": count}
     if spec.expand:
         like["expansion"] = count
     if spec.granularity == "mx":
         like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
-    optional = {"scale": scale, "key": key, "words": words, "previous": previous, "fading": fading}
     values = {name: value for name, value in optional.items() if value is not None}
 
     def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:

@@ -22,7 +22,7 @@ from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
 from fp8jax.ops import adamw_fused, alike, kernels
 from fp8jax.ops.adamw_leaf import Adam as Adam
-from fp8jax.ops.adamw_leaf import Form, Leaf, renewed
+from fp8jax.ops.adamw_leaf import Form, Leaf, renewed, within
 from fp8jax.ops.adamw_leaf import Moment as Moment
 from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.members import settled
@@ -128,7 +128,7 @@ def step(
     leaves, treedef = _leaves(grads, mu, nu, params, decays, key, own_words, nu_words, part)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
-    impls = [tell("adamw", adamw_fused.choose(leaf, impl)).impl for leaf in leaves]
+    impls = [tell("adamw", adamw_fused.choose(leaf, impl, adam.nesterov)).impl for leaf in leaves]
     reference = functools.partial(_reference, form, adam)
     if impl == "auto" and any(leaf.quantized for leaf in leaves):
         kernels.warn()
@@ -149,7 +149,8 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     """Adam's bias-corrected direction (Kingma and Ba, Algorithm 1), from moments before they are stored again.
 
     Computed by optax's own functions over the whole tree, so moments kept in fp32 give the bits of
-    `optax.scale_by_adam`: XLA divides by a bias correction differently when leaves do not share it.
+    `optax.scale_by_adam`: XLA divides by a bias correction differently when leaves do not share it. Finite gradients
+    count with at most 2^62 (`adamw_leaf.within`).
 
     Args:
         grads: tree of gradients of any floating dtype.
@@ -159,14 +160,22 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
 
     Returns:
         The tree of directions m / (sqrt(v) + eps), to be followed downhill, and both trees of moments; all in fp32.
+        With `adam.nesterov`, m in the directions is b1 times the next step's moment and 1 - b1 times the gradient, each
+        bias-corrected (Dozat, 2016).
     """
-    g = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
-    if adam.factor is not None:
-        g = jax.tree.map(lambda x: x * adam.factor, g)
+    g = jax.tree.map(lambda x: within(x, adam.factor), grads)
+    if adam.nesterov and not any(map(_is_quantized, jax.tree.leaves((mu, nu), is_leaf=_is_quantized))):
+        # Of gradients that XLA computes in the same pass it makes other sums than of arguments, which optax has.
+        g = jax.lax.optimization_barrier(g)
     m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=_is_quantized), adam.b1, 1)
     v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
     with jax.numpy_dtype_promotion("standard"):  # optax raises a number to an integer's power
-        m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
+        if adam.nesterov:
+            ahead = optax.tree.bias_correction(m, adam.b1, optax.safe_increment(adam.count))
+            now = optax.tree.bias_correction(g, adam.b1, adam.count)
+            m_hat = jax.tree.map(lambda m, g: adam.b1 * m + (1 - adam.b1) * g, ahead, now)
+        else:
+            m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
         v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
     d = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + adam.eps_root) + adam.eps), m_hat, v_hat)
     return d, m, v
@@ -274,9 +283,10 @@ def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, M
     grads, mus, nus = ([getattr(leaf, name) for leaf in leaves] for name in ("grad", "mu", "nu"))
     directions, *moments = advanced(grads, mus, nus, adam)
     fading = noise.fading(adam.count, adam.b1)
+    # Which members matter no longer, moments alone say: with nesterov a gradient may cancel a live one's.
+    plain = advanced(grads, mus, nus, dataclasses.replace(adam, nesterov=False))[0] if adam.nesterov else directions
     pairs = [
-        settled(g, d, m, v, mu, nu, adam)
-        for g, d, m, v, mu, nu in zip(grads, directions, *moments, mus, nus, strict=True)
+        settled(g, d, m, v, mu, nu, adam) for g, d, m, v, mu, nu in zip(grads, plain, *moments, mus, nus, strict=True)
     ]
     mus = [
         store(m, mu, fading=fading if adamw_fused.fades(mu, adam.b1) else None)

@@ -54,8 +54,8 @@ def fades(moment: Moment, b1: Any) -> bool:
     return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > SLOW)
 
 
-def choose(leaf: Leaf, impl: str) -> Choice:
-    """What computes the step of a parameter.
+def choose(leaf: Leaf, impl: str, nesterov: bool = False) -> Choice:
+    """What computes the step of a parameter; with `nesterov`, XLA.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
@@ -63,7 +63,8 @@ def choose(leaf: Leaf, impl: str) -> Choice:
     check_impl(impl)
     if not leaf.quantized:
         return Choice("xla", "no moment is quantized")
-    return triton_or_xla(impl, lambda: missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel")
+    why = "the kernel has no nesterov" if nesterov else None
+    return triton_or_xla(impl, lambda: why or missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel")
 
 
 def _unsupported(leaf: Leaf) -> str | None:

@@ -14,6 +14,10 @@ from fp8jax.core import masters, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
 
+# The largest magnitude that a finite gradient counts with: squares, sums and bias corrections of it stay within fp32.
+# Of the kernels' own it is `codec_triton.LARGEST_GRADIENT`.
+LARGEST_GRADIENT = np.float32(2.0**62)
+
 Moment = QTensor | Array
 Form = Literal["update", "step"]
 
@@ -33,6 +37,7 @@ class Adam:
         factor: what gradients are multiplied by, or None.
         applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
         max_direction: magnitude that finite directions beyond it are cut to, or None.
+        nesterov: whether directions are those of NAdam, as optax has them; static.
     """
 
     b1: ArrayLike
@@ -45,6 +50,7 @@ class Adam:
     factor: Any = None
     applied: Any = None
     max_direction: Any = None
+    nesterov: bool = False
 
     def parts(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
         """What a program is traced for, and its arguments: `Adam(**dict(static), **scalars)` is the same again.
@@ -52,9 +58,8 @@ class Adam:
         Decays that are numbers are of the first kind: what is left of one is exact where it is taken before rounding.
         """
         fields = vars(self)
-        static = {
-            name: x for name, x in fields.items() if x is None or (name in ("b1", "b2") and not isinstance(x, Array))
-        }
+        numbers = [name for name in ("b1", "b2") if not isinstance(fields[name], Array)]
+        static = {name: x for name, x in fields.items() if x is None or name in (*numbers, "nesterov")}
         scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
         scalars = {
             name: x.astype(jnp.float32) if name not in ("count", "applied") else x for name, x in scalars.items()
@@ -127,6 +132,18 @@ class Leaf:
         size = self.quantized[0].spec.group_size
         assert size is not None
         return size
+
+
+def within(grad: Array, factor: Any = None) -> Array:
+    """A gradient in fp32, times the factor, with finite elements at most `LARGEST_GRADIENT` in magnitude.
+
+    An element that is NaN or Inf stays so, and every element where the factor is.
+    """
+    g = grad.astype(jnp.float32)
+    finite, scaled = jnp.isfinite(g), g
+    if factor is not None:
+        finite, scaled = finite & jnp.isfinite(factor), g * factor
+    return jnp.where(finite, jnp.clip(scaled, -LARGEST_GRADIENT, LARGEST_GRADIENT), scaled)
 
 
 def renewed(form: Form, leaf: Any, change: Array) -> Any:

@@ -60,7 +60,8 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
 
     `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has lost
     the `step` of `tx`. Here `step` clips in the pass that updates parameters and moments, so that no clipped gradients
-    are written: gradients are read once for their norm, in fp32, and once more.
+    are written: gradients are read once for their norm, in fp32, and once more. Finite gradients whose norm overflows
+    fp32 (beyond 1.8e19) are clipped to 0, as by optax.
 
     Args:
         max_norm: largest global norm, positive.

@@ -11,9 +11,10 @@ import optax
 from jax import Array
 
 from fp8jax.core import encoding, formats, noise
-from fp8jax.core.qtensor import QTensor, quantize, quantize_with_scale
+from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, alike
+from fp8jax.ops.adamw_leaf import within
 from fp8jax.optim import checks, masters, variables
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
@@ -67,8 +68,8 @@ def compress_state(
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
             paper's exponents (`QuantSpec.expand`).
         min_size: smallest parameter, in elements, whose moments are quantized.
-        nu_rounding: how codes of what is not a first moment are rounded: "stochastic", by noise of the step, which
-            follows slow averages; or "nearest".
+        nu_rounding: how codes and bf16 of what is not a first moment are rounded: "stochastic", by noise of the step,
+            which follows slow averages; or "nearest".
         master: what `tx` updates, as of `compressed_adamw`: None, "bf16+stochastic", or high and remainder.
 
     Returns:
@@ -87,16 +88,21 @@ def compress_state(
     at most 0.11 off after 400 steps (0.03 to 0.10 without dead ones), of live ones 1,000 times smaller at most 0.16. In
     place of `optax.adam` and `optax.adamw` take `compressed_adamw`, which knows the dead by their updates.
 
-    A first moment is rounded up or down by noise of the step, the same for all elements: slow ones (Lion's at b2 0.99,
-    SGD's at 0.99, the second one of AdEMAMix) follow rare gradients so, and fall where none comes, which to nearest
-    they would not. It costs Adam's updates a twentieth more error. To nearest a second moment with b2 from about 0.98
-    on is too slow: of gradients that come in 2 of 100 steps, updates after 1,000 steps are 0.62 of the exact ones at b2
-    0.999 (Adam, AdaBelief, LAMB; Yogi 0.77, Adafactor 0.68, RMSProp with decay 0.99 0.83). "bf16" stalls there, too:
-    it is rounded to nearest.
+    Slow averages do not stall. A first moment is rounded up or down by noise that is even over the steps, with a phase
+    of its own for each element. It follows rare gradients (Lion's at b2 0.99, SGD's at 0.99, the second one of
+    AdEMAMix), and falls where none comes. Codes of second moments, and bf16 of both, are rounded by independent noise.
+    Moments are right on average. Single elements scatter around fp32, the more the slower and noisier they are: the
+    page on optimizers has figures. Where that matters, take {"ema": "bf16"}. With `nu_rounding="nearest"` a second
+    moment with b2 from about 0.98 on is too slow: of gradients that come in 2 of 100 steps, updates after 1,000 steps
+    are 0.62 of the exact ones at b2 0.999 (Adam, AdaBelief, LAMB; Yogi 0.77, Adafactor 0.68, RMSProp with decay 0.99
+    0.83).
 
     A second moment that falls for n steps without a gradient is rounded n times: what is divided by it after 100 steps
     is off by a third. That matters where a first moment outlives the second, as in `optax.contrib.simplified_ademamix`,
     whose updates of rare gradients become 1.3 times too large: take {"n": "fp32"} there.
+
+    If the state has second moments, a finite gradient beyond 2^62 (4.6e18) counts as 2^62, because its square would
+    overflow. NaN and Inf stay.
 
     `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
     never holds it.
@@ -153,7 +159,10 @@ def compress_state(
             plan.check(smallest)
         loaded = plan.load()
         wide = None if params is None else _widen(params)
-        changes, new = inner.update(_widen(updates), loaded, wide, **extra_args)
+        gradients = _widen(updates)
+        if plan.squares:
+            gradients = jax.tree.map(lambda g: within(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, gradients)
+        changes, new = inner.update(gradients, loaded, wide, **extra_args)
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
@@ -163,14 +172,19 @@ def compress_state(
                 "the state counts no steps, and compress_state rounds by their number: make it by init, or of one that "
                 "an older version has made fp8jax.optim.compress_state.CountedState(jnp.zeros((), jnp.int32), state)"
             )
-        fading = noise.fading(count)
-        words = None if nu_rounding == "nearest" else noise.of_step(count)
-        treedef: Any
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
-        own = [None if words is None else noise.salted(words, _salt(path)) for path, _ in leaves]
-        rows = list(zip([leaf for _, leaf in leaves], treedef.flatten_up_to(new), own, strict=True))
+        fading, of_step, phases = noise.fading(count), noise.of_step(count), noise.of_step(0)
+        rows = []
+        for path, leaf, value, role in zip(
+            plan.paths, plan.leaves, plan.treedef.flatten_up_to(new), plan.roles, strict=True
+        ):
+            words = None
+            if isinstance(leaf, QTensor) and leaf.spec.underflow == "zero":
+                words = phases
+            elif role == "first" or (role == "other" and nu_rounding == "stochastic"):
+                words = of_step
+            rows.append((leaf, value, None if words is None else noise.salted(words, _salt(path))))
         stored = iter(alike.each(_store_as, None, fading, [row for row in rows if isinstance(row[0], QTensor)]))
-        new = treedef.unflatten(
+        new = plan.treedef.unflatten(
             [next(stored) if isinstance(row[0], QTensor) else _store_as(None, fading, row) for row in rows]
         )
         return changes, CountedState(count, new) if counted else new
@@ -180,13 +194,22 @@ def compress_state(
 
 
 class _Plan(NamedTuple):
-    """The leaves of a state, the parameter of each that is a moment, and how that is stored."""
+    """The leaves of a state, the parameter of each that is a moment, how that is stored, and which moment it is.
+
+    Roles are "first", "other", and None of what is no moment.
+    """
 
     paths: list[Any]
     leaves: list[Any]
     params: list[Any]
     stored: list[_Stored | None]
+    roles: list[str | None]
     treedef: jax.tree_util.PyTreeDef
+
+    @property
+    def squares(self) -> bool:
+        """Whether the state has second moments, of parameters or of their rows and columns."""
+        return any(getattr(key, "name", None) in storage.SQUARES for path in self.paths for key in path)
 
     def store(self, min_size: int) -> optax.OptState:
         """The state with every moment as the plan says."""
@@ -223,7 +246,7 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
     """
     at = {path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)}
     paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
-    plan = _Plan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], treedef)
+    plan = _Plan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], [], treedef)
     names, used = set(), set()
     for path, leaf in paths:
         cut = _find(path, at)
@@ -234,6 +257,7 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
             raise ValueError(f"the moment {where} has shape {leaf.shape}, but its gradient has {shape}")
         plan.params.append(param)
         plan.stored.append(None)
+        plan.roles.append(None)
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):
             continue
         name = jax.tree_util.keystr(path[:cut], simple=True, separator=".")
@@ -244,6 +268,7 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
                 f"compress_state does not know what {name!r} of the state is; say how to store it, such as "
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
+        plan.roles[-1] = "first" if last in storage.FIRST_MOMENTS else "other"
         plan.stored[-1] = stored = known[last] if key is None else rules[key]
         if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).signed:
             raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
@@ -324,9 +349,11 @@ def _store_as(_: None, fading: Array, row: tuple[QTensor | Array, Array, Array |
     old, new, words = row
     if isinstance(old, QTensor):
         new = encoding.bounded(new, old.spec, LOWEST[old.spec.underflow])
-        first = old.spec.underflow == "zero"
-        return quantize_with_scale(new, old.spec, None, fading=fading) if first else adamw.store(new, old, words)
-    return adamw.store(new, old) if jnp.issubdtype(old.dtype, jnp.floating) else new
+        if old.spec.underflow == "zero":
+            assert words is not None
+            return quantize_decaying(new, old, fading, words)
+        return adamw.store(new, old, words)
+    return adamw.store(new, old, words) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def _widen(tree: Any) -> Any:

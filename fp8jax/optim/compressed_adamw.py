@@ -69,6 +69,8 @@ def scale_by_compressed_adam(
     nu_rounding: str = "auto",
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
+    nesterov: bool = False,
+    mu_dtype: None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales gradients by Adam, with moments stored in 8 bits.
 
@@ -93,6 +95,8 @@ def scale_by_compressed_adam(
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
             run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why.
+        nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
+        mu_dtype: of optax, and refused: `mu` takes its place, "bf16" for `jnp.bfloat16`, "fp32" for `jnp.float32`.
 
     Returns:
         A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters where `update` is
@@ -101,7 +105,7 @@ def scale_by_compressed_adam(
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter.
-        TypeError: at `init`, a parameter is not of a floating dtype.
+        TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -114,7 +118,8 @@ def scale_by_compressed_adam(
     References:
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
-    init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, nu_rounding, min_size, impl)
+    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype)
+    init, advance = _adam(b1, b2, eps, eps_root, *storage)
 
     def update(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
@@ -142,6 +147,8 @@ def compressed_adamw(
     master: str | None = None,
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
+    nesterov: bool = False,
+    mu_dtype: None = None,
 ) -> FusedTransformation:
     r"""AdamW with moments stored in 8 bits: about 2.1 bytes a parameter instead of 8.
 
@@ -174,6 +181,8 @@ def compressed_adamw(
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
             run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
             program on a GPU whose arrays lie on two automatic meshes: "xla" there.
+        nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
+        mu_dtype: of optax, and refused: `mu` takes its place, "bf16" for `jnp.bfloat16`, "fp32" for `jnp.float32`.
 
     Returns:
         A transformation with state `CompressedAdamState`, of masters by parts `MasterAdamState`, and
@@ -186,7 +195,7 @@ def compressed_adamw(
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
-        TypeError: at `init`, a parameter is not of a floating dtype.
+        TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype.
 
     A second moment with b2 = 0.999 changes by 0.1 % a step, and the codes of e4m3 are 7 to 12 % apart, or some 3 to 5 %
     with expansion: to nearest it stalls at the first codes it meets. Rounded stochastically it is right on average at
@@ -203,8 +212,9 @@ def compressed_adamw(
     =====  ============  ============
 
     The noise needs no key: it is a hash of the step's number, the parameter's path in the tree, and the element's
-    position in the global array. So a restart goes on with the same bits, and no mesh changes a code (inside
-    `jax.shard_map` positions are those of the local arrays, like all else there). Groups keep their exponents while
+    position in the global array. So a restart goes on with the same bits, and no mesh changes a code, unless it cuts
+    groups with range expansion: there one code in some 100,000 is its neighbour. (Inside `jax.shard_map` positions are
+    those of the local arrays, like all else there.) Groups keep their exponents while
     their range allows. How a moment is rounded is no part of its state: the setting can change in mid-run.
 
     A group's exponent comes from its smallest magnitude, so members that no longer matter (a dead unit, a pruned
@@ -214,8 +224,9 @@ def compressed_adamw(
     45 steps (`fp8jax.ops.members.settled`).
 
     A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
-    transformation to skip such steps. So does one beyond 1.8e19, whose square overflows fp32. Under
-    `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
+    transformation to skip such steps. A finite one beyond 2^62 (4.6e18) counts as 2^62, because its square would
+    overflow fp32: no finite gradient makes NaN. (optax has a second moment of Inf there, and never moves the weight
+    again.) Under `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -232,8 +243,8 @@ def compressed_adamw(
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
     of_master = masters.check(master)
-    init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, nu_rounding, min_size, impl, of_master)
-
+    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype, of_master)
+    init, advance = _adam(b1, b2, eps, eps_root, *storage)
     checks.rate(learning_rate)
     checks.number("weight_decay", weight_decay, 0)
 
@@ -293,6 +304,8 @@ def _adam(
     nu_rounding: str,
     min_size: int | np.integer,
     impl: str,
+    nesterov: bool,
+    mu_dtype: Any,
     master: Master | None = None,
 ) -> tuple[Callable, Callable]:
     """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
@@ -309,6 +322,13 @@ def _adam(
     stored = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
     stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)
     check_impl(impl)
+    if mu_dtype is not None:
+        raise TypeError(
+            f"mu_dtype={mu_dtype} is an argument of optax's: fp8jax stores the first moment as mu says, mu='bf16' or "
+            "mu='fp32' in these dtypes, mu='e4m3' (the default) or 'e5m2' in 8 bits"
+        )
+    if impl == "triton" and nesterov:
+        raise ValueError("impl 'triton' has no nesterov: take impl='auto' or 'xla'")
     if impl == "triton" and not compressed:
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
@@ -339,6 +359,11 @@ def _adam(
         part: adamw.Portion = adamw.WHOLE,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
+        if max_direction is not None and nesterov:
+            raise ValueError(
+                "fp8jax.tracked follows directions without nesterov, which are shorter: chain fp8jax.track_weights() "
+                "without a limit behind this optimizer, which measures updates"
+            )
         checks.state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
         remainder = getattr(state, "remainder", None)
         checks.gradients(grads, state.mu)
@@ -348,7 +373,8 @@ def _adam(
                     checks.stored(name, path, x, how, moments.is_compressed(x.shape, specs[name], smallest))
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied, max_direction)
+        scalars = (count, rate, weight_decay, factor, applied, max_direction)
+        adam = adamw.Adam(b1, b2, eps, eps_root, *scalars, nesterov)
         parts = masters.of_state(params, remainder, master)
         options |= {"impl": impl, "nu_stochastic": stochastic, "stochastic": master is not None and master.stochastic}
         result, mus, nus = form(grads, state.mu, state.nu, parts, adam, part=part, **options)

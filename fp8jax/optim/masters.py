@@ -9,11 +9,13 @@ import numpy as np
 import optax
 from jax import Array
 
-from fp8jax.core import masters, noise
+from fp8jax.core import formats, masters, noise
 from fp8jax.core.masters import Master, MasterWeight
 from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_leaf import difference
 from fp8jax.optim import moments, variables
+
+_HIGH = tuple(formats.get(name).dtype for name in masters.HIGH)
 
 
 class MasterState(NamedTuple):
@@ -94,20 +96,26 @@ def remainders(params: Any, master: Master | None) -> Any:
         return None if rest is None else jnp.zeros_like(param, dtype=rest)
 
     found = jax.tree_util.tree_map_with_path(one, params)
+    _check_any_high(params, master)
+    return None if rest is None else found
+
+
+def _check_any_high(params: Any, master: Master) -> None:
+    """Refuses parameters of which all are in fp32."""
     leaves = jax.tree.leaves(params)
     if leaves and all(x.dtype == jnp.float32 for x in leaves):
+        fix = "those of fp8jax.split_masters(params, master)" if master.remainder else "params.astype of that dtype"
         raise ValueError(
-            f"master {master.name!r} keeps parameters in {high}, and all are in float32: give "
-            + ("params.astype of that dtype" if rest is None else "those of fp8jax.split_masters(params, master)")
+            f"master {master.name!r} keeps parameters in {master.held.dtype}, and all are in float32: give {fix}"
         )
-    return None if rest is None else found
 
 
 def of_state(params: Any, remainder: Any, master: Master | None) -> Any:
     """The parameters joined with the remainders of an optimizer's state.
 
     Raises:
-        ValueError: the state is of an optimizer with another master; or a parameter's remainder is of another kind.
+        ValueError: the state is of an optimizer with another master; a parameter's remainder is of another kind; or a
+            parameter has another dtype than at `init`.
     """
     rest = master.remainder if master else None
     found = sorted({str(x.dtype) for x in jax.tree.leaves(remainder)})
@@ -118,20 +126,30 @@ def of_state(params: Any, remainder: Any, master: Master | None) -> Any:
             f"the state has {has}, but this optimizer's master is {master.name if master else 'the parameters'!r}; "
             "fp8jax.convert_state(state, tx, params) makes a state of the other"
         )
-    return joined(params, remainder)
-
-
-def joined(params: Any, remainder: Any) -> Any:
-    """The parameters with a `MasterWeight` in place of each that has a remainder."""
-    if remainder is None:
+    if master is not None and master.stochastic:
+        _check_any_high(params, master)
+    if master is None or remainder is None:
         return params
-    structure: Any = jax.tree.structure(params)
-    pairs = zip(jax.tree.leaves(params), structure.flatten_up_to(remainder), strict=True)
-    return structure.unflatten([high if rest is None else MasterWeight(high, rest) for high, rest in pairs])
+
+    def one(path: Any, high: Any, rest: Any) -> Any:
+        expected = jnp.float32 if rest is None else master.held.dtype
+        if high.dtype != expected:
+            where, had = jax.tree_util.keystr(path) or "the parameter", "no" if rest is None else "the"
+            raise ValueError(
+                f"{where} has dtype {high.dtype}, but the optimizer's state has {had} remainder of a parameter in "
+                f"{jnp.dtype(expected)} (master {master.name!r}): give the parameters that `init` or the last step "
+                f"gave, or of others both parts, high, remainder = fp8jax.split_masters(params, {master.name!r})"
+            )
+        return high if rest is None else MasterWeight(high, rest)
+
+    structure: Any
+    pairs, structure = jax.tree_util.tree_flatten_with_path(params)
+    rests = structure.flatten_up_to(remainder)
+    return structure.unflatten([one(path, high, rest) for (path, high), rest in zip(pairs, rests, strict=True)])
 
 
 def apart(tree: Any) -> tuple[Any, Any]:
-    """High parts, or what stands in their place, and remainders, of a tree that `joined` has made."""
+    """High parts, or what stands in their place, and remainders, of a tree that `of_state` has made."""
     high = jax.tree.map(lambda x: x.high if _is_master(x) else x, tree, is_leaf=_is_master)
     return high, jax.tree.map(lambda x: x.remainder if _is_master(x) else None, tree, is_leaf=_is_master)
 
@@ -210,7 +228,8 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         masters as they are.
 
     Raises:
-        ValueError: the state has masters of other parameters, as inside of `optax.flatten`.
+        ValueError: the state has masters of other parameters, as inside of `optax.flatten`; or a parameter with a
+            remainder has another dtype than at `init`.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
@@ -230,6 +249,12 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
             if path not in values:
                 where = jax.tree_util.keystr(path)
                 raise ValueError(f"the state has master weights of other parameters: {where or 'one'} is in none given")
+            if remainder is not None and values[path].dtype not in _HIGH:
+                raise ValueError(
+                    f"{jax.tree_util.keystr(path) or 'the parameter'} has dtype {values[path].dtype}, and the state "
+                    "the remainder of a parameter in bfloat16 or float16: give the parameters that the last step gave, "
+                    "in the dtype of the high parts of fp8jax.split_masters"
+                )
             values[path] = _wide(part if remainder is None else MasterWeight(values[path], part))
     return variables.structured([values[path] for path, _ in paths], params)
 

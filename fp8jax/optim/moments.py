@@ -23,7 +23,9 @@ SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g
 # that is rounded up stays up. Of Adadelta's averages each is made of the other, and errors go round. They are stored in
 # fp32 unless the user says otherwise.
 GROWING = ("sum_of_squares", "nu_max", "e_g", "e_x")
-_ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys((*SECOND_MOMENTS, "v_row", "v_col"), "nu")
+# With those that have another shape than their parameters.
+SQUARES = (*SECOND_MOMENTS, "v_row", "v_col")
+_ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys(SQUARES, "nu")
 
 # Metadata that a parameter with short groups may add to its codes, relative to them.
 MAX_METADATA = 0.10

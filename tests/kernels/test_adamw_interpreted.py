@@ -361,6 +361,34 @@ def check_largest(form: str, weight: str) -> None:
             assert 0.2 < np.mean(rows > 0.999 * most) < 0.95
 
 
+def compare_large(weight: str) -> None:
+    """Finite gradients whose squares overflow make no NaN; NaN and Inf, of the gradient or the factor, stay."""
+    from tests.kernels.test_adamw_gpu import check_equal
+
+    values = np.random.default_rng(0).standard_normal((4, 20, 256)).astype(np.float32)
+    sizes = (3e19, -1e30, 3.4e38, 1e25)
+    for row, size in enumerate(sizes):
+        values[0, row, 5:8] = size
+    values[0, len(sizes), ::2] = 2e38
+    values[0, len(sizes) + 1, 3:6] = np.inf, -np.inf, np.nan
+    bad = np.zeros(values[0].shape, bool)
+    bad[len(sizes) + 1, 3:6] = True
+    leaf = (jnp.asarray(values[0]), stored(values[1], "e4m3"), stored(values[2] ** 2, "e4m3", moment="nu"),
+            jnp.asarray(values[3]).astype(weight))  # fmt: skip
+    for factor in (None, 0.25, 1e10, 1e-30, np.inf, np.nan):
+        adam = dataclasses.replace(ADAM, factor=factor)
+        want, got = (adamw.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
+        finite = np.isfinite(np.asarray(got[0], np.float32))
+        if factor is None or np.isfinite(factor):
+            np.testing.assert_array_equal(finite, ~bad)
+            scaled = values[0].astype(np.float64) * (factor or 1.0)
+            within = np.where(bad, values[0], np.clip(scaled, -(2.0**62), 2.0**62)).astype(np.float32)
+            check_equal(want, got, (jnp.asarray(within), *leaf[1:]), dataclasses.replace(adam, factor=None))
+        else:
+            assert not finite.any()
+            assert not np.isfinite(np.asarray(want[0], np.float32)).any()
+
+
 def main() -> None:
     prepare()
     from tests.kernels.adamw_codes import BITS, check_every_code
@@ -390,6 +418,7 @@ def main() -> None:
         compare_members(weight, eps_root=10.0)
         compare_slow(weight)
         compare_magnitudes(weight)
+        compare_large(weight)
         for form in ("step", "update"):
             check_largest(form, weight)
     print(f"{len(part(CASES, which)) + len(part(NOISY, which))} cases")

@@ -187,6 +187,29 @@ def compare_gated(master: str) -> None:
     assert_equal(fp8lm.StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.largest), left)
 
 
+def compare_large(grad: str, master: str) -> None:
+    """Finite gradients whose squares overflow make neither NaN nor Inf; NaN and Inf of the gradient stay."""
+    leaf = leaf_of((3, 40, 96), 1, "float32", "bfloat16", "e4m3", special=False)
+    x = np.array(leaf.grad)
+    x[0, 3, 5:9], x[1], x[2, 1, 2:4] = (3e19, -1e30, 2.9e38, 1e25), 2e38, (np.nan, np.inf)
+    value: Any = jnp.asarray(x)
+    if grad == "e5m2":
+        spec = dataclasses.replace(leaf.mu.spec, format=grad)
+        bound = fp8lm.largest_of(jnp.asarray(x), spec.block_shape(x.shape))
+        value = quantize_with_scale(jnp.asarray(x), spec, fp8lm.scale_above(bound, fp8jax.formats.get(grad)))
+    leaf = with_master(dataclasses.replace(leaf, grad=value), master)
+    for factor in (None, 0.25, 1e10, 1e-30):
+        adam = dataclasses.replace(ADAM, factor=factor)
+        (want,), (got,) = (fp8lm.apply("step", [leaf], adam, impl) for impl in ("xla", "triton"))
+        assert_equal(want, got)
+        bad = np.zeros(x.shape, bool)
+        bad[2, 1, 2:4] = True
+        new = got.result.high if master == "int8" else got.result
+        np.testing.assert_array_equal(np.isfinite(np.asarray(new, np.float32)), ~bad)
+        for q in (got.mu, got.nu):
+            assert np.isfinite(np.asarray(q.dequantize())[~bad]).all()
+
+
 def cuts_of(master: str, which: str) -> list[Any]:
     if master == "nearest":
         return CUTS
@@ -228,6 +251,7 @@ def main() -> None:
                 raise AssertionError(f"case {case}") from error
         for master in ("nearest", "int8"):
             compare_gated(master)
+            compare_large("float32" if master == "int8" else "e5m2", master)
     for master in MASTERS:
         compare_cuts(master, sys.argv[1])
     cuts = sum(len(cuts_of(master, sys.argv[1])) for master in MASTERS)

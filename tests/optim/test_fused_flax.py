@@ -23,6 +23,9 @@ MADE = {
     "fp8lm_adamw": lambda: fp8jax.fp8lm_adamw(1e-2, weight_decay=0.1, min_size=100),
     "clipped": lambda: fp8jax.clipped(0.05, fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL)),
     "bf16": lambda: fp8jax.optimizer("bf16", 1e-2, weight_decay=0.1, clip=0.05),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(0.05), fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL)
+    ),
 }
 
 
@@ -52,7 +55,7 @@ def train(make, tx, steps=3, **arguments):
     return model, optimizer
 
 
-@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped"))
+@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped", "chain"))
 def test_nnx_optimizer_trains_as_flax_s_own(kind):
     tx = MADE[kind]()
     ours, theirs = train(fp8jax.nnx.Optimizer, tx), train(nnx.Optimizer, tx)
@@ -101,7 +104,7 @@ class Net(nn.Module):
         return nn.Dense(32)(nn.tanh(nn.Dense(64)(x)))
 
 
-@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped"))
+@pytest.mark.parametrize("kind", few(MADE, "fp8lm_adamw", "clipped", "chain"))
 def test_train_state_trains_as_flax_s_own(kind):
     model, tx = Net(), MADE[kind]()
     params = model.init(jax.random.key(0), X)
@@ -133,15 +136,35 @@ def test_train_state_hands_arguments_on_and_leaves_overwritten_collections_to_gr
     np.testing.assert_array_equal(still.params["params"]["w"], params["params"]["w"])
 
 
-def test_chains_are_refused_with_what_to_take():
-    chain = optax.chain(optax.clip_by_global_norm(1.0), MADE["compressed_adamw"]())
-    model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
-    for make in (
-        lambda: fp8jax.nnx.Optimizer(model, chain, wrt=nnx.Param),
-        lambda: fp8jax.linen.TrainState.create(apply_fn=None, params=nnx.state(model), tx=chain),
+def test_arguments_of_the_step_are_refused_by_a_chain_which_would_ignore_them():
+    chain, model = MADE["chain"](), nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+    optimizer, before = fp8jax.nnx.Optimizer(model, chain, wrt=nnx.Param), nnx.as_pure(nnx.state(model))
+    state = fp8jax.linen.TrainState.create(apply_fn=None, params=before, tx=chain)
+    for update in (
+        lambda: optimizer.update(model, nnx.state(model), applied=jnp.bool_(False)),
+        lambda: state.apply_gradients(grads=before, step_arguments={"applied": jnp.bool_(False)}),
     ):
-        with pytest.raises(TypeError, match=r"clipped\(1.0, tx\)"):
-            make()
+        with pytest.raises(TypeError, match=r"applied is for a transformation with `step`.*clipped\(1.0, tx\)"):
+            update()
+    chex.assert_trees_all_equal(nnx.as_pure(nnx.state(model)), before)
+
+
+@pytest.mark.parametrize("way", ["nnx", "linen"])
+def test_arguments_of_a_chain_reach_its_update(way):
+    """optax's reduction on plateaus reads the loss."""
+    chain = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    params = nnx.as_pure(nnx.state(model))
+    if way == "nnx":
+        optimizer = fp8jax.nnx.Optimizer(model, chain, wrt=nnx.Param)
+        optimizer.update(model, nnx.state(model), value=jnp.float32(3.0))
+        after, opt_state = nnx.as_pure(nnx.state(model)), nnx.as_pure(optimizer.opt_state)
+    else:
+        state = fp8jax.linen.TrainState.create(apply_fn=None, params=params, tx=chain)
+        state = state.apply_gradients(grads=params, step_arguments={"value": jnp.float32(3.0)})
+        after, opt_state = state.params, state.opt_state
+    chex.assert_trees_all_close(after, jax.tree.map(lambda x: 0.9 * x, params), rtol=1e-6)
+    assert float(optax.tree.get(opt_state, "best_value")) == 3.0
 
 
 @pytest.mark.parametrize("recipe", ["coat", "bf16", "fp8_lm"])
@@ -196,11 +219,19 @@ def ended(model, optimizer, grads):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "by_hand"), [("te_delayed", advanced), ("int8_fallback", advanced), ("moss", bounded)]
+    ("recipe", "by_hand", "chained"),
+    [
+        ("te_delayed", advanced, False),
+        ("int8_fallback", advanced, False),
+        ("moss", bounded, False),
+        ("moss", bounded, True),
+    ],
 )
-def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand):
+def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand, chained):
     """As what is called by hand beside Flax's own optimizer, which does not; called beside ours it changes nothing."""
     tx = fp8jax.optimizer(recipe, 1e-2, b2=0.95)
+    if chained:
+        tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weights())
     first = nnx.state(scaled_run(recipe, fp8jax.nnx.Optimizer, tx, alone, steps=0)[0], fp8jax.nnx.ScalingVariable)
     runs = [scaled_run(recipe, fp8jax.nnx.Optimizer, tx, end)[0] for end in (alone, by_hand)]
     kinds = fp8jax.nnx.ScalingVariable, nnx.Param
@@ -213,10 +244,14 @@ def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand):
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (first, ours[0])), strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["te_delayed", "int8_fallback", "moss"])
-def test_train_state_ends_the_step_of_scalings(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "chained"), [("te_delayed", False), ("int8_fallback", False), ("moss", False), ("moss", True)]
+)
+def test_train_state_ends_the_step_of_scalings(recipe, chained):
     """As what is called by hand; parameters may be all that `init` makes, or the collection alone."""
     model, tx = fp8jax.linen.quantize(Net(), recipe), fp8jax.optimizer(recipe, 1e-2, b2=0.95)
+    if chained:
+        tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weights())
     variables = model.init(jax.random.key(0), X)
     params, scaling = variables["params"], variables["fp8jax_scaling"]
     statistics = variables.get("fp8jax_statistics", {})
@@ -235,7 +270,8 @@ def test_train_state_ends_the_step_of_scalings(recipe):
         )
         after = state.apply_gradients(grads=inside(weights), statistics=seen, scaling=by_hand)
         if recipe == "moss":
-            new = fp8jax.weight_bounds(tx.step(weights, opt_state, params)[1])
+            step = tx.update if chained else tx.step
+            new = fp8jax.weight_bounds(step(weights, opt_state, params)[1])
             wanted = fp8jax.linen.set_weight_bounds(by_hand, new)
         else:
             wanted = fp8jax.linen.advance_scaling(by_hand, seen, recipe)

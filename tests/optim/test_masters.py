@@ -258,6 +258,34 @@ def test_what_is_refused():
         fp8jax.split_masters(params, "bf16+stochastic")
 
 
+@pytest.mark.parametrize("name", MADE)
+def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
+    """A checkpoint of masters, or a policy that casts: by `update`, `step`, a released block and `master_weights`."""
+    params = {"w": jnp.ones((16, 128), jnp.bfloat16), "norm": jnp.ones(8)}
+    wide, narrow = ({"w": params["w"].astype(w), "norm": params["norm"].astype(n)} for w, n in RECAST)
+    tx = MADE[name](master="bf16+int8")
+    state = tx.init(params)
+    for form in ("update", "step") if name in WITH_STEP else ("update",):
+        apply = jax.jit(getattr(tx, form))
+        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16.*split_masters\(params, 'bf16\+int8'"):
+            apply(wide, state, wide)
+        with pytest.raises(ValueError, match=r"'norm'\] has dtype bfloat16.*no remainder.*float32.*split_masters"):
+            apply(params, state, narrow)
+    with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_masters"):
+        fp8jax.master_weights(state, wide)
+    rounded = MADE[name](master="bf16+stochastic")
+    with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, and all are in float32: give params.astype"):
+        rounded.update(wide, rounded.init(params), wide)
+    if name in WITH_STEP:
+        block = fp8jax.release(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)
+        held = dataclasses.replace(block.init(params), params=wide)
+        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*split_masters"):
+            fp8jax.value_and_updates(block)(held, jnp.float32(1.0))
+
+
+RECAST = ((jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16))
+
+
 def test_parameters_in_fp32_beside_parts_are_their_own_masters():
     params = {"w": jnp.ones((8, 256), jnp.bfloat16), "norm": jnp.ones(8)}
     grads = jax.tree.map(jnp.ones_like, params)
