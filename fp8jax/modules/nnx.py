@@ -23,6 +23,7 @@ from fp8jax.modules.scaled import (
     state_name,
 )
 from fp8jax.modules.untrained import UntrainedVariable, as_written
+from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.states import ParameterState
@@ -194,11 +195,11 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
             raise ValueError(f"no module of the model has the method {name!r} that methods= names")
     quantized = nnx.clone(model)
     submodules = modules(quantized)
-    products = chosen(submodules, each)
+    products, record = chosen(submodules, each), training.TrainingRecord()
     for holder, name, linear in products.values():
         # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
         if observed_operands(linear) or (linear.states and isinstance(submodules[holder], LAYERS[:2])):
-            _hold(submodules, holder, name, linear)
+            _hold(submodules, holder, name, linear, record)
     taken = {holder for holder, _, _ in products.values()} | set(_contexts(submodules, each))
     for path, module in submodules.items():
         inside = any(not path or holder == path or holder.startswith(f"{path}/") for holder in taken)
@@ -294,7 +295,7 @@ def beside(found: dict[str, Any], holder: str, name: str) -> tuple[Any, str]:
     return found[holder], name
 
 
-def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear) -> None:
+def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear, record: training.TrainingRecord) -> None:
     """Puts the state of a parameter's products beside it."""
     value = params(found[holder])[name].get_value()
     layer, name = beside(found, holder, name)
@@ -303,10 +304,10 @@ def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear) -> None
         einsum = isinstance(layer, nnx.Einsum)
         place = "einsum_op" if einsum else "dot_general"
         how: Any = {"written": getattr(layer, place), "product": jnp.einsum if einsum else lax.dot_general}
-        scaling = LayerScaling(linear, value, name, stacked_axes(layer), f"an nnx.{cls}", **how)
+        scaling = LayerScaling(linear, value, name, stacked_axes(layer), f"an nnx.{cls}", record=record, **how)
     else:
         place = state_name(name.replace("/", "_"))
-        scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}")
+        scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
     setattr(layer, place, nnx.data(scaling))
 
 
