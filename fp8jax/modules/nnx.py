@@ -22,6 +22,7 @@ from fp8jax.modules.scaled import (
     observed_operands,
     state_name,
 )
+from fp8jax.modules.tabulated_nnx import MARK, marked
 from fp8jax.modules.untrained import UntrainedVariable, as_written
 from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import Entry
@@ -71,6 +72,8 @@ def quantized_class(written: Any, settings: QuantizedAs) -> type:
     body = {name: getattr(written, name) for name in names}
     body |= {"_fp8jax_written": written, "_fp8jax_settings": settings}
     body |= {name: _method(written, name, settings) for name in settings.methods if callable(getattr(written, name, 0))}
+    method = _as_written(written, "__call__", settings) if settings.whole and "__call__" in body else None
+    body[MARK] = marked(written, method, _remove_holders)
     meta: Any = _metaclass(type(written))  # type: ignore[arg-type]
     return meta(written.__name__, (written,), body, pytree=written._pytree__is_pytree)  # type: ignore[no-any-return]
 
@@ -157,9 +160,9 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
 
     Outside of a compiled function a call is compiled, once for each structure of its arguments, as `nnx.jit` does it:
     Python numbers among them are settings. A recipe with delayed scaling, or `int8_fallback`, adds variables to its
-    layers; `fp8jax.nnx.advance_scaling` says how to train them. They stand in the layer's `dot_general` or `einsum_op`;
-    of classes of a model's own for each parameter NAME of two axes or more in `fp8jax_NAME`, and these must not be
-    stacked by `nnx.vmap` then. No product may have batch axes under such a recipe.
+    layers, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They stand in `dot_general` or `einsum_op` of the
+    layer; of classes of a model's own for each parameter NAME of two axes or more in `fp8jax_NAME`, and these must not
+    be stacked by `nnx.vmap` then. No product may have batch axes under such a recipe.
 
     A recipe, not a rule, leaves embeddings, output heads and routers alone: by their usual names, and by what becomes
     of their results in the call: the model returns a head's, and softmax, top_k or argmax reads a router's.
@@ -340,15 +343,20 @@ def unquantize(model: Model) -> Model:
         raise ValueError("the model has adapters: take fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
     plain = nnx.clone(model)
     for module in modules(plain).values():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Holder):
-                if value.product is None:
-                    delattr(module, name)
-                else:
-                    setattr(module, name, nnx.static(value.written))
+        _remove_holders(module)
         if settings_of(module):
             object.__setattr__(module, "__class__", _written(module))
     return plain
+
+
+def _remove_holders(module: nnx.Module) -> None:
+    """Takes what a module holds for its products out of it, in place."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Holder):
+            if value.product is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, nnx.static(value.written))
 
 
 def entries(model: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
