@@ -281,9 +281,9 @@ def _trained(path: str, tracked: TrackedScaling, weight: Any) -> TrackedScaling:
     if not slots:
         return tracked
     names, (slot, *slots) = scaling_names(tracked.linear), slots
-    slot = training.require_statistics(slot, weight, _STATISTICS.format(path=path, names=names))
+    slot = training.require_statistics(slot, weight, _STATISTICS.format(path=path or "the parameter", names=names))
     (state, *others), whole = jax.tree.flatten(tracked.state)
-    state = training.read_state(state, (weight, slot), path, names, "transform")
+    state = training.read_state(state, (weight, slot), path or "the parameter", names, "transform")
     return dataclasses.replace(
         tracked,
         state=jax.tree.unflatten(whole, (state, *others)),
