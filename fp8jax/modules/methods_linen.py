@@ -95,8 +95,8 @@ def transformed(method: Callable, root: Root) -> Callable:
         for use, linear in planned.uses.items():
             if linear.states:
                 number, place = lifted.places[use.path]
-                written = SCALING in others[number] and lifted.mutable[number]
-                held[use.path] = _read(others[number], place, linear, use, lifted.call.params.get(use.path), written)
+                weight, mutable = lifted.call.params.get(use.path), lifted.mutable[number]
+                held[use.path] = _read(others[number], place, linear, use, weight, mutable)
         results, observed = planned.with_held(held)
         y, (params, written) = jax.tree.unflatten(results.structure, joined(results.leaves, iter(results.arrays)))
         written = tuple(unfreeze(collections) for collections in written)
@@ -326,7 +326,7 @@ def _read(
         raise _absent(place, linear, initializing=False, others=bool(collections.get(SCALING)))
     state = ScalingState(**{operand: own[name] for operand, name in names.items()})
     layer, names_of = "/".join(place[:-1]) or "the layer", scaling_names(linear)
-    if observes(linear, "dy"):
+    if slot is not None:
         slot = training.require_statistics(slot, weight, STATISTICS_LOST.format(layer=layer, names=names_of))
     if observing := observed_operands(linear):
         read = getattr(state, observing[0])

@@ -300,8 +300,8 @@ def note_gradients(model: Any, grads: Any) -> Any:
     statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
     seen = dict(nnx.to_flat_state(statistics))
     for path, module in nnx.iter_modules(model) if seen else ():
-        leaf = seen.get((*path, "slot")) if isinstance(module, LayerScaling) else None
-        if leaf is not None:
+        leaf = seen.get((*path, "slot"))
+        if leaf is not None and isinstance(module, LayerScaling):
             module.note_gradient(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf))
     return rest
 
