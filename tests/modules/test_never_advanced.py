@@ -13,6 +13,7 @@ from flax import nnx
 
 import fp8jax
 
+SGD = optax.sgd(1e-2)  # the same function each time, so that programs may be shared
 X = jax.random.normal(jax.random.key(0), (8, 16))
 MESSAGE = "scaling is trained in a program that never calls "
 LOST = "delayed scaling, whose state needs the largest magnitude of the output's gradient"
@@ -65,7 +66,7 @@ def told(call):
 
 def train(step, name, model="layer", steps=3):
     model = quantized(name, model)
-    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
     for _ in range(steps):
         step(model, optimizer, X)
 
@@ -179,6 +180,8 @@ def test_linen_refuses_what_loses_statistics(name, program):
     given = variables["params"], variables.get("fp8jax_statistics", {})
     with pytest.raises(ValueError, match=r"'fp8jax_scaling' is not mutable. Write .*argnums=\(0, 1\), has_aux=True"):
         program(jax.grad(lambda *given: of(*given, mutable=False), argnums=(0, 1)))(*given)
+    with pytest.raises(ValueError, match="is not mutable"):  # also where states are differentiated, too
+        program(jax.grad(lambda variables: jnp.mean(model.apply(variables, X) ** 2)))(variables)
     if name == "te_delayed":
         with pytest.raises(ValueError, match=LOST):
             program(jax.grad(of))(*given)
