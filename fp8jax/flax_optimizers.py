@@ -1,10 +1,9 @@
 """Flax's optimizers with the fused step, and the end of a step, which they and hand-written steps have in common."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import optax
 from flax import errors, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -15,32 +14,34 @@ from flax.traverse_util import flatten_dict
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
-from fp8jax.modules.scaled import GradientStatistic, LayerScaling, advance_scaling, give_bounds, observed_operands
+from fp8jax.modules.scaled import LayerScaling, advance_scaling, observed_operands
+from fp8jax.modules.weight_bounds import give_bounds
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import bounds_of
 from fp8jax.rewrite.rules import Rules
+from fp8jax.rewrite.training import ADVANCE, BOUNDS, TrainingRecord
 
 
 def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis_name: AxisNames = None) -> None:
     """Ends a step of a model whose recipe has a state, in place; of another it does nothing. Call it after the update.
 
-        grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)))(model)
+        loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
 
     Histories and thresholds advance by what the step has seen (`advance_scaling`), and weights of automatic scaling get
     the bounds of an optimizer that follows them (`set_weight_bounds`); others are measured in each call, or once by
     `fp8jax.nnx.measure_weights`, where nobody trains them.
-    `fp8jax.nnx.Optimizer` does it in its `update`.
+    `fp8jax.nnx.Optimizer` does it in its `update`. Layers that were not called since the last step stay as they are.
 
     Args:
         model: what `fp8jax.nnx.quantize` returned.
-        grads: gradients of the step, with those of `GradientStatistic` where the recipe observes gradients.
+        grads: gradients of the step, as `fp8jax.nnx.value_and_grad` gives them, or with those of `GradientStatistic`.
         opt_state: of the optimizer of the model's parameters, after the update.
         axis_name: as of `advance_scaling`.
 
     Raises:
-        ValueError: gradients lack statistics that the recipe observes, or the optimizer's state is of another model.
+        ValueError: the optimizer's state is of another model.
     """
     if any(map(observed_operands, _recipes(model))):
         advance_scaling(model, grads, axis_name=axis_name)
@@ -113,11 +114,10 @@ class FusedOptimizer(nnx.Optimizer):
     to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter. A
     transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
 
-    A step ends for the model's scalings, too, as by `fp8jax.nnx.end_step`: statistics among the gradients enter its
-    states, and so does what thresholds of INT8 have seen; weights of automatic scaling get the bounds of a tracked
-    `tx`, such as `fp8jax.optimizer("moss", ...)`, when the optimizer is made, too. Calls by hand besides change
-    nothing. Each of several optimizers of a model would end the step: call `advance_scaling` once before them, whose
-    gradients have no statistics.
+    A step ends for the model's scalings, too, as by `fp8jax.nnx.end_step`: what layers have observed enters their
+    states. Weights of automatic scaling get the bounds of a tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, also
+    when the optimizer is made. Calls by hand besides change nothing, and of several optimizers of a model the first one
+    ends the step. Take gradients with `fp8jax.nnx.value_and_grad`: Flax's own raises under delayed scaling.
 
     Args:
         model: the module whose variables are trained.
@@ -138,6 +138,7 @@ class FusedOptimizer(nnx.Optimizer):
         # optimizer's shapes alone, it cannot be told; the first update does.
         with contextlib.suppress(errors.TraceContextError):
             _give(model, self.opt_state)
+            _ends_steps(model, self.opt_state)
 
     def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
         """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
@@ -147,23 +148,19 @@ class FusedOptimizer(nnx.Optimizer):
 
         Args:
             model: the module that the optimizer was made of.
-            grads: gradients of the variables in `wrt`, with or without those of `GradientStatistic`.
+            grads: gradients of the variables in `wrt`, and maybe of others, as of `GradientStatistic`.
             arguments: of the step: `key`, `factor`, `applied`; of a transformation without one, of its `update`.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
         """
         how = {"graph": self.graph} if hasattr(self, "graph") else {}
-        observed = jax.tree.leaves(nnx.state(grads, GradientStatistic, **how)) or _keep_thresholds(_recipes(model))
         params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
         params, state = _stepped(self.tx, gradients, nnx.as_pure(self.opt_state), params, nnx.as_pure(arguments))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(state, **how))
         self.step[...] += 1
-        if observed:
-            end_nnx_step(model, grads, state)
-        else:
-            _give(model, state)
+        end_nnx_step(model, nnx.state(grads, **how), state)
 
 
 def _recipes(model: Any) -> list[Linear]:
@@ -171,17 +168,20 @@ def _recipes(model: Any) -> list[Linear]:
     return [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
 
 
+def _ends_steps(model: Any, opt_state: Any) -> None:
+    """Records that each update of the model's optimizer ends a step."""
+    bounds = [BOUNDS] if bounds_of(nnx.as_pure(opt_state)) is not None else []
+    record = TrainingRecord(frozenset([ADVANCE, *bounds]))
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, LayerScaling):
+            module.record = record
+
+
 def _give(model: Any, opt_state: Any) -> None:
     """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
     bounds = bounds_of(nnx.as_pure(opt_state))
     if bounds is not None and any(linear.tracked for linear in _recipes(model)):
         give_bounds(model, bounds)
-
-
-def _keep_thresholds(layers: Sequence[Linear]) -> bool:
-    """Whether all that layers observe moves thresholds; where nothing was seen since a step's end, none moves."""
-    seen = [layer.states[operand] for layer in layers for operand in observed_operands(layer)]
-    return bool(seen) and all(state.decides for state in seen)
 
 
 class FusedTrainState(train_state.TrainState):

@@ -2,6 +2,8 @@
 
 from fp8jax.flax_optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.flax_optimizers import end_nnx_step as _end_step
+from fp8jax.modules.gradients_nnx import grad as grad
+from fp8jax.modules.gradients_nnx import value_and_grad as value_and_grad
 from fp8jax.modules.lora_nnx import adapters as adapters
 from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora
@@ -11,9 +13,9 @@ from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
 from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
 from fp8jax.modules.scaled import advance_scaling as advance_scaling
-from fp8jax.modules.scaled import measure_weights as measure_weights
-from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
 from fp8jax.modules.untrained import UntrainedVariable as UntrainedVariable
+from fp8jax.modules.weight_bounds import measure_weights as measure_weights
+from fp8jax.modules.weight_bounds import set_weight_bounds as set_weight_bounds
 from fp8jax.modules.weights import quantize_weights as quantize_weights
 
 Optimizer = _FusedOptimizer

@@ -44,10 +44,18 @@ import jax
 import pytest
 
 from fp8jax.ops import traced
+from fp8jax.rewrite import training
 from tests.kernels import h200
 
 # The kernels for Hopper and their interpreter are of jax 0.11.
 collect_ignore = ["kernels/test_matmul.py"] if jax.__version_info__ < (0, 11) else []
+
+
+@pytest.fixture
+def inspected() -> Iterator[None]:
+    """Gradients are looked at, and no model is trained: statistics of scalings may be lost."""
+    with training.inspected():
+        yield
 
 
 @pytest.fixture

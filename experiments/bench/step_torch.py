@@ -77,8 +77,8 @@ def measured(
     if done.returncode or not told:
         print(f"  torch's arms ended with code {done.returncode}: rows left out", flush=True)
     found = [json.loads(line.removeprefix(_MARK)) for line in told]
-    times = lambda of: (timing.Seconds(of[name]) for name in ("late", "synchronised"))  # noqa: E731
-    return {of["arm"]: TorchTimes(*times(of), tuple(of["memory"])) for of in found}
+    return {of["arm"]: TorchTimes(timing.Seconds(of["late"]), timing.Seconds(of["synchronised"]), tuple(of["memory"]))
+            for of in found}  # fmt: skip
 
 
 def main(asked: str) -> None:

@@ -88,7 +88,7 @@ class StudyModel(NamedTuple):
 
 
 def _llama(shape: tuple[int, ...], vocab: int, rngs: nnx.Rngs) -> nnx.Module:
-    return plain.PlainLlama(vocab, *shape, rngs)  # type: ignore[arg-type]
+    return plain.PlainLlama(vocab, *shape, rngs)  # type: ignore[arg-type, call-arg]
 
 
 def _gpt(rngs: nnx.Rngs) -> nnx.Module:

@@ -15,11 +15,11 @@ from flax.traverse_util import flatten_dict
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
-from fp8jax.modules import training
 from fp8jax.modules.matrices import is_matrix, not_a_model
 from fp8jax.modules.program import Program, abstract, inspect, mean_square, split_abstract
 from fp8jax.modules.report import ContextEntry, Layer, Report
 from fp8jax.ops import kernels
+from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import gained, kept_bytes
 from fp8jax.rewrite.planned import CallPlan, Notices

@@ -19,12 +19,20 @@ from jax.tree_util import GetAttrKey, keystr
 
 from fp8jax.core import products
 from fp8jax.core.recipe import Linear
-from fp8jax.modules import training
 from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted
 from fp8jax.modules.calls import transformed as as_function
-from fp8jax.modules.scaled import nothing_seen
-from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, absent_beside_others, variables_path
+from fp8jax.modules.scaled import nothing_seen, observed_operands
+from fp8jax.modules.scaled_linen import (
+    NOT_MUTABLE,
+    SCALING,
+    STATISTICS,
+    STATISTICS_LOST,
+    absent,
+    absent_beside_others,
+    variables_path,
+)
 from fp8jax.ops.scaled import ScalingState, observes
+from fp8jax.rewrite import training
 from fp8jax.rewrite.held import is_held, leaf_in
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered
@@ -89,7 +97,8 @@ def transformed(method: Callable, root: Root, notices: Notices) -> Callable:
         for use, linear in planned.uses.items():
             if linear.states:
                 number, place = lifted.places[use.path]
-                held[use.path] = _read(others[number], place, linear, use, lifted.call.params.get(use.path))
+                weight, mutable = lifted.call.params.get(use.path), lifted.mutable[number]
+                held[use.path] = _read(others[number], place, linear, use, weight, mutable)
         results, observed = planned.with_held(held)
         y, (params, written) = jax.tree.unflatten(results.structure, joined(results.leaves, iter(results.arrays)))
         written = tuple(unfreeze(collections) for collections in written)
@@ -308,7 +317,9 @@ def _watched() -> bool:
         return True
 
 
-def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use, weight: Any) -> ParameterState:
+def _read(
+    collections: Mapping[str, Any], place: Place, linear: Linear, use: Use, weight: Any, mutable: bool
+) -> ParameterState:
     """What the variables of a scaling hold for the products with a parameter, which is `weight` in this call."""
     path = variables_path(place)
     own, slot = _find(collections, SCALING, path), _find(collections, STATISTICS, path).get("slot")
@@ -316,9 +327,17 @@ def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use
     if not set(names.values()) <= set(own) or (slot is None and observes(linear, "dy")):
         raise _absent(place, linear, initializing=False, others=bool(collections.get(SCALING)))
     state = ScalingState(**{operand: own[name] for operand, name in names.items()})
+    layer, names_of = "/".join(place[:-1]) or "the layer", scaling_names(linear)
+    if slot is not None:
+        slot = training.require_statistics(slot, weight, STATISTICS_LOST.format(layer=layer, names=names_of))
+    if observing := observed_operands(linear):
+        read = getattr(state, observing[0])
+        if not mutable:
+            read = training.forbid_training(read, weight, NOT_MUTABLE.format(layer=layer, names=names_of))
+        read = training.read_state(read, (weight, slot), layer, names_of, "linen")
+        state = state._replace(**{observing[0]: read})
     if linear.tracked and state.w is not None:
-        layer, names_of = "/".join(place[:-1]) or "the layer", scaling_names(linear)
-        state = state._replace(w=training.observed(state.w, layer, names_of, "linen", training.BOUNDS, weight))
+        state = state._replace(w=training.read_state(state.w, weight, layer, names_of, "linen", training.BOUNDS))
     return ParameterState(linear, use.stacked, state, slot)
 
 
@@ -340,7 +359,6 @@ def _note(collections: dict[str, Any], place: Place, linear: Linear, noted: Note
     """Merges what products have observed into what was seen before."""
     variables: Any = _find(collections, SCALING, variables_path(place))
     for operand, value in noted.items():
-        value = training.observed(value, "/".join(place[:-1]) or "the layer", scaling_names(linear), "linen")
         variables[f"seen_{operand}"] = linear.states[operand].merged(variables[f"seen_{operand}"], value)
 
 

@@ -22,7 +22,9 @@ from fp8jax.modules.scaled import (
     observed_operands,
     state_name,
 )
+from fp8jax.modules.tabulated_nnx import MARK, marked
 from fp8jax.modules.untrained import UntrainedVariable, as_written
+from fp8jax.rewrite import training
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.states import ParameterState
@@ -71,6 +73,8 @@ def quantized_class(written: Any, settings: QuantizedAs) -> type:
     body |= {"_fp8jax_written": written, "_fp8jax_settings": settings}
     body["_fp8jax_notices"] = Notices() if settings.whole else None
     body |= {name: _method(written, name, settings) for name in settings.methods if callable(getattr(written, name, 0))}
+    method = _as_written(written, "__call__", settings) if settings.whole and "__call__" in body else None
+    body[MARK] = marked(written, method, _remove_holders)
     meta: Any = _metaclass(type(written))  # type: ignore[arg-type]
     return meta(written.__name__, (written,), body, pytree=written._pytree__is_pytree)  # type: ignore[no-any-return]
 
@@ -157,9 +161,9 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
 
     Outside of a compiled function a call is compiled, once for each structure of its arguments, as `nnx.jit` does it:
     Python numbers among them are settings. A recipe with delayed scaling, or `int8_fallback`, adds variables to its
-    layers; `fp8jax.nnx.advance_scaling` says how to train them. They stand in the layer's `dot_general` or `einsum_op`;
-    of classes of a model's own for each parameter NAME of two axes or more in `fp8jax_NAME`, and these must not be
-    stacked by `nnx.vmap` then. No product may have batch axes under such a recipe.
+    layers, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They stand in `dot_general` or `einsum_op` of the
+    layer; of classes of a model's own for each parameter NAME of two axes or more in `fp8jax_NAME`, and these must not
+    be stacked by `nnx.vmap` then. No product may have batch axes under such a recipe.
 
     A recipe, not a rule, leaves embeddings, output heads and routers alone: by their usual names, and by what becomes
     of their results in the call: the model returns a head's, and softmax, top_k or argmax reads a router's.
@@ -195,11 +199,11 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
             raise ValueError(f"no module of the model has the method {name!r} that methods= names")
     quantized = nnx.clone(model)
     submodules = modules(quantized)
-    products = chosen(submodules, each)
+    products, record = chosen(submodules, each), training.TrainingRecord()
     for holder, name, linear in products.values():
         # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
         if observed_operands(linear) or (linear.states and isinstance(submodules[holder], LAYERS[:2])):
-            _hold(submodules, holder, name, linear)
+            _hold(submodules, holder, name, linear, record)
     taken = {holder for holder, _, _ in products.values()} | set(_contexts(submodules, each))
     for path, module in submodules.items():
         inside = any(not path or holder == path or holder.startswith(f"{path}/") for holder in taken)
@@ -296,7 +300,7 @@ def beside(found: dict[str, Any], holder: str, name: str) -> tuple[Any, str]:
     return found[holder], name
 
 
-def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear) -> None:
+def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear, record: training.TrainingRecord) -> None:
     """Puts the state of a parameter's products beside it."""
     value = params(found[holder])[name].get_value()
     layer, name = beside(found, holder, name)
@@ -305,10 +309,10 @@ def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear) -> None
         einsum = isinstance(layer, nnx.Einsum)
         place = "einsum_op" if einsum else "dot_general"
         how: Any = {"written": getattr(layer, place), "product": jnp.einsum if einsum else lax.dot_general}
-        scaling = LayerScaling(linear, value, name, stacked_axes(layer), f"an nnx.{cls}", **how)
+        scaling = LayerScaling(linear, value, name, stacked_axes(layer), f"an nnx.{cls}", record=record, **how)
     else:
         place = state_name(name.replace("/", "_"))
-        scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}")
+        scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
     setattr(layer, place, nnx.data(scaling))
 
 
@@ -341,15 +345,20 @@ def unquantize(model: Model) -> Model:
         raise ValueError("the model has adapters: take fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
     plain = nnx.clone(model)
     for module in modules(plain).values():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Holder):
-                if value.product is None:
-                    delattr(module, name)
-                else:
-                    setattr(module, name, nnx.static(value.written))
+        _remove_holders(module)
         if settings_of(module):
             object.__setattr__(module, "__class__", _written(module))
     return plain
+
+
+def _remove_holders(module: nnx.Module) -> None:
+    """Takes what a module holds for its products out of it, in place."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Holder):
+            if value.product is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, nnx.static(value.written))
 
 
 def plan_of(model: Any, args: Any, kwargs: Any) -> CallPlan:

@@ -1,5 +1,6 @@
 """Layers whose scaling keeps a state: one product for NNX and Linen, and the state's variables in NNX models."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,20 @@ from flax import nnx
 from jax import Array
 
 from fp8jax.core.recipe import Linear
-from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.modules import training
+from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge
-from fp8jax.rewrite.bounds import Bound, known_bounds, stacked_bound
+from fp8jax.rewrite import training
 from fp8jax.rewrite.states import Noted, ParameterState, first_state, scaling_names
 
 OWN = "fp8jax_"
+_STATISTICS = (
+    "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
+    "is not taken of it. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions; or "
+    "differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic), and give all of the gradients to "
+    "fp8jax.nnx.end_step. After model.eval() gradients are taken with scales as they are"
+)
 
 
 def observed_operands(linear: Linear) -> list[str]:
@@ -35,6 +41,8 @@ def advanced(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The states of a layer after a step, by operand, and what is seen then: nothing.
 
+    A layer that was not called since its last step keeps its states, so that a step may be ended twice.
+
     Args:
         linear: its recipe.
         state: before the step.
@@ -45,7 +53,25 @@ def advanced(
     if axis_name is not None:
         observed = {o: linear.states[o].over_replicas(value, axis_name) for o, value in observed.items()}
     new = update_scaling(state, Observed(**observed), linear)._asdict()
-    return {operand: value for operand, value in new.items() if value is not None}, seen
+    states = {operand: value for operand, value in new.items() if value is not None}
+    called = _called(linear, observed)
+    return {
+        o: _where(called, value, getattr(state, o)) if o in observed else value for o, value in states.items()
+    }, seen
+
+
+def _called(linear: Linear, observed: Mapping[str, Array]) -> Array | None:
+    """Whether a layer was called since its last step, (*stacked,); None where its states tell that by themselves."""
+    magnitudes = {o: value for o, value in observed.items() if not linear.states[o].decides}
+    forward = {o: value for o, value in magnitudes.items() if o != "dy"} or magnitudes
+    each = [jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].statistic), v.ndim))) for o, v in forward.items()]
+    return functools.reduce(jnp.logical_or, each) if each else None
+
+
+def _where(called: Array | None, new: Array, old: Array | None) -> Array:
+    if called is None or old is None:
+        return new
+    return jnp.where(jnp.expand_dims(called, tuple(range(called.ndim, new.ndim))), new, old)
 
 
 class ScalingVariable(nnx.Variable):
@@ -53,7 +79,10 @@ class ScalingVariable(nnx.Variable):
 
 
 class GradientStatistic(nnx.Variable):
-    """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer."""
+    """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer.
+
+    Its value is the largest cotangent since the last step, where `fp8jax.nnx.value_and_grad` or `grad` took gradients.
+    """
 
 
 class QuantizedWeightVariable(nnx.Variable):
@@ -116,7 +145,9 @@ class LayerScaling(Holder):
     Attributes:
         x, w, dy, or as `Stateful.variable` names them: states, fp32, with the leading axes of stacked layers.
         seen_x, seen_w: what the calls since the last update observed, fp32.
-        slot: fp32 (...), zeros.
+        slot: fp32 (...), the largest magnitude of the output's gradients since the last update, as `value_and_grad` of
+            `fp8jax.nnx` has seen it.
+        record: what is known of the training of the model.
         use_running_average: read the states and note nothing, as `model.eval()` sets it.
 
     Args:
@@ -126,6 +157,7 @@ class LayerScaling(Holder):
         stacked: how many of its first axes are those of stacked layers.
         kind: of layer, for messages; no path, because layers that differ in nothing else share their traces.
         written, product: as of `Holder`.
+        record: one for all layers of a model.
     """
 
     def __init__(
@@ -137,9 +169,10 @@ class LayerScaling(Holder):
         kind: str = "a layer",
         written: Any = None,
         product: Any = None,
+        record: training.TrainingRecord | None = None,
     ) -> None:
         super().__init__(linear, weight, written, product)
-        self.kind = kind
+        self.kind, self.record = kind, record or training.TrainingRecord()
         self.use_running_average = False
         layers = kernel.shape[:stacked]
 
@@ -170,16 +203,23 @@ class LayerScaling(Holder):
 
     def given(self, weight: Any) -> ParameterState:
         slot, state = self.slot[...] if hasattr(self, "slot") else None, self.state()
-        if self.linear.tracked and state.w is not None and not self.use_running_average:
-            of: Any = {"names": scaling_names(self.linear), "call": training.BOUNDS, "weight": weight}
-            state = state._replace(w=training.observed(state.w, self.kind, **of))
+        if not self.use_running_average:
+            names = scaling_names(self.linear)
+            if slot is not None:
+                slot = training.require_statistics(slot, weight, _STATISTICS.format(layer=self.kind, names=names))
+            of: Any = {"layer": self.kind, "names": names, "record": self.record}
+            if observed_operands(self.linear):
+                operand = "x" if state.x is not None else observed_operands(self.linear)[0]
+                read = training.read_state(getattr(state, operand), (weight, slot), **of)
+                state = state._replace(**{operand: read})
+            if self.linear.tracked and state.w is not None:
+                state = state._replace(w=training.read_state(state.w, weight, call=training.BOUNDS, **of))
         return super().given(weight)._replace(state=state, slot=slot)
 
     def note(self, observed: Noted) -> None:
         if self.use_running_average:
             return
         for operand, value in observed.items():
-            value = training.observed(value, self.kind, scaling_names(self.linear))
             seen = getattr(self, f"seen_{operand}")
             seen[...] = self.linear.states[operand].merged(seen[...], value)
 
@@ -188,6 +228,8 @@ class LayerScaling(Holder):
         for operand in ("x", "w"):
             if observes(self.linear, operand):
                 setattr(self, f"seen_{operand}", getattr(other, f"seen_{operand}"))
+        if hasattr(self, "slot"):
+            self.slot = other.slot
 
     def state(self) -> ScalingState:
         return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
@@ -197,36 +239,41 @@ class LayerScaling(Holder):
         variable: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
         return variable
 
-    def advance(self, dy: Array | None, axis_name: AxisNames = None) -> None:
+    def note_gradient(self, dy: Array) -> None:
+        """Merges the largest magnitude of the output's gradient into the slot."""
+        self.slot[...] = jnp.maximum(self.slot[...], dy)
+
+    def advance(self, axis_name: AxisNames = None) -> None:
         """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
-        observed = {o: getattr(self, f"seen_{o}")[...] for o in ("x", "w") if observes(self.linear, o)}
-        observed |= {} if dy is None else {"dy": dy}
-        states, seen = advanced(self.linear, self.state(), observed, axis_name)
+        names = {o: "slot" if o == "dy" else f"seen_{o}" for o in observed_operands(self.linear)}
+        observed = {o: getattr(self, name)[...] for o, name in names.items()}
+        states, _ = advanced(self.linear, self.state(), observed, axis_name)
         for operand, state in states.items():
             getattr(self, self.linear.states[operand].variable(operand))[...] = state
-        for operand, value in seen.items():
-            getattr(self, f"seen_{operand}")[...] = value
+        for operand, name in names.items():
+            getattr(self, name)[...] = jnp.zeros_like(observed[operand])
 
 
 Holder.VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
 
 
-def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: AxisNames = None) -> nnx.State:
+def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None) -> Any:
     """Ends a step of a model whose scaling observes its operands, such as delayed scaling: updates its states in place.
 
-    Differentiate with respect to parameters and statistics, and give the optimizer what this returns:
+        loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
+        fp8jax.nnx.advance_scaling(model)
+        optimizer.update(model, grads)
 
-        wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
-        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, batch)
-        optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+    Under gradient accumulation call it once a step: `fp8jax.nnx.value_and_grad` merges the statistics of microbatches.
+    Of gradients that `nnx.grad` took with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)` merge the
+    statistics by maximum, and give them in `grads`. Under data parallelism in `jax.shard_map` give `axis_name`. A layer
+    that was not called since its last step keeps its states.
 
-    Under gradient accumulation call it once a step, with the statistics of the microbatches merged by maximum
-    (gradients are summed); under data parallelism in `jax.shard_map`, with `axis_name`. Where a model is trained and
-    this is never called, a warning says so, once in a process.
+    A program that trains a model and never calls it is warned of.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
-        grads: gradients of `nnx.Any(nnx.Param, GradientStatistic)`.
+        grads: gradients of a step, with or without statistics, or None.
         axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged: largest magnitudes by
             maximum, counts by sum.
 
@@ -234,117 +281,29 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: AxisNames
         The gradients without the statistics.
 
     Raises:
-        ValueError: the model has no such scaling, or `grads` lacks its statistics.
+        ValueError: the model has no such scaling.
     """
     layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)]
     layers = [(path, m) for path, m in layers if observed_operands(m.linear)]
     if not layers:
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
-    training.settles(training.ADVANCE)
-    statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
-    seen = dict(nnx.to_flat_state(statistics))
-    for path, module in layers:
-        if not hasattr(module, "slot"):
-            module.advance(None, axis_name)
-            continue
-        if (*path, "slot") not in seen:
-            raise ValueError("differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)")
-        leaf = seen[(*path, "slot")]
-        module.advance(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf), axis_name)
+    for record in {m.record for _, m in layers}:
+        training.advances(training.ADVANCE, record)
+    rest = None if grads is None else note_gradients(model, grads)
+    for _, module in layers:
+        module.advance(axis_name)
     return rest
 
 
-def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """Gives the layers of a model with automatic weight scaling their bounds, in place: call it after each update.
-
-    `fp8jax.nnx.Optimizer` does so by itself. For Flax's:
-
-        optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weights()), wrt=nnx.Param)
-        optimizer.update(model, grads)
-        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
-
-    Evaluation reads the bounds, which are part of the model's state and of its checkpoints. A model that was never
-    given any measures its weights in each call, as they are then.
-
-    Args:
-        model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
-        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the model's parameters.
-
-    Raises:
-        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
-    """
-    training.settles(training.BOUNDS)
-    for path, layer in _tracked(model):
-        _set_bound(layer, path, bounds.get(path))
-
-
-def give_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds.
-
-    Raises:
-        ValueError: the model has no layer with automatic weight scaling, or the optimizer follows none of its weights.
-    """
-    training.settles(training.BOUNDS)
-    tracked = _tracked(model)
-    if bounds and not any(path in bounds for path, _ in tracked):
-        # One of embeddings or a head alone follows these.
-        own = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
-        if not own & set(bounds):
-            _set_bound(tracked[0][1], tracked[0][0], None)
-    for path, layer in tracked:
-        if path in bounds:
-            _set_bound(layer, path, bounds[path])
-
-
-def _set_bound(layer: LayerScaling, path: Sequence[str], bound: Array | None) -> None:
-    variable = layer.tracked()
-    variable[...] = stacked_bound(bound, "/".join(path), variable[...].shape)
-
-
-def measure_weights(model: nnx.Module) -> None:
-    """Measures the weights of a model with automatic weight scaling, in place: of one that was given bounds before, for
-    parameters that were loaded since. Of one that was not, so that calls need not measure them.
-
-    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
-
-    Raises:
-        ValueError: the model has no layer with automatic weight scaling.
-    """
-    weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    for path, layer in _tracked(model):
-        _set_bound(layer, path, Automatic().measure(weights[path][...]))
-
-
-def with_known_bounds(model: nnx.Module) -> None:
-    """Measures weights that nobody has given a bound, in place; others are not read."""
-    weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    layers = _tracked(model)
-    tracked = {
-        "/".join(path): Bound(layer.linear, layer.stacked(), weights[path][...], layer.tracked()[...])
-        for path, layer in layers
-        if path in weights
-    }
-    bounds = known_bounds(tracked)
-    for path, layer in layers:
-        if path in weights:
-            layer.tracked()[...] = bounds["/".join(path)]
-
-
-def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
-    """The products with automatic weight scaling, each with the path of its weight: of a tied one, that in states."""
-    layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling) and m.linear.tracked]
-    if not layers:
-        raise ValueError("the model has no layer with automatic weight scaling")
-    own: dict[tuple[str, ...], nnx.Variable] = {}
-    first: dict[int, tuple[str, ...]] = {}
-    for place, node in nnx.iter_graph(model):
-        path = tuple(map(str, place))
-        if isinstance(node, nnx.Variable):
-            first[id(node)] = path
-        elif isinstance(node, nnx.Module):
-            own |= {(*path, name): value for name, value in vars(node).items() if isinstance(value, nnx.Variable)}
-    weights = [(m.weight_path(path), m) for path, m in layers]
-    return [(first[id(own[path])] if path in own else path, m) for path, m in weights]
+def note_gradients(model: Any, grads: Any) -> Any:
+    """The gradients without statistics; these are merged into the slots of the model, in place."""
+    statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
+    seen = dict(nnx.to_flat_state(statistics))
+    for path, module in nnx.iter_modules(model) if seen else ():
+        leaf = seen.get((*path, "slot"))
+        if leaf is not None and isinstance(module, LayerScaling):
+            module.note_gradient(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf))
+    return rest
 
 
 def state_name(weight: str) -> str:

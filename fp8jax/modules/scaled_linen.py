@@ -10,7 +10,6 @@ from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.modules import training
 from fp8jax.modules.scaled import (
     OWN,
     advanced,
@@ -19,10 +18,25 @@ from fp8jax.modules.scaled import (
     weight_path,
 )
 from fp8jax.ops.scaled import ScalingState, observes
+from fp8jax.rewrite import training
 from fp8jax.rewrite.bounds import stacked_bound
 from fp8jax.rewrite.rules import Rules, ordered
+from fp8jax.rewrite.states import scaling_names
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
+_STEP = (
+    "Write (loss, new), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(params, statistics), "
+    'where loss_fn calls apply(..., mutable=["fp8jax_scaling"]) and returns what that has written, and then '
+    'fp8jax.linen.end_step(new["fp8jax_scaling"], seen, opt_state, rules), which fp8jax.linen.TrainState does'
+)
+NOT_MUTABLE = (
+    "{layer} has {names} scaling and is trained, and what it observes is lost: the collection 'fp8jax_scaling' is not "
+    f"mutable. {_STEP}"
+)
+STATISTICS_LOST = (
+    "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
+    f"is not taken of the collection 'fp8jax_statistics'. {_STEP}"
+)
 
 
 def absent(linear: Linear, initializing: bool) -> str:
@@ -89,7 +103,7 @@ def advance_scaling(
     Raises:
         ValueError: the two collections are not of the same layers, or the rules are missing.
     """
-    training.settles(training.ADVANCE)
+    training.advances(training.ADVANCE)
     flat, slots = flatten_dict(scaling), flatten_dict(statistics)
     layers = {path[:-1] for path in flat}
     others = {path[:-1] for path in slots}
@@ -99,7 +113,12 @@ def advance_scaling(
         own = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
         linear = _linear(layer, own, rules)
         observing = observed_operands(linear)
-        if ("dy" in observing) != (layer in others):
+        if "dy" in observing and layer not in others:
+            raise ValueError(
+                f"{'/'.join(layer_path(layer)) or 'the layer'} has {scaling_names(linear)} scaling, and there are no "
+                f"statistics of the gradients of its output: give those of the collection 'fp8jax_statistics'. {_STEP}"
+            )
+        if layer in others and "dy" not in observing:
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
         states = {operand: own[part.variable(operand)] for operand, part in linear.states.items()}
         observed = {o: slots[*layer, "slot"] if o == "dy" else own[f"seen_{o}"] for o in observing}
@@ -140,7 +159,7 @@ def give_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Arr
 
 def _tracked(scaling: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
     """By the path of each bound in the collection that of its weight."""
-    training.settles(training.BOUNDS)
+    training.advances(training.BOUNDS)
     name = Automatic().variable("w")
     tracked = {path: weight_path(path[:-1]) for path in flatten_dict(scaling) if path[-1] == name}
     if not tracked:

@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functional import kernel_axes
 from fp8jax.modules.nnx import settings_of
-from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables, with_known_bounds
+from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables
 from fp8jax.modules.untrained import UntrainedVariable
+from fp8jax.modules.weight_bounds import with_known_bounds
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import weight_scale
 from fp8jax.ops.sharding import merge
@@ -44,7 +45,7 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
 
         held = fp8jax.nnx.quantize_weights(model)
         for batch in microbatches:  # or nnx.scan
-            grads = nnx.grad(loss_fn)(held, batch)  # of nnx.Param, whose tree is the model's
+            grads = fp8jax.nnx.grad(loss_fn)(held, batch)  # of nnx.Param, whose tree is the model's
 
     What calls of the copy observe, for scalings with a state, the model has seen: end the step with the model itself.
 

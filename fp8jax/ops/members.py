@@ -61,7 +61,8 @@ def settled(
     scalars = {name: x for name, x in vars(adam).items() if name in _READ and isinstance(x, Array)}
 
     def settle(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
-        own = dataclasses.replace(adam, **dict(zip(scalars, values, strict=True)))
+        read: dict[str, Any] = dict(zip(scalars, values, strict=True))
+        own = dataclasses.replace(adam, **read)
         count = jnp.asarray(own.count, jnp.float32)
 
         def peak(x: Array) -> Array:

@@ -88,11 +88,15 @@ class PlannedCall(NamedTuple):
         if self.plan.refused:
             raise ValueError(self.plan.refused)
 
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The parameters, by their paths."""
+        return {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
+
     def init(self) -> States:
         """The states of scalings before the first step; see `Transformed.init`."""
         self._check()
-        weights = {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
-        return init(self.uses, weights)
+        return init(self.uses, self.weights)
 
     def run(self, given: Mapping[Any, Given], *, noting: bool) -> tuple[Any, Any]:
         """The function's results; `noting`, also what uses observed, else that is the gradient of their slots.

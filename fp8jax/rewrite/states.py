@@ -20,7 +20,7 @@ from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
-from fp8jax.rewrite import primitives
+from fp8jax.rewrite import primitives, training
 from fp8jax.rewrite.graph import Graph, Node, Value
 
 
@@ -257,9 +257,38 @@ def _spread_back(uses: tuple[tuple[Level, ...], ...], _: None, cotangents: tuple
 _spread.defvjp(lambda slot, uses: (_spread(slot, uses), None), _spread_back)
 
 
-def by_use(states: States) -> dict[tuple[str, int], Given]:
-    """What each use of a parameter reads and where its observations go."""
-    return {(path, i): Given(t.state, slots) for path, t in states.items() for i, slots in enumerate(t.slots)}
+_STATISTICS = (
+    "{path} has {names} scaling: what a call observes is the gradient of its states, and this gradient is not taken of "
+    "them. Write grads, observed = jax.grad(lambda p, s: ..., argnums=(0, 1))(params, states), with states=s in the "
+    "call, and then states = fast.advance(states, observed)"
+)
+
+
+def by_use(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], Given]:
+    """What each use of a parameter reads and where its observations go.
+
+    Args:
+        states: by the paths of parameters.
+        weights: the parameters of the call.
+    """
+    found = {path: _trained(path, tracked, weights.get(path)) for path, tracked in states.items()}
+    return {(path, i): Given(t.state, slots) for path, t in found.items() for i, slots in enumerate(t.slots)}
+
+
+def _trained(path: str, tracked: TrackedScaling, weight: Any) -> TrackedScaling:
+    """The scaling of a parameter, as it is, read in a call; see `fp8jax.rewrite.training`."""
+    slots, structure = jax.tree.flatten(tracked.slots)
+    if not slots:
+        return tracked
+    names, (slot, *slots) = scaling_names(tracked.linear), slots
+    slot = training.require_statistics(slot, weight, _STATISTICS.format(path=path or "the parameter", names=names))
+    (state, *others), whole = jax.tree.flatten(tracked.state)
+    state = training.read_state(state, (weight, slot), path or "the parameter", names, "transform")
+    return dataclasses.replace(
+        tracked,
+        state=jax.tree.unflatten(whole, (state, *others)),
+        slots=jax.tree.unflatten(structure, (slot, *slots)),
+    )
 
 
 def scaling_names(linear: Linear) -> str:

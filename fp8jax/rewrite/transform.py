@@ -11,7 +11,7 @@ import numpy as np
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops import kernels
-from fp8jax.rewrite import unplanned
+from fp8jax.rewrite import training, unplanned
 from fp8jax.rewrite.bounds import with_bounds, with_known_bounds
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
@@ -83,7 +83,7 @@ class Transformed:
         call = self.planned(*args, **kwargs)
         call.warn(self._notices)
         _check_states(states, call.uses)
-        return call.run(by_use(states or {}), noting=False)[0]
+        return call.run(by_use(states or {}, call.weights), noting=False)[0]
 
     def planned(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """A call with its plan; nothing is computed.
@@ -161,6 +161,7 @@ class Transformed:
             observed: the gradient of the step's loss by the states; of microbatches the largest (counts summed).
             axis_name: mesh axes of replicas, where `jax.shard_map` is around the call, whose observations are merged.
         """
+        training.advances(training.ADVANCE)
         return advance(states, observed, axis_name)
 
     def set_weight_bounds(self, states: States, bounds: Mapping[tuple[str, ...], Any]) -> States:

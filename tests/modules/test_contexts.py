@@ -255,6 +255,7 @@ def test_explain_says_what_each_part_keeps():
     assert "norm, activation" not in str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), LINEAR_ONLY))
 
 
+@pytest.mark.usefixtures("inspected")
 def test_layers_with_delayed_scaling_make_their_input_again_too():
     delayed = fp8jax.recipes.te_delayed()
     model, x = Normed("rms", dtype=jnp.bfloat16), inputs()

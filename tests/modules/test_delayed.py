@@ -82,7 +82,7 @@ def test_evaluation_changes_no_state():
 def test_missing_statistics_and_layers_without_state_are_refused():
     model, _ = make()
     with pytest.raises(ValueError, match=r"differentiate with respect to nnx.Any"):
-        fp8jax.nnx.advance_scaling(model, nnx.state(model, nnx.Param))
+        nnx.jit(nnx.grad(loss_of))(model, TOKENS)  # in a loop over layers
     plain = fp8jax.nnx.quantize(Llama(CONFIG, rngs=nnx.Rngs(0)), fp8jax.recipes.te_current())
     with pytest.raises(ValueError, match="no layer with delayed scaling"):
         fp8jax.nnx.advance_scaling(plain, nnx.state(plain, nnx.Param))

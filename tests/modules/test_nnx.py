@@ -57,6 +57,7 @@ def wide(found) -> int:
         QUANTIZED, "fast", "moss", "moss_mx", "coat", "te_delayed", "deepseek", "switchback", "jetfire", "int8_fallback"
     ),
 )
+@pytest.mark.usefixtures("inspected")
 def test_every_linear_of_a_training_step_takes_the_operands_of_the_recipe(name):
     recipe = fp8jax.recipes.get(name)
     loss, params = functional(fp8jax.nnx.quantize(llama(), recipe))

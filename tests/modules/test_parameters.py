@@ -86,8 +86,7 @@ def test_biases_of_nnx_layers_have_their_gradients(recipe):
 
     def gradients(layer):
         target = jax.random.normal(jax.random.key(3), (12, 4, 4))
-        wrt = nnx.DiffState(0, nnx.Param)
-        return nnx.to_pure_dict(nnx.grad(lambda layer: jnp.sum(layer(X) * target), argnums=wrt)(layer))
+        return nnx.to_pure_dict(fp8jax.nnx.grad(lambda layer: jnp.sum(layer(X) * target))(layer))
 
     got, want = gradients(fp8jax.nnx.quantize(layer, recipe)), gradients(layer)
     np.testing.assert_allclose(got["bias"], want["bias"], rtol=1e-5, atol=1e-5)

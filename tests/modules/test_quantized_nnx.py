@@ -1,6 +1,7 @@
 """Quantized NNX models as objects: pickled, tabulated, taken back, called in parts, with adapters and states."""
 
 import dataclasses
+import functools
 import pickle
 
 import jax
@@ -86,15 +87,36 @@ def test_a_class_made_of_a_quantized_one_is_itself():
     np.testing.assert_array_equal(mine(X), 2 * one(X))
 
 
-def test_it_is_tabulated():
-    table = nnx.tabulate(fp8jax.nnx.quantize(model(), TE), X)
-    # Without the widths of columns, which what stands above decides.
-    total, plain = (
-        ["".join(line.split()) for line in text.splitlines() if "Total" in line]
-        for text in (table, nnx.tabulate(model(), X))
-    )
-    assert total == plain
-    assert "Model" in table
+def table(m):
+    """Cells of the table of a model, by row; rules between rows are left out."""
+    text = nnx.tabulate(m, X, console_kwargs={"width": 240, "force_terminal": False})
+    return [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if "│" in line]
+
+
+@functools.cache
+def plain_table():
+    return table(model())
+
+
+@pytest.mark.parametrize("name", ["coat", "te_delayed", "int8_fallback", "moss"])
+def test_its_table_is_that_of_the_model_with_the_recipe_beside_each_layer(name):
+    """The table had the root alone, and with a state it failed."""
+    quantized = fp8jax.nnx.quantize(model(), [fp8jax.Rule("layers/0/up", None), name])
+    wanted, found = plain_table(), table(quantized)
+    layers = {row[1]: row[2] for row in wanted if row[2] == "Linear"}
+    assert len(layers) == 6
+    assert {row[1]: row[2] for row in found if row[1] in layers} == {
+        path: "Linear" if path == "layers/0/up" else f"Linear ({name})" for path in layers
+    }
+    assert [[*row[:2], row[2].split(" (")[0], *row[3:]] for row in found] == wanted
+    assert type(quantized.layers[0].up).__name__ == "Linear"
+    assert eight(settled(quantized)) == (0 if name == "int8_fallback" else 5)
+
+
+def test_the_table_of_a_model_with_adapters_has_its_layers():
+    adapted = fp8jax.nnx.lora(fp8jax.nnx.quantize(model(), COAT), rank=4, alpha=1.0, rngs=nnx.Rngs(1))
+    found = {row[1]: row[2] for row in table(adapted) if row[2].startswith("Linear")}
+    assert found == {f"layers/{i}/{name}": "Linear (coat)" for i in (0, 1) for name in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize("name", ["te_current", "int8_fallback"])

@@ -177,6 +177,7 @@ class ParallelLinen(linen.Module):
 
 
 @pytest.mark.parametrize("recipe", ["coat", "te_current", "te_delayed", "moss", "deepseek"])
+@pytest.mark.usefixtures("inspected")
 def test_attention_and_mlp_side_by_side_share_their_input(recipe):
     graph, state = nnx.split(fp8jax.nnx.quantize(Parallel(nnx.Rngs(0)), recipe))
     model = fp8jax.linen.quantize(ParallelLinen(), recipe)

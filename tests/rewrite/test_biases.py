@@ -129,6 +129,7 @@ def test_an_activation_knows_that_a_bias_asks_for_sums_of_its_cotangents():
 
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "moss"])
+@pytest.mark.usefixtures("inspected")
 def test_layers_whose_scaling_keeps_a_state_take_it_too(recipe):
     fn = lambda p, x: x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)  # noqa: E731
     fast = fp8jax.transform(fn, recipe)

@@ -78,6 +78,7 @@ def test_what_is_left_whole(fn, recipe, monkeypatch):
     assert splits(fn, recipe) == 1
 
 
+@pytest.mark.usefixtures("inspected")
 def test_under_a_scaling_with_a_state_the_whole_is_cut():
     """Whose first step, without a history, is that of current scaling."""
     fast, current = fp8jax.transform(packed, "te_delayed"), fp8jax.transform(packed, "te_current")

@@ -425,6 +425,7 @@ def parts(w, x):
     return turn(turn(x, w[1].T), lax.slice_in_dim(w[0], 0, 20, axis=1)) @ jnp.split(w[2, :20].astype(x.dtype), 2, 1)[1]
 
 
+@pytest.mark.usefixtures("inspected")
 @pytest.mark.parametrize(
     ("fn", "recipe"),
     few(
@@ -486,6 +487,7 @@ def in_a_loop(p, x):
     return lax.scan(lambda x, _: (as_they_lie(p, x), None), x, None, 2)[0]
 
 
+@pytest.mark.usefixtures("inspected")
 @pytest.mark.parametrize(
     ("fn", "recipe", "kept", "made"),
     [

@@ -1,0 +1,73 @@
+"""Gradients of NNX models that keep the statistics of scalings."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from fp8jax.modules.scaled import GradientStatistic, LayerScaling, note_gradients
+
+
+def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
+    """`flax.nnx.value_and_grad` that keeps what a recipe with a state needs to know of gradients.
+
+        loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+
+    For any recipe, or none, values and gradients are those of Flax's function, as are the arguments. Delayed scaling
+    needs the largest magnitude of each layer's output gradient besides. It is merged by maximum into the
+    `fp8jax.nnx.GradientStatistic` variables of the model, in place, as batch statistics are. The gradients hold none of
+    it: their norm, their mean over microbatches and their tree are those of parameters.
+
+    Args:
+        f: a function whose arguments at `argnums` are models, or arrays.
+        argnums: an integer, an `nnx.DiffState`, or a sequence of them.
+        has_aux: whether `f` returns a pair, of which the second part is not differentiated.
+        options: others of `flax.nnx.value_and_grad`.
+    """
+    return _keeping_statistics(nnx.value_and_grad, f, argnums, {"has_aux": has_aux, **options}, last=True)
+
+
+def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
+    """`flax.nnx.grad` that keeps what a recipe with a state needs to know of gradients, as `value_and_grad` does.
+
+    Args:
+        f, argnums, has_aux, options: as of `value_and_grad`.
+    """
+    return _keeping_statistics(nnx.grad, f, argnums, {"has_aux": has_aux, **options}, last=not has_aux)
+
+
+def _keeping_statistics(transform: Callable, f: Callable, argnums: Any, options: Any, last: bool) -> Callable:
+    """A gradient by Flax's function. `last`: gradients are the last part of a pair; else the first."""
+    single = isinstance(argnums, (int, nnx.DiffState))
+    pair = transform is nnx.value_and_grad or options["has_aux"]
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        wanted = [argnums] if single else list(argnums)
+        places = [one.argnum if isinstance(one, nnx.DiffState) else one for one in wanted]
+        found = [i for i, place in enumerate(places) if place < len(args) and _has_slots(args[place])]
+        for i in found:
+            filters = wanted[i].filter if isinstance(wanted[i], nnx.DiffState) else nnx.Param
+            wanted[i] = nnx.DiffState(places[i], nnx.Any(filters, GradientStatistic))
+        result = transform(f, argnums=wanted[0] if single else tuple(wanted), **options)(*args, **kwargs)
+        if not found:
+            return result
+        grads = result[1 if last else 0] if pair else result
+        each = [grads] if single else list(grads)
+        for i in found:
+            each[i] = note_gradients(args[places[i]], each[i])
+        grads = each[0] if single else tuple(each)
+        if not pair:
+            return grads
+        return (result[0], grads) if last else (grads, result[1])
+
+    return call
+
+
+def _has_slots(argument: Any) -> bool:
+    """Whether an argument is a model with statistics of gradients."""
+    if not isinstance(argument, nnx.Module):
+        return False
+    return any(isinstance(m, LayerScaling) and hasattr(m, "slot") for _, m in nnx.iter_modules(argument))
