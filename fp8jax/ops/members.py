@@ -6,6 +6,7 @@ column) has moments that fall without end, and would take the codes away from th
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
