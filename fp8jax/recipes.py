@@ -110,7 +110,7 @@ def te_current() -> Recipe:
 def te_delayed() -> Recipe:
     """Transformer Engine's delayed scaling: scales from the largest magnitudes of the last 1,024 steps.
 
-    Layers have a state: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`.
+    Layers have a state: see `fp8jax.nnx.value_and_grad` and `fp8jax.linen.end_step`.
     """
     return Recipe("te_delayed", optimizer=_PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed"))
 

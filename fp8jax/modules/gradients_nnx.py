@@ -1,7 +1,7 @@
 """Gradients of NNX models that keep the statistics of scalings."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -24,7 +24,8 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
         f: a function whose arguments at `argnums` are models, or arrays.
         argnums: an integer, an `nnx.DiffState`, or a sequence of them.
         has_aux: whether `f` returns a pair, of which the second part is not differentiated.
-        options: others of `flax.nnx.value_and_grad`.
+        options: others of `flax.nnx.value_and_grad`. With `graph=False` or `graph_updates=False` gradients are of all
+            arrays of a model, statistics included.
     """
     return _keeping_statistics(nnx.value_and_grad, f, argnums, {"has_aux": has_aux, **options}, last=True)
 
@@ -48,6 +49,7 @@ def _keeping_statistics(transform: Callable, f: Callable, argnums: Any, options:
         wanted = [argnums] if single else list(argnums)
         places = [one.argnum if isinstance(one, nnx.DiffState) else one for one in wanted]
         found = [i for i, place in enumerate(places) if place < len(args) and _has_slots(args[place])]
+        found = found if _by_state(options) else []
         for i in found:
             filters = wanted[i].filter if isinstance(wanted[i], nnx.DiffState) else nnx.Param
             wanted[i] = nnx.DiffState(places[i], nnx.Any(filters, GradientStatistic))
@@ -64,6 +66,13 @@ def _keeping_statistics(transform: Callable, f: Callable, argnums: Any, options:
         return (result[0], grads) if last else (grads, result[1])
 
     return call
+
+
+def _by_state(options: Mapping[str, Any]) -> bool:
+    """Whether gradients are taken of parts of a model's state. In Flax's tree mode they are of all its arrays."""
+    modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in every version of Flax
+    current = {name: getattr(nnx, setting).current_value() for name, setting in modes.items() if hasattr(nnx, setting)}
+    return all(value if options.get(name) is None else options[name] for name, value in current.items())
 
 
 def _has_slots(argument: Any) -> bool:
