@@ -248,7 +248,7 @@ def _geometric_mean(scale: Array) -> Array:
     magnitude = jnp.abs(scale.astype(jnp.float32))
     counts = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
     logarithms = jnp.log2(jnp.where(counts, magnitude, 1.0))
-    return jnp.exp2(jnp.sum(logarithms) / jnp.maximum(jnp.sum(counts), 1))
+    return jnp.exp2(jnp.sum(logarithms) / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0))
 
 
 def _keep(
