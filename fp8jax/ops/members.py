@@ -6,6 +6,7 @@ column) has moments that fall without end, and would take the codes away from th
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +62,8 @@ def settled(
     scalars = {name: x for name, x in vars(adam).items() if name in _READ and isinstance(x, Array)}
 
     def settle(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
-        own = dataclasses.replace(adam, **dict(zip(scalars, values, strict=True)))
+        given: dict[str, Any] = dict(zip(scalars, values, strict=True))
+        own = dataclasses.replace(adam, **given)
         count = jnp.asarray(own.count, jnp.float32)
 
         def peak(x: Array) -> Array:
