@@ -62,8 +62,8 @@ def settled(
     scalars = {name: x for name, x in vars(adam).items() if name in _READ and isinstance(x, Array)}
 
     def settle(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
-        read: dict[str, Any] = dict(zip(scalars, values, strict=True))
-        own = dataclasses.replace(adam, **read)
+        given: dict[str, Any] = dict(zip(scalars, values, strict=True))
+        own = dataclasses.replace(adam, **given)
         count = jnp.asarray(own.count, jnp.float32)
 
         def peak(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What a mesh changes of an optimizer's state: no bit if devices hold whole groups, rarely one code elsewhere."""
+"""What a mesh changes of an optimizer's state: no bit of whole groups, and rarely one code of groups that it cuts."""
 
 import jax
 import jax.numpy as jnp
