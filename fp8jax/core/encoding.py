@@ -93,7 +93,7 @@ def encode(
     if spec.granularity == "mx":
         micro_shape = spec.micro_shape(x.shape)
         finite = formats.where(jnp.isfinite(y), y, 0)
-        microscale = _microscale(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
+        microscale = powers(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
         # Within fp32's normal numbers: a power is at most the largest element's, over that of a code of 2 or more.
         over = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
         y = y * blocks.spread(over, x.shape, micro_shape)
@@ -159,7 +159,7 @@ def _largest_scale(scale_format: str, name: str) -> float:
     return float(largest)
 
 
-def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
+def powers(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
     """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given."""
     if spec.level1 == "none":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element less that of the format.
