@@ -25,7 +25,7 @@ from fp8jax.rewrite.graph import (
     origin_of,
     readers,
 )
-from fp8jax.rewrite.heads import OUTPUT, Flow
+from fp8jax.rewrite.heads import NARROW, NARROWEST, OUTPUT, Flow, outputs
 from fp8jax.rewrite.held import HeldOperation
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.kept_bytes import kept_bytes
@@ -67,8 +67,9 @@ def plan(
     inner = {p.path for p in products if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in products if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT or path not in inner}
+    narrow = _narrow(products, heads) if rules.default else set[Node]()
     for p in products:
-        p.choice = rules.choice(p.path, heads, p.others)
+        p.choice = rules.choice(p.path, {p.path: NARROW} | heads if p.node in narrow else heads, p.others)
         _check_precision(p)
         shape, reason = p.weight.stored.shape, p.choice.reason
         again = any(primitives.computes_again(node.eqn) for node, _ in p.around)
@@ -83,10 +84,17 @@ def plan(
         )
     if caller.checks:
         also = others | {p.path: p.others for p in products}
-        rules.check_all_used(also, heads, unknown=_left(entries), also=also)
+        left = {p.path for p in products if p.node in narrow} - {p.path for p in products if p.node not in narrow}
+        rules.check_all_used(also, dict.fromkeys(left, NARROW) | heads, unknown=_left(entries), also=also)
     for node, size in kept_bytes(graph, entries):
         entries[node] = entries[node]._replace(bytes=size)
     return {node: entries[node] for node in places if node in entries}, _uses(products)
+
+
+def _narrow(products: list[ReadWeight], heads: Mapping[str, str]) -> set[Node]:
+    """Products with few outputs; none where no other would be left, in a function that is a part or a toy."""
+    narrow = {p.node for p in products if outputs(p.node, p.side) < NARROWEST}
+    return narrow if any(p.node not in narrow and p.path not in heads for p in products) else set()
 
 
 def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
