@@ -86,7 +86,7 @@ def encode(
         if spec.granularity == "mx":
             micro_shape = spec.micro_shape(x.shape)
             largest = blocks.reduce(formats.where(jnp.isfinite(y), y, 0), micro_shape, jnp.max, 0.0)
-            microscale = _microscale(largest * (1 / exact), spec, fmt)
+            microscale = powers(largest * (1 / exact), spec, fmt)
             # The power comes first: a quotient by the level 1 scale alone may be subnormal, which devices flush or not.
             power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
             y = y * blocks.spread(power, x.shape, micro_shape)
@@ -166,7 +166,7 @@ def _largest_scale(scale_format: str, name: str) -> float:
     return float(largest)
 
 
-def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
+def powers(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
     """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given."""
     if spec.level1 == "none":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element less that of the format.

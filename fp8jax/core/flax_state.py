@@ -30,7 +30,7 @@ def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
             "it was stored in another way; restore it into a template of its own kind"
         )
     restored = {key: convert(x, state[key], key) for key, x in parts.items()}
-    return q.tree_unflatten((q.spec, q.length), [restored.get(key) for key in _by_key(q)])
+    return q.tree_unflatten(q.tree_flatten()[1], [restored.get(key) for key in _by_key(q)])
 
 
 def _register(module: ModuleType) -> None:

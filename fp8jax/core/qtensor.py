@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, derivatives, encoding, expansion, formats
 from fp8jax.core.encoding import Parts
+from fp8jax.core.short_blocks import ShortBlocks
 from fp8jax.core.spec import QuantSpec
 
 # Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
@@ -25,6 +26,9 @@ PACKED_VERSION = 2
 # without a target, then has its leaves in the same order.
 BESIDE = ("expansion", "microscale", "scale")
 KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in BESIDE)
+
+
+Static = tuple[QuantSpec, int | None, ShortBlocks]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -47,7 +51,8 @@ class QTensor:
     - `expansion` is None unless `spec.expand`; else bf16 in [1/16, 16];
     - `microscale` is None unless the granularity is "mx"; else uint8 exponents, which unlike an E8M0 dtype have a zero
       and survive `zeros_like`;
-    - no two leaves share a buffer.
+    - no two leaves share a buffer;
+    - the last block along an axis is as short as when the codes were made (`short_blocks`).
 
     Non-finite inputs stay visible: NaN is the format's NaN, Inf its Inf, or NaN where it has none, and they do not
     enter the statistics of their block. Where a format has neither (integers, code books) the scale of the block is
@@ -60,6 +65,9 @@ class QTensor:
         microscale: one E8M0 byte a group, or None.
         spec: the static `QuantSpec`.
         length: static logical length of the packed axis, or None.
+        short_blocks: static; set where a tree is rebuilt, else found from the codes. Blocks are counted from the start
+            of an axis, so that arrays of two QTensors, joined along it, decode wrongly where a block but the last is
+            short. `dequantize` and `validate` refuse that; `storage_key` says nothing of it.
 
     Saved state says how it is stored: in the paths of leaves the key of the codes is `storage_key`, such as
     "codes:e4m3:group128+expand:v1". Whatever saves trees by paths (Orbax, Flax's serialization, a flat dict) then
@@ -80,20 +88,35 @@ class QTensor:
     microscale: Array | None
     spec: QuantSpec
     length: int | None = None
+    short_blocks: ShortBlocks | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[QuantSpec, int | None]]:
-        return (self.codes, *(getattr(self, name) for name in BESIDE)), (self.spec, self.length)
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Static]:
+        static = self.spec, self.length, self._short_blocks()
+        return (self.codes, *(getattr(self, name) for name in BESIDE)), static
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[QuantSpec, int | None]]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Static]:
         children, static = self.tree_flatten()
         return tuple(zip((jax.tree_util.DictKey(self.storage_key), *KEYS), children, strict=True)), static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[QuantSpec, int | None], children: Iterable[Any]) -> "QTensor":
-        codes, *rest = children
-        beside = dict(zip(BESIDE, rest, strict=True))
-        _check_order(static[0], (codes, *rest))
-        return cls(codes, **beside, spec=static[0], length=static[1])
+    def tree_unflatten(cls, static: Static, children: Iterable[Any]) -> "QTensor":
+        (spec, length, short_blocks), (codes, *rest) = static, children
+        _check_order(spec, (codes, *rest))
+        q = cls(codes, **dict(zip(BESIDE, rest, strict=True)), spec=spec, length=length)
+        object.__setattr__(q, "short_blocks", short_blocks)
+        return q
+
+    def _short_blocks(self) -> ShortBlocks:
+        if self.short_blocks is not None:
+            return self.short_blocks
+        # A part of an array, inside of jax.shard_map, may have blocks of its own.
+        manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return ShortBlocks() if manual else ShortBlocks.of(getattr(self.codes, "shape", None), self.spec)
+
+    def with_codes(self, codes: Any) -> "QTensor":
+        """The same with other codes of the same blocks, such as their bytes."""
+        _, static = self.tree_flatten()
+        return self.tree_unflatten(static, (codes, *(getattr(self, name) for name in BESIDE)))
 
     @property
     def storage_key(self) -> str:
@@ -122,6 +145,7 @@ class QTensor:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values that the codes stand for, computed in fp32 and cast to `dtype`."""
+        self.check_blocks()
         names = [name for name, part in self._parts._asdict().items() if part is not None]
 
         def decode(*arrays: Array) -> tuple[Array]:
@@ -140,6 +164,35 @@ class QTensor:
 
         return jax.tree.map(of, self)
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the arrays that there are to be."""
+        count = blocks.counts(self.shape, self.spec.block_shape(self.shape))
+        shapes = {"codes": self.spec.stored_shape(self.shape), "scale": count}
+        if self.spec.expand:
+            shapes["expansion"] = count
+        if self.spec.granularity == "mx":
+            shapes["microscale"] = blocks.counts(self.shape, self.spec.micro_shape(self.shape))
+        return shapes
+
+    def check_blocks(self) -> None:
+        """Checks that blocks are where the codes were made; also of an abstract QTensor.
+
+        Raises:
+            ValueError: the arrays were joined, cut or stacked, each by itself, along an axis that blocks cut.
+        """
+        short, wanted = ShortBlocks.of(self.codes.shape, self.spec), self._shapes()
+        shapes = {name: getattr(self, name).shape for name in wanted if getattr(self, name) is not None}
+        wrong = {name: shape for name, shape in shapes.items() if not _serves(shape, wanted[name], name == "codes")}
+        if not wrong and self._short_blocks() == short:
+            return
+        raise ValueError(
+            f"blocks of {self.spec} do not fit codes of shape {self.codes.shape}"
+            + "".join(f"; {name} has shape {shape}, not {wanted[name]}" for name, shape in wrong.items())
+            + ("" if wrong else f"; last blocks had lengths {self._short_blocks().lengths}, not {short.lengths}")
+            + ". The arrays of QTensors were joined, cut or stacked one by one: do it to what dequantize() returns, at "
+            "multiples of the block, or along axes that blocks do not cut; decode each part of a stack by jax.vmap"
+        )
+
     def validate(self) -> None:
         """Checks the invariants in the class docstring on concrete arrays.
 
@@ -147,21 +200,15 @@ class QTensor:
             ValueError: one does not hold; the message names it.
         """
         fmt, spec = formats.get(self.spec.format), self.spec
-        want = blocks.counts(self.shape, spec.block_shape(self.shape))
-        expected = {
-            "codes": (spec.stored_shape(self.shape), np.dtype(np.uint8) if spec.packed else fmt.dtype),
-            "scale": (want, formats.get(spec.scale_format).dtype),
-        }
-        if spec.expand:
-            expected["expansion"] = (want, expansion.DTYPE)
-        if spec.granularity == "mx":
-            expected["microscale"] = (blocks.counts(self.shape, spec.micro_shape(self.shape)), np.dtype(np.uint8))
+        dtypes = dict(zip(("codes", *BESIDE), _dtypes(spec), strict=True))
+        expected = {name: (shape, dtypes[name]) for name, shape in self._shapes().items()}
         for name, array in self._parts._asdict().items():
             if (array is not None) != (name in expected):
                 raise ValueError(f"{name} is {'missing' if array is None else 'there'}, but the spec is {spec}")
             if array is not None and (array.shape, array.dtype) != expected[name]:
                 shape, dtype = expected[name]
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
+        self.check_blocks()
         scale = np.asarray(self.scale, np.float32)
         if not (np.isfinite(scale) & (scale > 0) | np.isnan(scale) & (fmt.inf is None)).all():
             raise ValueError("scales must be positive and finite")
@@ -169,6 +216,15 @@ class QTensor:
             k = np.asarray(self.expansion, np.float32)
             if not ((k >= expansion.LOWEST) & (k <= expansion.HIGHEST)).all():
                 raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
+
+
+def _serves(shape: tuple[Any, ...], wanted: tuple[Any, ...], exactly: bool) -> bool:
+    """Whether an array of this shape has an entry for each block: along an axis also one for all, but if `exactly`."""
+    if not all(isinstance(n, int) for n in (*shape, *wanted)):
+        return True  # of jax.export, whose dimensions may have no number
+    if len(shape) != len(wanted):
+        return False
+    return all(n == w or (n == 1 and not exactly) for n, w in zip(shape, wanted, strict=True))
 
 
 @functools.cache

@@ -281,6 +281,7 @@ def _over_leading_axes(local: Any) -> Any:
 def _parts(moment: Moment) -> tuple[Array, ...]:
     if not isinstance(moment, QTensor):
         return (moment,)
+    moment.check_blocks()
     return tuple(x for x in (moment.codes, moment.scale, moment.expansion) if x is not None)
 
 

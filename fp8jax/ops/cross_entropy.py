@@ -70,13 +70,13 @@ def linear_cross_entropy(
         x: (..., channels), what the head reads; at least two axes.
         w: (channels, vocabulary); with `vocabulary_axis=0` (vocabulary, channels), as an embedding's table is. Where a
             mesh cuts the vocabulary, each device computes its own part of the logits; channels are gathered once.
-        labels: (...), integers in [0, vocabulary), or `ignore_label`. The loss of any other label that counts is NaN,
-            whatever the recipe and the mesh: it is not taken for an ignored one, and no entry of the vocabulary is put
-            in its place. Under `jax.experimental.checkify`, with `user_checks`, an error names it.
+        labels: (...), integers of any dtype in [0, vocabulary), or `ignore_label`. The loss of any other label that
+            counts is NaN, whatever the recipe and the mesh: it is not taken for an ignored one, and no entry of the
+            vocabulary is put in its place. Under `jax.experimental.checkify`, with `user_checks`, an error names it.
         bias: (vocabulary,).
         where: bool (...), the tokens that count; None counts all. What the others hold, NaN too, has no effect.
         ignore_label: tokens with this label do not count, either; by default -100, as in PyTorch and in Hugging Face's
-            data sets. None ignores no label.
+            data sets. None ignores no label, nor does one that the dtype of `labels` cannot hold.
         softcap: above 0.
         label_smoothing: in [0, 1].
         z_loss: at least 0.
@@ -117,15 +117,16 @@ def linear_cross_entropy(
             "'te_current', or none: give recipe=None, or Auto axes"
         )
     loss = _Loss(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, part)
-    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # 8 bits do not hold the vocabulary's size
     counts = jnp.ones(labels.shape, bool) if where is None else where
     if ignore_label is not None:
-        counts = counts & (labels != ignore_label)
+        counts = counts & ~targets.ignored(labels, ignore_label)
     if where is not None or ignore_label is not None:
         x = jnp.where(counts[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
-    targets.check_labels(labels, counts, w.shape[loss.vocabulary_axis])
+    vocabulary = w.shape[loss.vocabulary_axis]
+    targets.check_labels(labels, counts, vocabulary)
+    labels = targets.entries(labels, vocabulary)
     x, w, bias = vary_with((x, w, bias), x, w, bias, labels, counts)
     token = derivatives.token(derivatives.named(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias)
     if reduction == "none":

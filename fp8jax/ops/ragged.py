@@ -1,5 +1,6 @@
 """Products of groups of tokens with a matrix each, as experts have them, whose three products follow a recipe."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,14 +12,16 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8jax.core import derivatives
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.core.spec import QuantSpec
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.choice import vary_alike
-from fp8jax.ops.inputs import Input, gradient_key, input_source
+from fp8jax.ops.inputs import gradient_key
 from fp8jax.ops.linear import stateless
-from fp8jax.ops.operand import Residual, Side, Source, encode, input_side, weight_side
-from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import BLANK, Gradient, Known
-from fp8jax.ops.sharding import Kind
+from fp8jax.ops.operand import Side, encode, input_side, weight_side
+from fp8jax.ops.saveable import BESIDE, INPUT, PRODUCT, named
+from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Known, Remade, from_bytes, key_for, to_bytes
+from fp8jax.ops.segments import Segments, column_values, row_codes
+from fp8jax.ops.sharding import Kind, rows_of
 
 
 def ragged_dot(
@@ -32,13 +35,17 @@ def ragged_dot(
 ) -> Array:
     """`jax.lax.ragged_dot` with the products of a recipe, differentiable in `x` and `w`.
 
-    Operands are quantized as the recipe says, each expert's matrix by itself, and the codes of `x` are what is saved.
+    Operands are quantized as the recipe says, and the codes of `x` are what is saved. Each group has scales of its own:
+    a scale of a tensor becomes one of each group, a scale of a channel one of each group's channel, and blocks along
+    tokens start at each group's first token. Tokens in no group enter no scale. Saved codes have scales of each token:
+    granularity "tensor" is saved as "token", and "block" as "group".
     The products are XLA's, of the values of the codes in the dtype of `x`: this saves memory, no time.
 
     Args:
         x: (tokens, inputs), any floating dtype, the tokens of each group one after another.
         w: (groups, inputs, outputs).
-        group_sizes: (groups,), integers; tokens beyond their sum are in no group, and their results are 0.
+        group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group: they may
+            hold anything, NaN and Inf too, and so may their cotangents. Their results and gradients are 0.
         recipe, key: as of `fp8jax.linear`. known: as of `fp8jax.dot_general`.
 
     Returns:
@@ -54,23 +61,82 @@ def ragged_dot(
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
     part = stateless(recipe)
-    of_x, noise = input_source(Input(x, known=known), part, key), gradient_key(part, key)
+    source, noise = _source(x, group_sizes, part, key, known), gradient_key(part, key)
     value, w = vary_alike(x, w)  # type: ignore[assignment]
     name = derivatives.named(f"ragged_dot of {x.shape} and {w.shape}")
     token = derivatives.token(name, value, w)
-    y: Array = _ragged(part, name, value, w, of_x, group_sizes, noise, token)
+    y: Array = _ragged(part, name, value, w, source, group_sizes, noise, token)
     return derivatives.passed("ragged_dot", y, x, w)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["saved"], meta_fields=["operation"])
+@dataclasses.dataclass(frozen=True)
+class _Recomputed:
+    """An input that the operation before computes again from what that saved."""
+
+    operation: Remade
+    saved: Any
+
+
+class _Source(NamedTuple):
+    """The input besides its values: codes as bytes if the recipe saves some, and what the backward pass reads."""
+
+    codes: QTensor | None
+    residual: QTensor | Array | _Recomputed
 
 
 class _Saved(NamedTuple):
     """What a product saves: what its input's source says, the matrices, the groups, a key for gradients, a token."""
 
-    x: Residual
+    x: QTensor | Array | _Recomputed
     w: Array
     group_sizes: Array
     key: Array | None
     kind: Kind
     token: Array | None
+
+
+def _source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, known: Known) -> _Source:
+    # Scales and codes of the whole array are not used: rows in no group may have entered them.
+    side, again, saved = input_side(recipe), known.origin.again, recipe.spec("saved")
+    if saved is None:
+        values = known.share((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
+        return _Source(None, values if again is None else _recomputed(again, x))
+    subkey = key_for(key, saved, "saved")
+
+    def make() -> QTensor:
+        segments = Segments(x.shape[0], group_sizes)
+        q = named(to_bytes(row_codes(lax.stop_gradient(x), saved, side.strategy, segments, subkey)), INPUT)
+        return q if again is None else dataclasses.replace(q, scale=named(q.scale, BESIDE))
+
+    use = "groups of rows", saved, side.strategy, x.shape
+    codes: QTensor = known.share(use, make, group_sizes, None if subkey is None else key)
+    if again is None or saved.rounding == "stochastic":  # the codes depend on the key
+        return _Source(codes, codes)
+    return _Source(codes, _recomputed(again, x))
+
+
+def _recomputed(again: tuple[Remade, Any], x: Array) -> _Recomputed:
+    operation, saved = again
+    return _Recomputed(operation, lax.stop_gradient(x) if operation == ITSELF else saved)
+
+
+def _rounded(
+    x: Array,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    segments: Segments,
+    dtype: Any,
+    key: Array | None = None,
+    *,
+    columns: bool = False,
+) -> Array:
+    """The values of codes of `x`, contracted along its rows if `columns`; of no spec its own."""
+    if spec is None:
+        return segments.masked(x).astype(dtype)
+    if columns:
+        return column_values(x, spec, strategy, segments, dtype, key)
+    return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
 
 
 def _values(operand: Any, dtype: Any) -> Array:
@@ -87,11 +153,6 @@ def _matrices(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, trans
     return jax.vmap(one)(w)
 
 
-def _sides(recipe: Linear) -> tuple[Side, Side]:
-    # The scales of tokens of both operands of the weight's gradient are shared in kernels alone.
-    return input_side(recipe)._replace(shared=False), weight_side(recipe)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ragged(recipe: Linear, name: str, *operands: Any) -> Array:
     return _forward(recipe, name, *operands)[0]
@@ -102,22 +163,28 @@ def _forward(
     name: str,
     x: Array,
     w: Array,
-    of_x: Source,
+    source: _Source,
     group_sizes: Array,
     key: Array | None,
     token: Array | None,
 ) -> tuple[Array, _Saved]:
-    side, weights = _sides(recipe)
-    if not recipe.quantized and recipe.spec("saved") is None:
+    side, weights = input_side(recipe), weight_side(recipe)
+    plain = not recipe.quantized and recipe.spec("saved") is None
+    if plain:
         token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     a, b = (x, w) if token is None else lax.stop_gradient((x, w))
-    rows = of_x.forward(a, side)
+    segments = Segments(x.shape[0], group_sizes)
+    if source.codes is not None and side.saved == side.forward:
+        rows = from_bytes(source.codes).dequantize(x.dtype)
+    else:
+        rows = _rounded(a, side.forward, side.strategy, segments, x.dtype)
     matrices = _matrices(b, weights.forward, weights, x.dtype, transposed=True)
-    y = lax.ragged_dot(_values(rows, x.dtype), matrices, group_sizes)
+    y = lax.ragged_dot(rows, matrices, segments.sizes)
     y = checkpoint_name(y.astype(x.dtype), PRODUCT)
     if token is not None:
         y = derivatives.once(name, y, token)
-    return y, _Saved(of_x.residual(x, rows, side), w, group_sizes, key, Kind.of(x), token)
+    residual = x if plain else source.residual
+    return y, _Saved(residual, w, group_sizes, key, Kind.of(x), token)
 
 
 def _backward(recipe: Linear, name: str, saved: _Saved, dy: Array) -> tuple[Any, ...]:
@@ -127,22 +194,39 @@ def _backward(recipe: Linear, name: str, saved: _Saved, dy: Array) -> tuple[Any,
 
 
 def _gradients(recipe: Linear, saved: _Saved, dy: Array) -> tuple[Any, ...]:
-    (side, weights), dtype = _sides(recipe), saved.kind.dtype
+    weights, dtype, strategy = weight_side(recipe), saved.kind.dtype, recipe.own_strategy("dy")
+    segments = Segments(dy.shape[0], saved.group_sizes)
     keys = (None, None) if saved.key is None else jax.random.split(saved.key)
-    strategy = recipe.own_strategy("dy")
-    rows = _values(encode(dy, recipe.spec("dy"), strategy, key=keys[0]), dtype)
-    columns = _values(encode(dy, recipe.spec("dy_wgrad"), strategy, key=keys[1], transposed=True), dtype).T
+    rows = _rounded(dy, recipe.spec("dy"), strategy, segments, dtype, keys[0])
+    columns = _rounded(dy, recipe.spec("dy_wgrad"), strategy, segments, dtype, keys[1], columns=True)
 
     def product(x: Array, w: Array) -> Array:
-        return lax.ragged_dot(x, w, saved.group_sizes)
+        return lax.ragged_dot(x, w, segments.sizes)
 
     matrices = _matrices(saved.w, weights.backward, weights, dtype, transposed=False)
     like = jax.ShapeDtypeStruct((dy.shape[0], matrices.shape[1]), dtype)
     (dx,) = jax.linear_transpose(lambda x: product(x, matrices), like)(rows)
-    bound = functools.partial(jnp.full, (dy.shape[0],), jnp.inf)  # nothing is known of its rows
-    inputs = _values(saved.x.operand(side, Gradient(dx, None, bound)), dtype).T
+    inputs = _inputs(recipe, saved.x, segments, dx)
     (dw,) = jax.linear_transpose(lambda w: product(inputs, w), jax.ShapeDtypeStruct(saved.w.shape, dtype))(columns)
     return dx, dw.astype(saved.w.dtype), None, None, None, None
+
+
+def _inputs(recipe: Linear, residual: QTensor | Array | _Recomputed, segments: Segments, dx: Array) -> Array:
+    """The values of the input in the product for the weight's gradient, in the shape and dtype of `dx`."""
+    side = input_side(recipe)
+    if isinstance(residual, QTensor):
+        codes = from_bytes(residual)
+        if side.backward is None or (side.backward == side.saved and side.backward.granularity in TRANSPOSABLE):
+            return codes.dequantize(dx.dtype)
+        # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
+        x = from_bytes(lax.optimization_barrier(residual)).dequantize()
+    elif isinstance(residual, _Recomputed):
+        bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # nothing is known of the gradient's rows
+        x = residual.operation.again(residual.saved, Gradient(dx, None, bound)).array.astype(dx.dtype)
+        x = rows_of(x, *dx.shape)
+    else:
+        x = residual
+    return _rounded(x, side.backward, side.strategy, segments, dx.dtype, columns=True)
 
 
 _ragged.defvjp(_forward, _backward)

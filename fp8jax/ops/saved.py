@@ -29,13 +29,13 @@ Shared = TypeVar("Shared")
 def to_bytes(q: QTensor) -> QTensor:
     """A quantized tensor as values without gradients, its codes as bytes."""
     q = jax.tree.map(lax.stop_gradient, q)
-    return dataclasses.replace(q, codes=_cast_bytes(q.codes, jnp.uint8))
+    return q.with_codes(_cast_bytes(q.codes, jnp.uint8))
 
 
 def from_bytes(saved: QTensor) -> QTensor:
     """The quantized tensor that `to_bytes` was given."""
     dtype = jnp.uint8 if saved.spec.packed else formats.get(saved.spec.format).dtype
-    return dataclasses.replace(saved, codes=_cast_bytes(saved.codes, dtype))
+    return saved.with_codes(_cast_bytes(saved.codes, dtype))
 
 
 def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:

@@ -1,6 +1,7 @@
 """Labels of a head's loss: which are ignored, and what is checked of them and of the operands beside them."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import checkify
 
@@ -28,11 +29,31 @@ def check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | 
         raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
 
 
+def ignored(labels: Array, ignore_label: int) -> Array:
+    """Which labels are `ignore_label`, bool (...); none where their dtype cannot hold it."""
+    limits = jnp.iinfo(labels.dtype)
+    if not limits.min <= ignore_label <= limits.max:
+        return jnp.zeros(labels.shape, bool)
+    return jnp.asarray(labels == np.asarray(ignore_label, labels.dtype))
+
+
+def entries(labels: Array, vocabulary: int) -> Array:
+    """Labels in int32, which holds any entry of a vocabulary; -1 for those outside of it, whatever their dtype."""
+    return jnp.where(_inside(labels, vocabulary), labels, -1).astype(jnp.int32)
+
+
+def _inside(labels: Array, vocabulary: int) -> Array:
+    inside = jnp.asarray(labels >= 0)
+    if vocabulary > jnp.iinfo(labels.dtype).max:
+        return inside
+    return inside & (labels < np.asarray(vocabulary, labels.dtype))
+
+
 def check_labels(labels: Array, counts: Array, vocabulary: int) -> None:
     """An error under checkify where a label that counts is none; elsewhere nothing is computed for it."""
     own = jnp.where(counts, labels, 0)
     checkify.debug_check(
-        jnp.all((own >= 0) & (own < vocabulary)),
+        jnp.all(_inside(labels, vocabulary) | ~counts),
         f"labels that count must lie in [0, {vocabulary}), and are from {{lowest}} to {{highest}}: give tokens without "
         "a target the label that linear_cross_entropy ignores, or leave them out by where=",
         lowest=jnp.min(own),

@@ -19,7 +19,7 @@ from fp8jax.rewrite.graph import (
     origin_of,
     readers,
 )
-from fp8jax.rewrite.heads import OUTPUT, Flow
+from fp8jax.rewrite.heads import NARROW, NARROWEST, OUTPUT, Flow, outputs
 from fp8jax.rewrite.held import HeldOperation
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.kept_bytes import kept_bytes
@@ -76,8 +76,9 @@ def plan(
     inner = {p.path for p in read if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in read if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT or path not in inner}
+    narrow = _narrow(read, heads) if rules.default else set[Node]()
     for p in read:
-        p.choice = choose(p, rules, caller, heads)
+        p.choice = choose(p, rules, caller, {p.path: NARROW} | heads if p.node in narrow else heads)
     refused = refuse(read)
     for p in read:
         shape, reason = p.weight.stored.shape, p.choice.reason
@@ -96,11 +97,19 @@ def plan(
         also = others | {p.path: p.others for p in read}
         also |= {path: tuple(rest) for p in read for path, *rest in map(caller.paths, p.weight.further_paths)}
         sources = [path for entry in entries.values() for path in entry.sources]
-        rules.check_all_used(also, heads, unknown=_left(entries), also=also, sources=sources)
+        left = {p.path for p in read if p.node in narrow} - {p.path for p in read if p.node not in narrow}
+        left_out = dict.fromkeys(left, NARROW) | heads
+        rules.check_all_used(also, left_out, unknown=_left(entries), also=also, sources=sources)
     for node, size in kept_bytes(graph, entries):
         entries[node] = entries[node]._replace(bytes=size)
     found = {node: entries[node] for node in places if node in entries}
     return ProgramPlan(found, _uses(read), refused, share(graph, found, caller))
+
+
+def _narrow(products: list[ReadWeight], heads: Mapping[str, str]) -> set[Node]:
+    """Products with few outputs; none where no other would be left, in a function that is a part or a toy."""
+    narrow = {p.node for p in products if outputs(p.node, p.side) < NARROWEST}
+    return narrow if any(p.node not in narrow and p.path not in heads for p in products) else set()
 
 
 def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:

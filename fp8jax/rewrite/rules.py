@@ -10,7 +10,7 @@ from fp8jax.core.recipe import Context, Linear, Recipe
 from fp8jax.ops import kernels
 from fp8jax.ops.fused import at_once
 from fp8jax.recipes import resolve
-from fp8jax.rewrite.heads import OUTPUT
+from fp8jax.rewrite.heads import NARROW, OUTPUT
 
 # Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
 # routers, which send whole tokens to other experts when they err.
@@ -136,15 +136,17 @@ class Ordered:
         Args:
             path: of a layer.
             also: other paths of the layer.
-            heads: layers that are outputs or choose, with the reason; a recipe for all others leaves them alone, or has
-                a head of its own for those that are outputs or are called heads.
+            heads: layers that are outputs, choose or are narrow, with the reason; a recipe for all others leaves them
+                alone, or has a head of its own for those that are outputs or are called heads.
         """
         i = self._first(path, *also)
         if i is None:
             return LayerChoice(None, "no rule matches")
         ours = [*(name for name, _ in _DEFAULT), "the recipe"]
         reason = ours[i - self._own] if i >= self._own else f"rule {self.rules[i].path!r}"
-        if i >= self._own and self.head is not None and path in heads and (i == self._own or heads[path] == OUTPUT):
+        known = heads.get(path)
+        is_head = known == OUTPUT or (i == self._own and known not in (None, NARROW))
+        if i >= self._own and self.head is not None and is_head:
             return LayerChoice(self.head, "the recipe's head")
         if i >= self._own and path in heads and self.rules[i].linear is not None:
             return LayerChoice(None, heads[path])

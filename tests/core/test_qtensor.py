@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 
 import chex
 import jax
@@ -17,6 +18,7 @@ import fp8jax
 from fp8jax import QuantSpec, quantize
 from fp8jax.core import expansion, formats
 from fp8jax.core.qtensor import quantize_with_scale
+from fp8jax.ops.saved import from_bytes, to_bytes
 from tests.programs import count
 from tests.rows import few, slow
 
@@ -353,3 +355,73 @@ def test_negative_subnormals_count_as_zeros_of_an_unsigned_format(expand, kind):
         decoded = np.asarray(q.dequantize())
         assert np.isnan(decoded).all() if visible else np.isfinite(decoded).all(), tiny
         assert visible or (decoded[0, [0, 3]] == 0).all()
+
+
+def along(axis, *tensors):
+    """QTensors, joined leaf by leaf, as users' tree maps do it."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *tensors)
+
+
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("spec", "width", "count"), [
+    ("e4m3:group128", 100, 2),
+    ("e4m3:group128", 64, 3),  # as many blocks are short as before, and three have scales for two
+    ("e4m3:group128", 120, 5),
+    ("e4m3:group128+expand", 228, 2),
+    ("e4m3:block128", 100, 2),
+    ("int10:group128", 256, 2),
+    ("e4m3:token", 128, 2),
+    ("e4m3", 128, 2),
+    ("e4m3:mx32+token", 128, 2),
+])  # fmt: skip
+def test_joined_arrays_whose_blocks_moved_are_refused(spec, width, count):
+    q = along(-1, *[fp8jax.quantize(jnp.asarray(normal(4, width)), spec)] * count)
+    assert jax.tree.leaves(q)[0].shape[-1] > width
+    with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
+        q.dequantize()
+    with pytest.raises(ValueError, match=r"joined, cut or stacked|not uint8|not float32"):
+        q.validate()
+    with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
+        jax.jit(lambda q: jax.tree.map(lambda leaf: leaf, q).dequantize())(q)
+    if spec == "e4m3:group128":
+        with pytest.raises(ValueError, match="joined, cut or stacked one by one"):
+            from_bytes(to_bytes(q)).dequantize()
+
+
+@pytest.mark.parametrize("spec", ["e4m3:group128+expand", "e4m3:block128"])
+def test_arrays_joined_at_whole_blocks_decode_as_their_parts(spec):
+    parts = [jnp.asarray(normal(128, 256)), jnp.asarray(normal(128, 256)) * 100]
+    tensors = [fp8jax.quantize(x, spec) for x in parts]
+    values = [q.dequantize() for q in tensors]
+    for axis in (-1, 0):
+        q = along(axis, *tensors)
+        q.validate()
+        np.testing.assert_array_equal(q.dequantize(), jnp.concatenate(values, axis))
+
+
+def test_short_blocks_go_through_tree_maps_of_leading_axes():
+    values = [jnp.asarray(normal(4, 100)) * factor for factor in (1, 100)]
+    tensors = [fp8jax.quantize(x, "e4m3:group64") for x in values]
+    want = np.stack([q.dequantize() for q in tensors])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors)
+    np.testing.assert_array_equal(stacked.dequantize(), want)
+    np.testing.assert_array_equal(jax.tree.map(lambda leaf: leaf[1], stacked).dequantize(), want[1])
+    np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stacked), want)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
+    np.testing.assert_array_equal(flat.dequantize(), want.reshape(8, 100))
+    _, each = jax.lax.scan(lambda _, q: (None, q.dequantize()), None, stacked)
+    np.testing.assert_array_equal(each, want)
+    # Trees of what has no shape fit those of arrays; so does what was pickled before there were short blocks.
+    q = tensors[0]
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, P())
+    for other in (dataclasses.replace(q, codes=sharding, scale=sharding), q.shardings(sharding)):
+        np.testing.assert_array_equal(jax.jit(lambda q: q, in_shardings=(other,))(q).dequantize(), want[0])
+    old = pickle.loads(pickle.dumps(q))
+    old.__dict__.pop("short_blocks", None)
+    assert jax.tree.structure(old) == jax.tree.structure(q)
+    np.testing.assert_array_equal(old.dequantize(), want[0])
+    assert jax.tree.structure(q) != jax.tree.structure(fp8jax.quantize(jnp.ones((4, 90)), "e4m3:group64"))

@@ -250,3 +250,98 @@ def mini_report():
 def test_a_whole_model_of_nnx_needs_no_note():
     assert mini_report().notes == ()
     assert [layer.path for layer in mini_report().skipped if layer.kind == "Linear"] == ["output_layer"]
+
+
+NARROW = "fewer than 16 outputs"
+
+
+def critic(p, x):
+    """The loss of a policy and of a value, whose heads the function reads itself."""
+    h = jnp.tanh(x @ p["trunk"])
+    return jnp.mean(-jax.nn.log_softmax(h @ p["policy"])[:, 0]) + jnp.mean((h @ p["value"] + 0.5) ** 2)
+
+
+def matrices(**widths):
+    return {name: jax.random.normal(jax.random.key(i), (32, n)) for i, (name, n) in enumerate(widths.items())}
+
+
+def stacked(p, x):
+    body = lambda x, w: (jnp.tanh(x @ w["trunk"]), jnp.sum((x @ w["value"]) ** 2))  # noqa: E731
+    return jnp.sum(jax.lax.scan(body, x, p)[1])
+
+
+def mapped(p, x):
+    return jnp.sum(jax.vmap(lambda w: (jnp.tanh(x @ w["trunk"]) @ w["value"]) ** 2)(p))
+
+
+def transposed(p, x):
+    return jnp.sum((p["value"].T @ jnp.tanh(x @ p["trunk"]).T) ** 2)
+
+
+def twice(w):
+    return jax.tree.map(lambda a: jnp.stack([a, a]), w)
+
+
+PAIR = matrices(trunk=32, value=3)
+CRITICS = {
+    "a critic": (critic, matrices(trunk=32, policy=4, value=1)),
+    "scanned weights": (stacked, twice(PAIR)),
+    "mapped weights": (mapped, twice(PAIR)),
+    "the weight on the left": (transposed, PAIR),
+    "15 outputs": (critic, matrices(trunk=32, policy=4, value=15)),
+}
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_products_with_few_outputs_stay_in_16_bits(name):
+    function, p = CRITICS[name]
+    x = jnp.ones((3, 32))
+    plan = fp8jax.transform(function, TE).explain(p, x)
+    assert {e.path for e in plan.quantized} == {"trunk"}
+    assert {e.path: e.reason for e in plan.left}["value"] == NARROW
+    # A rule of the user's forces it.
+    for rules in ([fp8jax.Rule("value", TE), TE], fp8jax.Rule(".*", TE)):
+        assert "value" in {e.path for e in fp8jax.transform(function, rules).explain(p, x).quantized}
+
+
+def test_16_outputs_are_enough_and_a_model_of_narrow_products_alone_is_quantized():
+    x = jnp.ones((3, 32))
+    plan = fp8jax.transform(critic, TE).explain(matrices(trunk=32, policy=4, value=16), x)
+    assert {e.path for e in plan.quantized} == {"trunk", "value"}
+    plan = fp8jax.transform(lambda p, x: jnp.sum((x @ p["value"]) ** 2), TE).explain(PAIR, x)
+    assert {e.path for e in plan.quantized} == {"value"}
+
+
+def test_narrow_products_do_not_follow_the_recipes_head():
+    recipe = dataclasses.replace(TE, head=fp8jax.recipes.HEAD)
+    plan = fp8jax.transform(critic, recipe).explain(matrices(trunk=32, policy=4, value=1), jnp.ones((3, 32)))
+    assert "value" in {e.path for e in plan.left}
+
+
+class NnxCritic(nnx.Module):
+    def __init__(self) -> None:
+        self.trunk, self.v = line(32, 32), line(32, 3)
+
+    def __call__(self, x):
+        return jnp.mean((self.v(jnp.tanh(self.trunk(x))) - 1) ** 2)
+
+
+class LinenCritic(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = jnp.tanh(nn.Dense(32, name="trunk")(x))
+        return jnp.mean((nn.Dense(3, name="v")(h) - 1) ** 2)
+
+
+@pytest.mark.parametrize("model", [NnxCritic, LinenCritic])
+def test_narrow_layers_of_flax_models_stay_in_16_bits(model):
+    x = jnp.ones((3, 32))
+    report = fp8jax.explain(model(), TE, x)
+    assert {layer.path for layer in report.quantized} == {"trunk"}
+    assert {layer.path: layer.reason for layer in report.skipped} == {"v": NARROW}
+    forced = fp8jax.explain(model(), [fp8jax.Rule("v", TE), TE], x)
+    assert {layer.path for layer in forced.quantized} == {"trunk", "v"}
+    if model is NnxCritic:
+        assert eight(fp8jax.nnx.quantize(model(), TE), x) == 1
+    else:
+        assert eight(fp8jax.linen.quantize(model(), TE).apply, jax.eval_shape(model().init, KEY, x), x) == 1

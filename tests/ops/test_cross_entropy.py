@@ -103,12 +103,35 @@ def test_dtypes_are_those_of_operands():
     assert relative(dw, wanted[1]) < 2**-8
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
-def test_labels_of_bytes_may_have_a_vocabulary_beyond_them(dtype):
-    x, w, labels = jnp.asarray(X), jnp.tile(jnp.asarray(W), (1, 320 // VOCABULARY)), jnp.asarray(LABELS)
-    assert w.shape[1] > 256
-    given = fp8jax.linear_cross_entropy(x, w, labels.astype(dtype), reduction="none")
-    np.testing.assert_allclose(given, optax.softmax_cross_entropy_with_integer_labels(x @ w, labels), rtol=1e-5)
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+
+
+@pytest.mark.parametrize("dtype", few(INTEGERS, "uint8", "uint32", "int64"))
+def test_labels_of_any_integers(dtype):
+    """The vocabulary may be larger than their dtype; none is taken for another of the same last 8, 16 or 32 bits."""
+    with jax.enable_x64(dtype.endswith("64")):
+        x, w = floats(X, np.tile(W, (1, 320 // VOCABULARY)))
+        limits, labels = jnp.iinfo(dtype), np.array(LABELS, dtype)
+        fits = lambda label: limits.min <= label <= limits.max  # noqa: E731
+        ignored = [label for label in (-100, 255) if fits(label)]
+        outside = [label for label in (-1, 320, 2**16 - 100, 2**32 - 100, 2**32 + 5, 2**64 - 100) if fits(label)]
+        beside = [None, -100, 255, 2**40]
+        for i, label in enumerate([*ignored, *outside]):
+            labels[1, i] = label
+        want = np.array(optax.softmax_cross_entropy_with_integer_labels(x @ w, LABELS))
+        for ignore in beside:
+            got = fp8jax.linear_cross_entropy(x, w, jnp.asarray(labels), reduction="none", ignore_label=ignore)
+            for i, label in enumerate([*ignored, *outside]):
+                entry = optax.softmax_cross_entropy_with_integer_labels(x[1, i] @ w, max(0, min(label, 319)))
+                want[1, i] = 0 if label == ignore else np.nan if label in (-100, *outside) else entry
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_labels_of_numpy_are_not_cut_to_32_bits():
+    x, w, labels = *floats(X, W), LABELS.astype(np.int64)
+    labels[1, 2], labels[2, 3] = 2**32 - 100, 2**32 + 5
+    got = fp8jax.linear_cross_entropy(x, w, labels, reduction="none")
+    assert np.argwhere(np.isnan(got)).tolist() == [[1, 2], [2, 3]]
 
 
 def test_gradients_of_a_scaled_loss_survive_in_float16():
