@@ -373,7 +373,8 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             again,
             back[0],
         )
-        return exact_parts, [*back[1:], *totals]
+        asked = [on.peaks(gated, (GATE, UP), kept, wanted=flag) for flag in (top > 0, top < 0)]
+        return (*exact_parts, asked), [*back[1:], *totals]
 
     wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
     for layout in LAYOUTS[:3]:
