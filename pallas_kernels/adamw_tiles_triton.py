@@ -152,7 +152,8 @@ def careful(
     mu_exponent = codec.load(mu_exponent_ptr, group, there, MASKED) if MU.expanded else 1.0
 
     # The second moment comes first, here and below: the assembler then needs fewest registers.
-    g = codec.within(codec.fp32(g), tl.load(scalars_ptr + 21) if GATED else tl.full((), 1.0, tl.float32))
+    factor = tl.load(scalars_ptr + 21) if GATED else tl.full((), 1.0, tl.float32)
+    g = codec.within(codec.fp32(g), factor, codec.LARGEST_GRADIENT)
     w = masters.joined(w, rest, REST) if REST > 0 else codec.fp32(w) if WEIGHT else 0.0
     v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
     m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))

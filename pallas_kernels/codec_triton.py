@@ -152,10 +152,10 @@ def smaller(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def within(g: tl.tensor, factor: tl.tensor) -> tl.tensor:
-    """Gradients times a factor, of which finite ones are at most `LARGEST_GRADIENT`; NaN and Inf of either stay."""
+def within(g: tl.tensor, factor: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """Gradients times a factor, of which finite ones are at most LARGEST; NaN and Inf of either stay."""
     scaled = g * factor
-    bounded = tl.maximum(tl.minimum(scaled, LARGEST_GRADIENT), -LARGEST_GRADIENT)
+    bounded = tl.maximum(tl.minimum(scaled, LARGEST), -LARGEST)
     bounded = tl.where(tl.abs(g) < float("inf"), bounded, scaled)
     return tl.where(tl.abs(factor) < float("inf"), bounded, scaled)
 

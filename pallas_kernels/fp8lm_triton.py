@@ -28,6 +28,8 @@ FP8_CAPABILITY = 89
 VECTOR = 8
 MAX_ELEMENTS = 2**31
 
+# As of `fp8jax.ops.fp8lm`.
+_LARGEST_GRADIENT = tl.constexpr(2.0**126)
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _INF = tl.constexpr(float("inf"))
 _HUGE = tl.constexpr(float(np.finfo(np.float32).max))
@@ -148,7 +150,7 @@ def _fp8lm(
     g = codec.fp32(g)
     if CODES:
         g = g * tl.load(scales_ptr)
-    g = codec.within(g, tl.load(scalars_ptr + 11) if GATED else tl.full((), 1.0, tl.float32))
+    g = codec.within(g, tl.load(scalars_ptr + 11) if GATED else tl.full((), 1.0, tl.float32), _LARGEST_GRADIENT)
     if OWN:
         w = masters.joined(p, w, REST) if REST > 0 else codec.fp32(p)
     else:

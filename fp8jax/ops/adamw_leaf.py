@@ -134,8 +134,8 @@ class Leaf:
         return size
 
 
-def within(grad: Array, factor: Any = None) -> Array:
-    """A gradient in fp32, times the factor, with finite elements at most `LARGEST_GRADIENT` in magnitude.
+def within(grad: Array, factor: Any = None, largest: np.float32 = LARGEST_GRADIENT) -> Array:
+    """A gradient in fp32, times the factor, with finite elements at most `largest` in magnitude.
 
     An element that is NaN or Inf stays so, and every element where the factor is.
     """
@@ -143,7 +143,7 @@ def within(grad: Array, factor: Any = None) -> Array:
     finite, scaled = jnp.isfinite(g), g
     if factor is not None:
         finite, scaled = finite & jnp.isfinite(factor), g * factor
-    return jnp.where(finite, jnp.clip(scaled, -LARGEST_GRADIENT, LARGEST_GRADIENT), scaled)
+    return jnp.where(finite, jnp.clip(scaled, -largest, largest), scaled)
 
 
 def renewed(form: Form, leaf: Any, change: Array) -> Any:

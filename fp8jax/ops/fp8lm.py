@@ -24,7 +24,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import alike, kernels
 from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_fused import Place, placed
-from fp8jax.ops.adamw_leaf import LARGEST_GRADIENT, Adam, Form, difference, renewed, within
+from fp8jax.ops.adamw_leaf import Adam, Form, difference, renewed, within
 from fp8jax.ops.choice import Choice, capability, missing_triton, placed_like, tell, triton_or_xla, vary_with
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
@@ -33,6 +33,9 @@ from fp8jax.ops.partition import partitioned
 # Schwarz; rounding of moments adds to that.
 _LARGEST_DIRECTION = 64.0
 _LARGEST = np.finfo(np.float32).max
+# Finite gradients count with this magnitude at most: bias-corrected first moments stay finite. A second moment may be
+# Inf, of its own weight alone, since a scale of the tensor that fits it would take the codes of all others.
+_LARGEST_GRADIENT = np.float32(2.0**126)
 # Of sums of a few fp32 terms.
 _ROUNDED_UP = np.float32(1 + 2**-20)
 
@@ -206,10 +209,11 @@ def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
     """Scales of what is in codes after the step, each of the shape of the present one."""
     factor = 1.0 if adam.factor is None else adam.factor
     if leaf.codes:
-        of_grad = jnp.minimum(jnp.abs(factor) * largest(leaf.grad), LARGEST_GRADIENT)  # its scale may be that of zeros
+        of_grad = jnp.minimum(jnp.abs(factor) * largest(leaf.grad), _LARGEST_GRADIENT)  # its scale may be of zeros
         of_square = jnp.square(of_grad)
     else:
-        values, block = within(load(leaf.grad), adam.factor), leaf.mu.spec.block_shape(leaf.mu.shape)
+        values, block = within(load(leaf.grad), adam.factor, _LARGEST_GRADIENT), leaf.mu.spec.block_shape(leaf.mu.shape)
+        # A gradient that is finite may have a square that is not: its own second moment then is Inf.
         of_grad, of_square = largest_of(values, block), largest_of(jnp.square(values), block)
     *of_weights, of_mu, of_nu = leaf.largest
     rate = jnp.abs(jnp.asarray(adam.rate, jnp.float32))
@@ -242,7 +246,7 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     count = jnp.asarray(adam.count, jnp.float32)
     corrections = [1 / (1 - b**count) for b in (adam.b1, adam.b2)]
     rate, decay = jnp.asarray(adam.rate, jnp.float32), adam.weight_decay if leaf.decays else 0.0
-    g = within(load(leaf.grad), adam.factor)
+    g = within(load(leaf.grad), adam.factor, _LARGEST_GRADIENT)
     m = b1_rest * g + adam.b1 * load(leaf.mu)
     held = load(leaf.nu)
     kept = adam.b2 * held

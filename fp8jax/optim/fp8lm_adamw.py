@@ -115,7 +115,7 @@ def fp8lm_adamw(
 
     A second moment that is not zero never becomes zero, and a first moment does before it: where rounding to nearest
     would undo a decay, up or down is by noise that all elements share (`fp8jax.core.noise.fading`). So a weight without
-    a gradient stands still. A finite gradient beyond 2^62 (4.6e18) counts as 2^62, because its square would overflow.
+    a gradient stands still. A finite gradient beyond 1.8e19 has an infinite second moment, as in optax, and it alone.
 
     One fp16 step of a weight is 0.05 to 0.1 %: to nearest, changes under half of that are lost, which the paper
     accepts; stochastically they are kept on average. With `master` the parameters that the caller holds are the master

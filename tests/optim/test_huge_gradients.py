@@ -63,6 +63,9 @@ def test_no_finite_gradient_makes_nan(kind):
         quantized = lambda x: isinstance(x, fp8jax.QTensor)  # noqa: E731
         values = [x.dequantize() if quantized(x) else x for x in jax.tree.leaves(state, is_leaf=quantized)]
         for x in (*jax.tree.leaves((weights, updates)), *values):
+            assert not np.isnan(np.asarray(x, np.float32)).any()
+        # Of fp8lm_adamw a second moment may be Inf, as in optax, where it takes no codes from the others.
+        for x in (*jax.tree.leaves((weights, updates)), *([] if kind.startswith("fp8lm") else values)):
             assert np.isfinite(np.asarray(x, np.float32)).all()
         if kind.startswith("compressed_adamw"):  # a weight moves by a step's length, not by the size of the gradient
             assert max(float(jnp.abs(weights[name] - params[name]).max()) for name in params) < 0.03
