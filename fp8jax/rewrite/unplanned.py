@@ -224,7 +224,7 @@ def _forward(program: _Program, value: Value) -> Iterator[tuple[Node, Value]]:
     """What reads a value, and what is computed from it element by element: each reader, with what it reads."""
     seen, new = {value}, [value]
     for _ in range(_FURTHEST):
-        values, new = new, []
+        values, new = new, list[Value]()
         for value in values:
             for reader in program.readers.get(value, ()):
                 yield reader, value
