@@ -260,6 +260,23 @@ def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
     assert "torch's arms ended with code 1: rows left out" in capsys.readouterr().out
 
 
+def test_torch_arms_run_side_by_side_on_gpus_of_their_own(monkeypatch):
+    seen = {}
+
+    def run(command, env, **_):
+        (arm,) = json.loads(command[-1])["arms"]
+        seen[arm] = env["CUDA_VISIBLE_DEVICES"]
+        line = json.dumps({"arm": arm, "late": [1.0], "synchronised": [2.0], "memory": [1.0, 4.0]})
+        return types.SimpleNamespace(returncode=0, stdout=f"torch: {line}\n")
+
+    monkeypatch.setattr(step_torch, "missing", lambda arm: None)
+    monkeypatch.setattr(step_torch.subprocess, "run", run)
+    arms = ["torch bf16", "torchao rowwise"]
+    found = step_torch.measured(arms, LLAMA, 2, TOKENS, 3, 4, gpus=("4", "7", "9"))
+    assert list(found) == arms
+    assert seen == {"torch bf16": "4", "torchao rowwise": "7"}
+
+
 def test_torch_arm_is_the_same_model():
     """With our weights it has our loss and our gradients, but for what bf16 rounds."""
     torch = pytest.importorskip("torch")

@@ -138,7 +138,7 @@ CASES = {
     "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (545,), 100.0),
     # Where an activation is flat its cotangents are far below their bounds.
     "silu, flat, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (ROWS,), 1.0, -24.0),
-    "gelu, flat, mended": _ACTIVATION("gelu_tanh", False, recipe("bound"), jnp.float32, (ROWS,), 1.0, -3.5),
+    "gelu False, flat, mended": _ACTIVATION("gelu_tanh", False, recipe("bound"), jnp.float32, (ROWS,), 1.0, -3.5),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
     "rms 1 as it is": _NORM("rms", 1, as_it_is(), jnp.bfloat16, (ROWS,)),
     "layer 2 as it is": _NORM("layer", 2, as_it_is(**MICRO), jnp.bfloat16, (3, 11)),
