@@ -46,9 +46,10 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
     """The table in Markdown, and a line that names cards, commits and commands.
 
     Args:
-        results: contents of results files by name and card. A line without bf16 or without ours is left out.
+        results: contents of results files by name and card. A line without bf16 or without ours is left out, and so is
+            a column without any figure.
     """
-    rows, sources = list[str](), dict[str, None]()
+    rows, sources = dict[str, dict[str, str | None]](), dict[str, None]()
     for line in LINES:
         looks = [lookup.value(name, line.metric, line.unit, line.digits, line.case) for name in COLUMNS]
         cards = {card: dict(zip(COLUMNS, (look(result) for look in looks), strict=True))
@@ -58,10 +59,11 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
         if not cards:
             continue
         card = max(cards, key=lambda card: (sum(map(bool, cards[card].values())), results[line.bench][card]["date"]))
-        rows.append(f"| {line.label} | {' | '.join(figure or '-' for figure in cards[card].values())} |")
-        result = results[line.bench][card]
+        rows[line.label], result = cards[card], results[line.bench][card]
         commits = list(dict.fromkeys(row["commit"] for row in result["rows"]))
         by = commits[0] if len(commits) == 1 else "several commits"
         sources[f"`{claims.short(result['command'])}`, {card.upper()}, {by}"] = None
-    head = [f"| | {' | '.join(COLUMNS.values())} |", f"|---|{'---:|' * len(COLUMNS)}"]
-    return "\n".join([*head, *rows, "", f"A step, forward, backward and AdamW. Measured by {'; '.join(sources)}."])
+    shown = [name for name in COLUMNS if any(of[name] for of in rows.values())]
+    head = [f"| | {' | '.join(COLUMNS[name] for name in shown)} |", f"|---|{'---:|' * len(shown)}"]
+    body = [f"| {label} | {' | '.join(of[name] or '-' for name in shown)} |" for label, of in rows.items()]
+    return "\n".join([*head, *body, "", f"A step, forward, backward and AdamW. Measured by {'; '.join(sources)}."])

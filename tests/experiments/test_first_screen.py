@@ -30,7 +30,7 @@ def test_the_newest_card_is_shown_with_its_command_and_commit():
     new = result("2026-11-02", "bbb", bf16=200.4, coat=160.2, coat_fast=150.6)
     for cards in ({"h100": new, "h9": old}, {"h9": old, "h100": new}):
         (line,), sources = lines({"models": cards})
-        assert cells(line) == ["-", "-", "-", "200 ms", "160 ms", "151 ms"]
+        assert cells(line) == ["200 ms", "160 ms", "151 ms"]
         assert "Measured by `python -m experiments.bench models`, H100, bbb." in sources
     new["rows"][1]["commit"] = "ccc"
     assert "several commits" in lines({"models": {"h100": new}})[1]
@@ -55,15 +55,16 @@ def test_a_newer_card_that_measured_less_is_not_shown():
 @pytest.mark.parametrize(
     ("measured", "shown"),
     [
-        (("bf16", "coat_fast"), ["1 ms", "-", "1 ms"]),
-        (("bf16", "coat"), ["1 ms", "1 ms", "-"]),
+        (("bf16", "coat_fast"), {"JAX bf16": "1 ms", "`coat_fast`": "1 ms"}),
+        (("bf16", "coat"), {"JAX bf16": "1 ms", "`coat`": "1 ms"}),
         (("bf16", "torch bf16"), None),
         (("coat", "coat_fast"), None),
     ],
 )
 def test_a_line_without_bf16_or_without_ours_is_left_out(measured, shown):
-    found, _ = lines({"models": {"h100": result("2026-11-02", "bbb", **dict.fromkeys(measured, 1.0))}})
-    assert [cells(line)[3:] for line in found] == ([shown] if shown else [])
+    found = {"models": {"h100": result("2026-11-02", "bbb", **dict.fromkeys(measured, 1.0))}}
+    head = cells(first_screen.table(found).split("\n")[0])
+    assert [dict(zip(head, cells(line), strict=True)) for line in lines(found)[0]] == ([shown] if shown else [])
 
 
 def test_a_line_of_another_case_or_metric_is_not_taken():
