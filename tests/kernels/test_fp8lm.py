@@ -25,7 +25,7 @@ CONFIGURATIONS = {
     "stochastic": (True, "bfloat16", {"master_rounding": "stochastic"}, 4096, 128),
     "unaligned": (True, "bfloat16", {}, 4095, 255),
     "24 bits": (True, "bfloat16", {"master": "bf16+int8"}, 4096, 96),
-    "32 bits": (False, "bfloat16", {"master": "bf16+int16"}, 4096, 96),
+    "32 bits": (False, "bfloat16", {"master": "bf16+int16"}, 4096, 104),
     "bf16, stochastic": (True, "bfloat16", {"master": "bf16+stochastic"}, 4096, 96),
 }
 
