@@ -73,10 +73,10 @@ class Question:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, evaluates, and returns the exit code."""
     if no_parser:
-        return no_parser.tell(_PROGRAM)
+        return no_parser.report(_PROGRAM)
     settings = tyro.cli(Evaluation, args=argv, prog=f"python -m {_PROGRAM}")
     if missing:
-        return missing.tell(_PROGRAM)
+        return missing.report(_PROGRAM)
     quiet()
     console = report.make_console()
     try:

@@ -55,10 +55,10 @@ class Generation:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, writes, and returns the exit code."""
     if no_parser:
-        return no_parser.tell(_PROGRAM)
+        return no_parser.report(_PROGRAM)
     settings = tyro.cli(Generation, args=argv, prog=f"python -m {_PROGRAM}")
     if missing:
-        return missing.tell(_PROGRAM)
+        return missing.report(_PROGRAM)
     try:
         for text in generate(settings):
             print(text)

@@ -28,7 +28,7 @@ class Missing:
     def __bool__(self) -> bool:
         return self.error is not None
 
-    def tell(self, program: str) -> int:
+    def report(self, program: str) -> int:
         """Prints one line with what to type; returns the exit code."""
         assert self.error is not None
         print(f"error: {explain(self.error, program)}", file=sys.stderr)

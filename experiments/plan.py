@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
     options = parser.parse_args(argv)
     if missing:
-        return missing.tell(_PROGRAM)
+        return missing.report(_PROGRAM)
     try:
         for name in ("batch", "length", "microbatches"):
             if getattr(options, name) < 1:

@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.data and (options.dry or options.cpu):
         parser.error("--data trains on GPUs: leave out --dry and --cpu")
     if missing:
-        return missing.tell("experiments.results")
+        return missing.report("experiments.results")
     try:
         commit = record.commit()
     except ValueError as error:

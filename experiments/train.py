@@ -77,10 +77,10 @@ def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recip
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
     command = shlex.join(["python", "-m", _PROGRAM, *(sys.argv[1:] if argv is None else argv)])
     if no_parser:
-        return no_parser.tell(_PROGRAM)
+        return no_parser.report(_PROGRAM)
     if missing:
         parse(argv, __doc__)
-        return missing.tell(_PROGRAM)
+        return missing.report(_PROGRAM)
     quiet()
     try:
         with signals.started or StopSignals() as stop:

@@ -46,7 +46,7 @@ def main() -> int:
         importlib.import_module(program).main(sys.argv[2:])
     if not missing:
         return 0
-    code = missing.tell(program)
+    code = missing.report(program)
     if startup.HELP.isdisjoint(sys.argv):
         return code
     # The benchmark's parser comes after imports that failed. What it is for can be said.

@@ -53,10 +53,10 @@ class Export:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, writes, and returns the exit code."""
     if no_parser:
-        return no_parser.tell(_PROGRAM)
+        return no_parser.report(_PROGRAM)
     settings = tyro.cli(Export, args=argv, prog=f"python -m {_PROGRAM}")
     if missing:
-        return missing.tell(_PROGRAM)
+        return missing.report(_PROGRAM)
     quiet()
     try:
         kept = write(settings)

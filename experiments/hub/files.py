@@ -188,7 +188,7 @@ def check(folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         return
     way_out = f'after an intended change, add "{UNCHECKED}": false to config.json'
     for name, digest in written["files"].items():
-        content = beside(folder, name)
+        content = read_sidecar(folder, name)
         if content is not None and hashlib.sha256(content).hexdigest() != digest:
             raise UserError(f"{folder / name} is damaged, or was changed since the weights were written; {way_out}")
     if settings is not None:
@@ -226,7 +226,7 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
 
 
-def beside(folder: Path, name: str) -> bytes | None:
+def read_sidecar(folder: Path, name: str) -> bytes | None:
     """The content of a file of a checkpoint; None where there is none.
 
     Links are followed within the folder, and from a snapshot of the local cache to its own blobs.

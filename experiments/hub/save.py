@@ -132,7 +132,7 @@ def save(
     if eight is not None:
         # A tied head has no tensors, and is a linear layer to readers all the same.
         content["quantization_config"] = eight.storage.fields(["lm_head", *kept])
-    contents = {} if like is None else {name: files.beside(like, name) for name in BESIDE}
+    contents = {} if like is None else {name: files.read_sidecar(like, name) for name in BESIDE}
     contents |= {name: text.encode() for name, text in (beside or {}).items()}
     found = {name: x for name, x in contents.items() if x is not None}
     if like is not None:

@@ -184,7 +184,7 @@ def test_links_within_a_folder_and_to_blobs_of_the_cache_are_followed(folder, tm
     (folder / "tokenizer.json").rename(folder / "real.json")
     (folder / "tokenizer.json").symlink_to("real.json")
     (tmp_path / "link").symlink_to(folder)
-    assert files.beside(tmp_path / "link", "tokenizer.json") == before
+    assert files.read_sidecar(tmp_path / "link", "tokenizer.json") == before
     snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
     shutil.copytree(folder, snapshot, symlinks=True)
     (snapshot / "tokenizer.json").unlink()
@@ -199,7 +199,7 @@ def test_links_within_a_folder_and_to_blobs_of_the_cache_are_followed(folder, tm
     blob.symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_text("PRIVATE")
     with pytest.raises(UserError, match=r"tokenizer\.json is a link to .*secret, outside of the folder"):
-        files.beside(snapshot, "tokenizer.json")
+        files.read_sidecar(snapshot, "tokenizer.json")
 
 
 def test_a_pipe_in_place_of_a_file_of_a_checkpoint_is_named(folder, tmp_path):
