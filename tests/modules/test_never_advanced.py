@@ -290,6 +290,17 @@ def test_gradients_are_those_of_flax_for_models_without_statistics_and_arrays():
     assert float(delayed.layers[0].dot_general.slot[...]) > 0
 
 
+def test_statistics_arrive_where_models_stand_in_a_tuple_or_a_dictionary():
+    both = quantized("te_delayed"), quantized("te_delayed"), jnp.float32(2)
+    grads = fp8jax.nnx.grad(lambda args: jnp.sum(args[0](X) + args[2] * args[1](X)))(both)
+    assert [float(model.layers[0].dot_general.slot[...]) for model in both[:2]] == [1, 2]
+    wanted = nnx.state(both[0], nnx.Param)
+    assert jax.tree.structure(grads) == jax.tree.structure((wanted, wanted, 0.0))
+    parts = {"actor": quantized("te_delayed"), "critic": quantized("te_current")}
+    fp8jax.nnx.value_and_grad(lambda parts: loss(parts["actor"], X) + loss(parts["critic"], X))(parts)
+    assert float(parts["actor"].layers[0].dot_general.slot[...]) > 0
+
+
 @pytest.mark.parametrize("mode", ["graph", "graph_updates"])
 def test_statistics_arrive_where_flax_takes_models_as_trees(mode):
     model = quantized("te_delayed")
