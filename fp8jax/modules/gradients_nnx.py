@@ -11,15 +11,14 @@ from fp8jax.modules.scaled import GradientStatistic, LayerScaling, note_gradient
 
 
 def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
-    """`flax.nnx.value_and_grad` that keeps what a recipe with a state needs to know of gradients.
+    """`flax.nnx.value_and_grad` that also keeps the statistics of gradients that delayed scaling needs.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
 
-    For any recipe, or none, values and gradients are those of Flax's function, as are the arguments. Delayed scaling
-    needs the largest magnitude of each layer's output gradient besides. It is merged by maximum into the
-    `fp8jax.nnx.GradientStatistic` variables of the model, in place, as batch statistics are. The gradients hold none of
-    it: their norm, their mean over microbatches and their tree are those of parameters.
+    Arguments, values and gradients are those of Flax's function, with any recipe or none. Delayed scaling also needs
+    the amax of each layer's output gradient. It is merged by maximum into the `fp8jax.nnx.GradientStatistic` variables
+    of the model, in place, as batch statistics are. The gradients contain parameters alone.
 
     Args:
         f: a function whose arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
@@ -32,7 +31,7 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
 
 
 def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
-    """`flax.nnx.grad` that keeps what a recipe with a state needs to know of gradients, as `value_and_grad` does.
+    """`flax.nnx.grad` that also keeps the statistics of gradients that delayed scaling needs; see `value_and_grad`.
 
     Args:
         f, argnums, has_aux, options: as of `value_and_grad`.

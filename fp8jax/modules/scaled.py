@@ -20,9 +20,9 @@ from fp8jax.rewrite.states import Noted, ParameterState, first_state, scaling_na
 OWN = "fp8jax_"
 _STATISTICS = (
     "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
-    "is not taken of it. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions; or "
+    "leaves it out. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions. Or "
     "differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic), and give all of the gradients to "
-    "fp8jax.nnx.end_step. After model.eval() gradients are taken with scales as they are"
+    "fp8jax.nnx.end_step. For gradients that do not train, call model.eval() first: scales then stay as they are"
 )
 
 
@@ -265,11 +265,11 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         optimizer.update(model, grads)
 
     Under gradient accumulation call it once a step: `fp8jax.nnx.value_and_grad` merges the statistics of microbatches.
-    Of gradients that `nnx.grad` took with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)` merge the
+    If you take gradients by `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the
     statistics by maximum, and give them in `grads`. Under data parallelism in `jax.shard_map` give `axis_name`. A layer
     that was not called since its last step keeps its states.
 
-    A program that trains a model and never calls it is warned of.
+    A program that trains a model and never calls this function causes a warning.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.

@@ -26,7 +26,7 @@ ADVANCE, BOUNDS = "advance_scaling", "set_weight_bounds"
 
 
 class TrainingRecord:
-    """What is known of the training of one NNX model. No two are equal, and so no two models share a program.
+    """The training of one NNX model. No two records are equal, so that no two models share a program.
 
     Attributes:
         ended: the calls that the model's optimizer makes in each update.
@@ -65,7 +65,7 @@ class _Program:
 
     Attributes:
         advanced: the calls in it that advance states, each with the record of the model, or None.
-        warned: those of which it has been said that they are missing.
+        warned: missing calls that have been warned of.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ _inspecting = False
 
 @contextlib.contextmanager
 def inspected() -> Iterator[None]:
-    """Within it programs are inspected, and no model is trained: nothing is raised or said."""
+    """A context in which programs are inspected and no model is trained: it has no errors and no warnings."""
     global _inspecting
     before, _inspecting = _inspecting, True
     try:
@@ -112,11 +112,10 @@ def advances(call: str, record: TrainingRecord | None = None) -> None:
 
 
 _ADVICE = {
-    ADVANCE: "unless it is called after it, once a step, scales and thresholds stay what they were at first. Write "
-    "{}, or take a recipe with current scaling",
-    BOUNDS: "unless it is called after each update, each call reads all weights for their largest magnitudes, which "
-    "this scaling is there to save. Write {}, with fp8jax.track_weights last in the optimizer's chain, or take recipe "
-    "'fast', whose scales need neither",
+    ADVANCE: "without that call in each step, scales and thresholds keep their first values. Write {}, or take a "
+    "recipe with current scaling",
+    BOUNDS: "without that call after each update, every forward pass reads all weights to measure them. Write {}, with "
+    "fp8jax.track_weights last in the optimizer's chain, or take recipe 'fast', which needs neither",
 }
 # How states are advanced in each of the interfaces.
 _WRITE = {

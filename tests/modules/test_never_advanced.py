@@ -347,3 +347,13 @@ def test_nothing_is_told_of_a_gradient_that_is_no_training():
     assert told(lambda: gradient(model, X)) == []
     model.train()
     assert len(told(lambda: gradient(pickle.loads(pickle.dumps(model)), X))) == 1
+
+
+def test_linen_states_without_the_rules_of_thresholds_say_where_to_give_them():
+    module = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", "int8_fallback"))
+    variables = module.init(jax.random.key(0), X)
+    state = fp8jax.linen.TrainState.create(
+        apply_fn=module.apply, params=variables["params"], tx=SGD, scaling=variables["fp8jax_scaling"]
+    )
+    with pytest.raises(ValueError, match=r"^the layer has variables .*give rules=.* TrainState.create"):
+        state.apply_gradients(grads=variables["params"])
