@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import errors, nnx
 from jax import Array
 
 from fp8jax.core.recipe import Linear
@@ -23,6 +23,11 @@ _STATISTICS = (
     "leaves it out. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions. Or "
     "differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic), and give all of the gradients to "
     "fp8jax.nnx.end_step. For gradients that do not train, call model.eval() first: scales then stay as they are"
+)
+_CLOSED_OVER = (
+    "{layer} has {names} scaling, whose state a call changes, and the model is from outside of a transformed function, "
+    "such as the one that is differentiated: pass the model to this function as an argument, or call model.eval() "
+    "first if its scales are to stay as they are"
 )
 
 
@@ -219,9 +224,13 @@ class LayerScaling(Holder):
     def note(self, observed: Noted) -> None:
         if self.use_running_average:
             return
-        for operand, value in observed.items():
-            seen = getattr(self, f"seen_{operand}")
-            seen[...] = self.linear.states[operand].merged(seen[...], value)
+        try:
+            for operand, value in observed.items():
+                seen = getattr(self, f"seen_{operand}")
+                seen[...] = self.linear.states[operand].merged(seen[...], value)
+        except errors.TraceContextError:
+            names = scaling_names(self.linear)
+            raise errors.TraceContextError(_CLOSED_OVER.format(layer=self.kind, names=names)) from None
 
     def note_in(self, other: "LayerScaling") -> None:
         """From now on what calls observe is noted in another one's variables."""

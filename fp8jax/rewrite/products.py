@@ -58,10 +58,10 @@ def find(
 
 
 def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str]) -> LayerChoice:
-    """What the rules say of a product, and of all parameters that are concatenated in its matrix.
+    """The choice of the rules for a product, the same for all parameters that are concatenated in its matrix.
 
     Raises:
-        ValueError: they say different things of these.
+        ValueError: the rules treat these parameters differently.
     """
     choice = rules.choice(p.path, heads, p.others)
     if not p.weight.further_paths:
@@ -73,8 +73,8 @@ def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str])
         other = rules.choice(path, also=also)
         if (other.linear, other.context) != (first.linear, first.context):
             raise ValueError(
-                f"{p.path} and {path} are concatenated into one matrix at {p.node.line()}, which has one recipe, and "
-                f"the rules differ: {p.path} by {first.reason}, {path} by {other.reason}. Give both the same rule"
+                f"{p.path} and {path} are concatenated or stacked into one matrix at {p.node.line()}, which has one "
+                f"recipe, and the rules differ: {p.path} by {first.reason}, {path} by {other.reason}. Give both the same rule"
             )
     return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {path_list(p.concatenated)}")
 

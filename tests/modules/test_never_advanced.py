@@ -3,6 +3,7 @@
 import pickle
 import warnings
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,7 +213,7 @@ def test_a_transformed_function_is_trained_with_its_states(name, program):
     fast = fp8jax.transform(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]), fp8jax.Rule(".*", name))
     p = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
     states = fast.init(p, X)
-    with pytest.raises(ValueError, match=r"take those of init\(params, ...\)"):
+    with pytest.raises(ValueError, match=r"write states = fast\.init\(params, ...\)"):
         program(jax.grad(fast))(p, X)
     with pytest.raises(ValueError, match=r"this gradient is not taken of them. Write grads, observed"):
         program(jax.grad(lambda p: fast(p, X, states=states)))(p)
@@ -288,6 +289,16 @@ def test_gradients_are_those_of_flax_for_models_without_statistics_and_arrays():
     np.testing.assert_array_equal(aux, X)
     assert jax.tree.structure(grads) == jax.tree.structure(of_model) == jax.tree.structure(nnx.state(model, nnx.Param))
     assert float(delayed.layers[0].dot_general.slot[...]) > 0
+
+
+def test_models_that_a_differentiated_function_closes_over_are_to_be_arguments():
+    model, other = quantized("te_delayed"), quantized("te_delayed")
+    with pytest.raises(flax.errors.TraceContextError, match=r"^an nnx.Linear has delayed .* as an argument, or call"):
+        fp8jax.nnx.grad(lambda model: loss(model, other(X)))(model)
+    fp8jax.nnx.grad(lambda model, other: loss(model, other(X)))(model, other)
+    assert all(float(m.layers[0].dot_general.seen_x[...]) > 0 for m in (model, other))
+    other.eval()
+    fp8jax.nnx.grad(lambda model: loss(model, other(X)))(model)
 
 
 def test_statistics_arrive_where_models_stand_in_a_tuple_or_a_dictionary():
