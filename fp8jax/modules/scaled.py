@@ -224,6 +224,8 @@ class LayerScaling(Holder):
     def note(self, observed: Noted) -> None:
         if self.use_running_average:
             return
+        if observed:
+            training.observes(self.record)
         try:
             for operand, value in observed.items():
                 seen = getattr(self, f"seen_{operand}")
@@ -298,6 +300,9 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
     for record in {m.record for _, m in layers}:
         training.advances(training.ADVANCE, record)
+        own = [m for _, m in layers if m.record is record]
+        seen = [getattr(m, f"seen_{o}")[...] for m in own for o in observed_operands(m.linear) if o != "dy"]
+        training.check_observations(record, seen)
     rest = None if grads is None else note_gradients(model, grads)
     for _, module in layers:
         module.advance(axis_name)

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -66,10 +66,12 @@ class _Program:
     Attributes:
         advanced: the calls in it that advance states, each with the record of the model, or None.
         warned: missing calls that have been warned of.
+        observed: records of the models whose calls in it have observed something.
     """
 
     def __init__(self) -> None:
         self.advanced, self.warned = set[tuple[Any, str]](), set[tuple[Any, str]]()
+        self.observed = set[TrainingRecord]()
 
     def __repr__(self) -> str:
         return "program"
@@ -109,6 +111,36 @@ def advances(call: str, record: TrainingRecord | None = None) -> None:
     outermost, _ = _outermost()
     if hasattr(outermost, "frame"):
         _programs.setdefault(outermost, _Program()).advanced.add((record, call))
+
+
+def observes(record: TrainingRecord) -> None:
+    """Records that a call of the model in this program observes something."""
+    outermost, _ = _outermost()
+    if hasattr(outermost, "frame"):
+        _programs.setdefault(outermost, _Program()).observed.add(record)
+
+
+def check_observations(record: TrainingRecord, seen: Sequence[Array]) -> None:
+    """Warns if calls of a model in this program have observed something, and all of it is lost.
+
+    Args:
+        record: of the model.
+        seen: all observations of the model, before the state is advanced by them.
+    """
+    outermost, _ = _outermost()
+    program = _programs.get(outermost) if hasattr(outermost, "frame") else None
+    if program is None or record not in program.observed:
+        return
+    # Without these names in a version of JAX nothing is said.
+    inputs = set(map(id, getattr(outermost.frame, "invars", ())))
+    if all(id(getattr(value, "val", None)) in inputs for value in seen):
+        warnings.warn(
+            "the observations of this model's calls are lost, and its scales stay as they are: nnx.scan drops changes "
+            "of a model that it broadcasts (None in in_axes). Write nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) "
+            "for the model in in_axes",
+            UserWarning,
+            stacklevel=_users_frame(),
+        )
 
 
 _ADVICE = {

@@ -291,6 +291,35 @@ def test_gradients_are_those_of_flax_for_models_without_statistics_and_arrays():
     assert float(delayed.layers[0].dot_general.slot[...]) > 0
 
 
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+def test_loops_that_drop_observations_are_told(name):
+    """`nnx.scan` drops changes of what it broadcasts."""
+
+    def run(axes):
+        model = quantized(name)
+        optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer(name, 0.0), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, parts):
+            @nnx.scan(in_axes=(nnx.Carry, axes, 0), out_axes=nnx.Carry)
+            def accumulate(total, model, x):
+                return jax.tree.map(jnp.add, total, fp8jax.nnx.grad(loss)(model, x))
+
+            zeros = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+            optimizer.update(model, accumulate(zeros, model, parts))
+
+        before = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+        step(model, optimizer, jnp.stack([X, 2 * X]))
+        after = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+        return any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), before, after)))
+
+    with pytest.warns(UserWarning, match="observations of this model's calls are lost"):
+        assert not run(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}))
+
+
 def test_models_that_a_differentiated_function_closes_over_are_to_be_arguments():
     model, other = quantized("te_delayed"), quantized("te_delayed")
     with pytest.raises(flax.errors.TraceContextError, match=r"^an nnx.Linear has delayed .* as an argument, or call"):
