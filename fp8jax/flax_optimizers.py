@@ -229,7 +229,7 @@ class FusedTrainState(train_state.TrainState):
             scaling = end_linen_step(scaling, statistics, state, self.rules)
         elif statistics is not None:
             raise ValueError(
-                "statistics advance a scaling, and this state has none: give TrainState.create the collection, "
+                "statistics advance a scaling, and this state has none: give TrainState.create its collection, "
                 "scaling=variables['fp8jax_scaling']"
             )
         return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **others)
