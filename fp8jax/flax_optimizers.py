@@ -23,16 +23,18 @@ from fp8jax.rewrite.training import ADVANCE, BOUNDS, TrainingRecord
 
 
 def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis_name: AxisNames = None) -> None:
-    """Ends a step of a model whose recipe has a state, in place; of another it does nothing. Call it after the update.
+    """Ends a step of a model whose recipe has a state, in place. Call it after the optimizer's update.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
 
-    Histories and thresholds advance by what the step has seen (`advance_scaling`), and weights of automatic scaling get
-    the bounds of an optimizer that follows them (`set_weight_bounds`); others are measured in each call, or once by
-    `fp8jax.nnx.measure_weights`, where nobody trains them.
-    `fp8jax.nnx.Optimizer` does it in its `update`. Layers that were not called since the last step stay as they are.
+    Histories and thresholds advance by the observations of the step (`advance_scaling`). Weights of automatic scaling
+    get the bounds of an optimizer that tracks them (`set_weight_bounds`). Without such bounds each call measures them,
+    or `fp8jax.nnx.measure_weights` does so once.
+
+    `fp8jax.nnx.Optimizer` calls this function in its `update`. Layers that were not called since the last step keep
+    their state, and models of recipes without a state do not change.
 
     Args:
         model: what `fp8jax.nnx.quantize` returned.
@@ -114,10 +116,11 @@ class FusedOptimizer(nnx.Optimizer):
     to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter. A
     transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
 
-    A step ends for the model's scalings, too, as by `fp8jax.nnx.end_step`: what layers have observed enters their
-    states. Weights of automatic scaling get the bounds of a tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, also
-    when the optimizer is made. Calls by hand besides change nothing, and of several optimizers of a model the first one
-    ends the step. Take gradients with `fp8jax.nnx.value_and_grad`: Flax's own raises under delayed scaling.
+    `update` also ends the step of the model's scalings, as `fp8jax.nnx.end_step` does: observations of layers enter
+    their states. A further call of `end_step` changes nothing. If a model has several optimizers, the first update ends
+    the step. Weights of automatic scaling get the bounds of a tracked `tx`, such as `fp8jax.optimizer("moss", ...)`,
+    here and when the optimizer is created. Take gradients with `fp8jax.nnx.value_and_grad`: Flax's own raises under
+    delayed scaling.
 
     Args:
         model: the module whose variables are trained.
@@ -143,8 +146,8 @@ class FusedOptimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
         """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
 
-        Inside `jax.shard_map` what a recipe with a state has observed is each device's own: there call
-        `fp8jax.nnx.end_step(..., axis_name=)` after `tx.step` in place of this.
+        Inside `jax.shard_map` each device has observations of its own. Call `tx.step` there, and then
+        `fp8jax.nnx.end_step(..., axis_name=)`, in place of this.
 
         Args:
             model: the module that the optimizer was made of.
@@ -187,8 +190,8 @@ def _give(model: Any, opt_state: Any) -> None:
 class FusedTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
 
-    It takes any optax transformation; one without a step updates parameters as in Flax's class. Where the recipe has a
-    state, the collection may be held beside Flax's fields, and a step ends for it, too, as by `fp8jax.linen.end_step`.
+    It takes any optax transformation. One without a step updates parameters as in Flax's class. If the recipe has a
+    state, `scaling` stores its collection, and `apply_gradients` ends its step, as `fp8jax.linen.end_step` does.
 
     Attributes:
         scaling: the collection "fp8jax_scaling" that `init` makes, or None.
@@ -204,8 +207,8 @@ class FusedTrainState(train_state.TrainState):
     ) -> Any:
         """A state with new parameters and moments, and one step more.
 
-        Inside `jax.shard_map` what a recipe with a state has observed is each device's own: there call
-        `fp8jax.linen.end_step(..., axis_name=)` after `tx.step` in place of this.
+        Inside `jax.shard_map` each device has observations of its own. Call `tx.step` there, and then
+        `fp8jax.linen.end_step(..., axis_name=)`, in place of this.
 
         Args:
             grads: gradients, a tree as `params`.
@@ -226,6 +229,7 @@ class FusedTrainState(train_state.TrainState):
             scaling = end_linen_step(scaling, statistics, state, self.rules)
         elif statistics is not None:
             raise ValueError(
-                "statistics are of a model with a scaling: give TrainState.create its collection, scaling="
+                "statistics advance a scaling, and this state has none: give TrainState.create its collection, "
+                "scaling=variables['fp8jax_scaling']"
             )
         return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **others)

@@ -201,8 +201,8 @@ QUOTES = (
           "place of shares of it, as it was until then, ended {} ± {} % from the plain step in validation loss",
           (_parity("released", "validation loss: % above bf16", SHORT, "+.1f"),
            _parity("released", "± (validation loss)", SHORT, ".1f"))),
-    Quote("With one batch, 1.1 B parameters and ten seeds on one {card}, the mean loss of `coat_fast`'s first 21 steps is "
-          "{} ± {} % from bf16's, and its loss of step 21 {} ± {} %",
+    Quote("With one batch, 1.1 B parameters and ten seeds on one {card}, the mean loss of `coat_fast`'s first 21 steps "
+          "is {} ± {} % from bf16's, and its loss of step 21 {} ± {} %",
           tuple(value("fixed_batch", "coat_fast", metric, form)
                 for name in ("mean loss of 21 steps", "loss of step 21")
                 for metric, form in ((f"{name}: % above", "+.1f"), (f"± ({name})", ".1f")))),

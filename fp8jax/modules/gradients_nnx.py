@@ -4,24 +4,24 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from fp8jax.modules.scaled import GradientStatistic, LayerScaling, note_gradients
 
 
 def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
-    """`flax.nnx.value_and_grad` that keeps what a recipe with a state needs to know of gradients.
+    """`flax.nnx.value_and_grad` that also keeps the statistics of gradients that delayed scaling needs.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)
 
-    For any recipe, or none, values and gradients are those of Flax's function, as are the arguments. Delayed scaling
-    needs the largest magnitude of each layer's output gradient besides. It is merged by maximum into the
-    `fp8jax.nnx.GradientStatistic` variables of the model, in place, as batch statistics are. The gradients hold none of
-    it: their norm, their mean over microbatches and their tree are those of parameters.
+    Arguments, values and gradients are those of Flax's function, with any recipe or none. Delayed scaling also needs
+    the amax of each layer's output gradient. It is merged by maximum into the `fp8jax.nnx.GradientStatistic` variables
+    of the model, in place, as batch statistics are. The gradients contain parameters alone.
 
     Args:
-        f: a function whose arguments at `argnums` are models, or arrays.
+        f: a function whose arguments at `argnums` are models, arrays, or trees of these, such as a tuple of two models.
         argnums: an integer, an `nnx.DiffState`, or a sequence of them.
         has_aux: whether `f` returns a pair, of which the second part is not differentiated.
         options: others of `flax.nnx.value_and_grad`. With `graph=False` or `graph_updates=False` gradients are of all
@@ -31,7 +31,7 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
 
 
 def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
-    """`flax.nnx.grad` that keeps what a recipe with a state needs to know of gradients, as `value_and_grad` does.
+    """`flax.nnx.grad` that also keeps the statistics of gradients that delayed scaling needs; see `value_and_grad`.
 
     Args:
         f, argnums, has_aux, options: as of `value_and_grad`.
@@ -59,7 +59,7 @@ def _keeping_statistics(transform: Callable, f: Callable, argnums: Any, options:
         grads = result[1 if last else 0] if pair else result
         each = [grads] if single else list(grads)
         for i in found:
-            each[i] = note_gradients(args[places[i]], each[i])
+            each[i] = _without_statistics(args[places[i]], each[i])
         grads = each[0] if single else tuple(each)
         if not pair:
             return grads
@@ -75,8 +75,20 @@ def _by_state(options: Mapping[str, Any]) -> bool:
     return all(value if options.get(name) is None else options[name] for name, value in current.items())
 
 
+def _models(argument: Any) -> tuple[list[Any], Any]:
+    """The models in an argument, such as a tuple of two, and the structure that they and its other leaves stand in."""
+    return jax.tree.flatten(argument, is_leaf=lambda node: isinstance(node, nnx.Module))
+
+
 def _has_slots(argument: Any) -> bool:
-    """Whether an argument is a model with statistics of gradients."""
-    if not isinstance(argument, nnx.Module):
-        return False
-    return any(isinstance(m, LayerScaling) and hasattr(m, "slot") for _, m in nnx.iter_modules(argument))
+    """Whether an argument is a model with statistics of gradients, or a tree that has one."""
+    models = [leaf for leaf in _models(argument)[0] if isinstance(leaf, nnx.Module)]
+    modules = [module for model in models for _, module in nnx.iter_modules(model)]
+    return any(isinstance(module, LayerScaling) and hasattr(module, "slot") for module in modules)
+
+
+def _without_statistics(argument: Any, grads: Any) -> Any:
+    """The gradients of an argument without statistics; these are merged into the slots of its models."""
+    models, structure = _models(argument)
+    each = zip(models, structure.flatten_up_to(grads), strict=True)
+    return structure.unflatten([note_gradients(m, g) if isinstance(m, nnx.Module) else g for m, g in each])

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import errors, nnx
 from jax import Array
 
 from fp8jax.core.recipe import Linear
@@ -20,9 +20,14 @@ from fp8jax.rewrite.states import Noted, ParameterState, first_state, scaling_na
 OWN = "fp8jax_"
 _STATISTICS = (
     "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
-    "is not taken of it. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions; or "
+    "leaves it out. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions. Or "
     "differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic), and give all of the gradients to "
-    "fp8jax.nnx.end_step. After model.eval() gradients are taken with scales as they are"
+    "fp8jax.nnx.end_step. For gradients that do not train, call model.eval() first: scales then stay as they are"
+)
+_CLOSED_OVER = (
+    "{layer} has {names} scaling, whose state a call changes, and the model is from outside of a transformed function, "
+    "such as the one that is differentiated: pass the model to this function as an argument, or call model.eval() "
+    "first if its scales are to stay as they are"
 )
 
 
@@ -219,9 +224,15 @@ class LayerScaling(Holder):
     def note(self, observed: Noted) -> None:
         if self.use_running_average:
             return
-        for operand, value in observed.items():
-            seen = getattr(self, f"seen_{operand}")
-            seen[...] = self.linear.states[operand].merged(seen[...], value)
+        if observed:
+            training.observes(self.record)
+        try:
+            for operand, value in observed.items():
+                seen = getattr(self, f"seen_{operand}")
+                seen[...] = self.linear.states[operand].merged(seen[...], value)
+        except errors.TraceContextError:
+            names = scaling_names(self.linear)
+            raise errors.TraceContextError(_CLOSED_OVER.format(layer=self.kind, names=names)) from None
 
     def note_in(self, other: "LayerScaling") -> None:
         """From now on what calls observe is noted in another one's variables."""
@@ -265,11 +276,11 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         optimizer.update(model, grads)
 
     Under gradient accumulation call it once a step: `fp8jax.nnx.value_and_grad` merges the statistics of microbatches.
-    Of gradients that `nnx.grad` took with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)` merge the
+    If you take gradients by `nnx.grad` with respect to `nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)`, merge the
     statistics by maximum, and give them in `grads`. Under data parallelism in `jax.shard_map` give `axis_name`. A layer
     that was not called since its last step keeps its states.
 
-    A program that trains a model and never calls it is warned of.
+    A program that trains a model and never calls this function causes a warning.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
@@ -289,6 +300,9 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
     for record in {m.record for _, m in layers}:
         training.advances(training.ADVANCE, record)
+        own = [m for _, m in layers if m.record is record]
+        seen = [getattr(m, f"seen_{o}")[...] for m in own for o in observed_operands(m.linear) if o != "dy"]
+        training.check_observations(record, seen)
     rest = None if grads is None else note_gradients(model, grads)
     for _, module in layers:
         module.advance(axis_name)

@@ -195,12 +195,16 @@ def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> di
 
 def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
     """The recipe of a layer's product with these variables in the collection of states."""
-    name = "/".join(layer_path(layer))
+    path = "/".join(layer_path(layer))
+    name = path or "the layer"
     if rules is not None:
-        linear = ordered(rules).choice(name, also=["/".join(weight_path(layer))]).linear
+        linear = ordered(rules).choice(path, also=["/".join(weight_path(layer))]).linear
         if linear is None or not {part.variable(o) for o, part in linear.states.items()} <= set(variables):
-            raise ValueError(f"{name} has other variables of scaling than the rules give it")
+            raise ValueError(f"{name} has other variables of scaling than these rules make: give those of `quantize`")
         return linear
     if not set(OPERANDS) <= set(variables):
-        raise ValueError(f"{name} has no delayed scaling: give advance_scaling the rules of `quantize`, too")
+        raise ValueError(
+            f"{name} has variables {sorted(variables)}, which are not those of delayed scaling: give rules=, as for "
+            "fp8jax.linen.quantize, to TrainState.create, end_step or advance_scaling"
+        )
     return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=variables["x"].shape[-1])

@@ -26,7 +26,7 @@ MARK = "_nnx_tabulate_id"
 
 
 def marked(written: Any, method: ModuleMethod | None, restore: Callable[[Any], None]) -> property:
-    """What marks a module of a copy: it gets a class of a table first.
+    """The property by which Flax marks a module of a copy; setting it first gives the module a class of a table.
 
     Args:
         written: the class of the module as written.

@@ -20,8 +20,8 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
         optimizer.update(model, grads)
         fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
 
-    Evaluation reads the bounds, which are part of the model's state and of its checkpoints. A model that was never
-    given any measures its weights in each call, as they are then.
+    Evaluation reads the bounds, which are part of the model's state and of its checkpoints. A model without bounds
+    measures its weights in each call.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
@@ -65,10 +65,10 @@ def _set_bound(layer: LayerScaling, path: Sequence[str], bound: Array | None) ->
 
 
 def measure_weights(model: nnx.Module) -> None:
-    """Measures the weights of a model with automatic weight scaling, in place: of one that was given bounds before, for
-    parameters that were loaded since. Of one that was not, so that calls need not measure them.
+    """Measures the weights of a model with automatic weight scaling, in place.
 
-    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
+    Call it after loading parameters into a model that has bounds, which would clip them. A model without bounds then
+    needs no measurement in each call. If training continues, call `fp8jax.measure_weights` for the optimizer, too.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling.
@@ -79,7 +79,7 @@ def measure_weights(model: nnx.Module) -> None:
 
 
 def with_known_bounds(model: nnx.Module) -> None:
-    """Measures weights that nobody has given a bound, in place; others are not read."""
+    """Measures the weights without a bound, in place; others are not read."""
     weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     layers = _tracked(model)
     tracked = {

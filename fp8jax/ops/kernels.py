@@ -39,7 +39,7 @@ def written_contexts() -> bool:
 
 
 def advice() -> str | None:
-    """What runs without kernels here, why there are none, and what to type; None where they run or are switched off."""
+    """A text: why no kernels run here, and the line to type; None if they run or are switched off."""
     if not aimed().kernels or (reason := missing()) is None:
         return None
     packages = " ".join(f'"{each}"' for each in REQUIREMENTS)
@@ -52,7 +52,7 @@ def advice() -> str | None:
 
 
 def warn() -> None:
-    """Warns, at the line of the caller outside of libraries, where no kernel runs on a GPU of NVIDIA."""
+    """Warns, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
     if (said := advice()) is None or capability() == 0:
         return
     level, frame = 1, sys._getframe(0)

@@ -90,9 +90,11 @@ def compress_state(
 
     Slow averages do not stall. A first moment is rounded up or down by noise that is even over the steps, with a phase
     of its own for each element. It follows rare gradients (Lion's at b2 0.99, SGD's at 0.99, the second one of
-    AdEMAMix), and falls where none comes. Codes of second moments, and bf16 of both, are rounded by independent noise.
-    Moments are right on average. Single elements scatter around fp32, the more the slower and noisier they are: the
-    page on optimizers has figures. Where that matters, take {"ema": "bf16"}. With `nu_rounding="nearest"` a second
+    AdEMAMix), and decays without gradients. Codes of second moments, and bf16 of both, are rounded by independent
+    noise. Moments are unbiased. Single elements scatter around fp32, more so if the average is slow and the gradients
+    are noisy: the page on optimizers has figures. If that matters, take {"ema": "bf16"}.
+
+    With `nu_rounding="nearest"` a second
     moment with b2 from about 0.98 on is too slow: of gradients that come in 2 of 100 steps, updates after 1,000 steps
     are 0.62 of the exact ones at b2 0.999 (Adam, AdaBelief, LAMB; Yogi 0.77, Adafactor 0.68, RMSProp with decay 0.99
     0.83).

@@ -96,7 +96,7 @@ def scale_by_compressed_adam(
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
             run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
-        mu_dtype: of optax, and refused: `mu` takes its place, "bf16" for `jnp.bfloat16`, "fp32" for `jnp.float32`.
+        mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
     Returns:
         A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters where `update` is
@@ -182,7 +182,7 @@ def compressed_adamw(
             run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
             program on a GPU whose arrays lie on two automatic meshes: "xla" there.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
-        mu_dtype: of optax, and refused: `mu` takes its place, "bf16" for `jnp.bfloat16`, "fp32" for `jnp.float32`.
+        mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
     Returns:
         A transformation with state `CompressedAdamState`, of masters by parts `MasterAdamState`, and
@@ -324,8 +324,8 @@ def _adam(
     check_impl(impl)
     if mu_dtype is not None:
         raise TypeError(
-            f"mu_dtype={mu_dtype} is an argument of optax's: fp8jax stores the first moment as mu says, mu='bf16' or "
-            "mu='fp32' in these dtypes, mu='e4m3' (the default) or 'e5m2' in 8 bits"
+            f"mu_dtype={mu_dtype} is an argument of optax's, which mu replaces: write mu='bf16' or mu='fp32', or for 8 "
+            "bits mu='e4m3' (the default) or mu='e5m2'"
         )
     if impl == "triton" and nesterov:
         raise ValueError("impl 'triton' has no nesterov: take impl='auto' or 'xla'")

@@ -37,7 +37,7 @@ Also = dict[str, tuple[str, ...]]
 
 
 class ProgramPlan(NamedTuple):
-    """What a plan says.
+    """The plan of a program.
 
     Attributes:
         entries: what became of each part, in the program's order.
@@ -124,9 +124,10 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
         if p.concatenated:
             if any(scaling.observes for scaling in linear.states.values()):
                 raise ValueError(
-                    f"{path_list((p.path, *p.concatenated))} are concatenated into one matrix, at "
-                    f"{p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each parameter. "
-                    "Concatenate them outside of the function, or take a recipe with current scaling, as te_current"
+                    f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
+                    f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
+                    "parameter. Put them together outside of the function, or take a recipe with current scaling, "
+                    "as te_current"
                 )
             continue
         if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):

@@ -82,7 +82,8 @@ class PlannedCall(NamedTuple):
         said = notices.silent or share.text in notices.texts
         if share.notable and not self.plan.refused and not said:
             notices.texts.add(share.text)
-            warnings.warn(f"{share.text}. explain lists each", UnquantizedWarning, stacklevel=user_level(1))
+            text = f"{share.text}. explain lists each product. fp8jax.Rule(path, None) for a parameter silences this"
+            warnings.warn(text, UnquantizedWarning, stacklevel=user_level(1))
 
     def _check(self) -> None:
         if self.plan.refused:

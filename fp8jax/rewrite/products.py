@@ -58,10 +58,10 @@ def find(
 
 
 def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str]) -> LayerChoice:
-    """What the rules say of a product, and of all parameters that are concatenated in its matrix.
+    """The choice of the rules for a product, the same for all parameters that are concatenated in its matrix.
 
     Raises:
-        ValueError: they say different things of these.
+        ValueError: the rules treat these parameters differently.
     """
     choice = rules.choice(p.path, heads, p.others)
     if not p.weight.further_paths:
@@ -73,8 +73,9 @@ def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str])
         other = rules.choice(path, also=also)
         if (other.linear, other.context) != (first.linear, first.context):
             raise ValueError(
-                f"{p.path} and {path} are concatenated into one matrix at {p.node.line()}, which has one recipe, and "
-                f"the rules differ: {p.path} by {first.reason}, {path} by {other.reason}. Give both the same rule"
+                f"{p.path} and {path} are concatenated or stacked into one matrix at {p.node.line()}, which has one "
+                f"recipe, and the rules differ: {p.path} by {first.reason}, {path} by {other.reason}. "
+                "Give both the same rule"
             )
     return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {path_list(p.concatenated)}")
 
@@ -133,7 +134,7 @@ def _left(
     caller: Caller,
     around: tuple[tuple[Node, Graph], ...],
 ) -> Entry:
-    """What is said of a product that is left as written."""
+    """The reason that `explain` gives for a product that is left as written."""
     weights = [value.weight for value in node.operands if value.weight is not None]
     fixed = [i for i, value in enumerate(node.operands[:2]) if not value.data]
     matrix = next((node.operands[i] for i in (*sides, *fixed)), node.results[0])
@@ -177,7 +178,7 @@ def _is_batch(value: Value) -> bool:
 
 
 def _unnamed(operands: list[Value]) -> str:
-    """What to say of a product without a parameter that a rule could name; "" of data with data."""
+    """The reason why a product has no parameter that a rule could name; "" for a product of data with data."""
     if len(operands) == 2 and operands[0].data != operands[1].data:
         found = computed_from(next(value for value in operands if not value.data))
         held = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))

@@ -22,7 +22,7 @@ class UnquantizedWarning(UserWarning):
 
 
 class UnquantizedShare(NamedTuple):
-    """What stays in 16 bits although the rules ask for 8.
+    """The products that stay in 16 bits although the rules ask for 8.
 
     Attributes:
         fraction: of the FLOPs of a forward pass in products with parameters. Output heads, embeddings, routers and

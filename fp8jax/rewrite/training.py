@@ -9,7 +9,7 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ ADVANCE, BOUNDS = "advance_scaling", "set_weight_bounds"
 
 
 class TrainingRecord:
-    """What is known of the training of one NNX model. No two are equal, and so no two models share a program.
+    """The training of one NNX model. No two records are equal, so that no two models share a program.
 
     Attributes:
         ended: the calls that the model's optimizer makes in each update.
@@ -65,11 +65,13 @@ class _Program:
 
     Attributes:
         advanced: the calls in it that advance states, each with the record of the model, or None.
-        warned: those of which it has been said that they are missing.
+        warned: missing calls that have been warned of.
+        observed: records of the models whose calls in it have observed something.
     """
 
     def __init__(self) -> None:
         self.advanced, self.warned = set[tuple[Any, str]](), set[tuple[Any, str]]()
+        self.observed = set[TrainingRecord]()
 
     def __repr__(self) -> str:
         return "program"
@@ -81,7 +83,7 @@ _inspecting = False
 
 @contextlib.contextmanager
 def inspected() -> Iterator[None]:
-    """Within it programs are inspected, and no model is trained: nothing is raised or said."""
+    """A context in which programs are inspected and no model is trained: it has no errors and no warnings."""
     global _inspecting
     before, _inspecting = _inspecting, True
     try:
@@ -111,12 +113,41 @@ def advances(call: str, record: TrainingRecord | None = None) -> None:
         _programs.setdefault(outermost, _Program()).advanced.add((record, call))
 
 
+def observes(record: TrainingRecord) -> None:
+    """Records that a call of the model in this program observes something."""
+    outermost, _ = _outermost()
+    if hasattr(outermost, "frame"):
+        _programs.setdefault(outermost, _Program()).observed.add(record)
+
+
+def check_observations(record: TrainingRecord, seen: Sequence[Array]) -> None:
+    """Warns if calls of a model in this program have observed something, and all of it is lost.
+
+    Args:
+        record: of the model.
+        seen: all observations of the model, before the state is advanced by them.
+    """
+    outermost, _ = _outermost()
+    program = _programs.get(outermost) if hasattr(outermost, "frame") else None
+    if program is None or record not in program.observed:
+        return
+    # Without these names in a version of JAX nothing is said.
+    inputs = set(map(id, getattr(outermost.frame, "invars", ())))
+    if all(id(getattr(value, "val", None)) in inputs for value in seen):
+        warnings.warn(
+            "the observations of this model's calls are lost, and its scales stay as they are: nnx.scan drops changes "
+            "of a model that it broadcasts (None in in_axes). Write nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) "
+            "for the model in in_axes",
+            UserWarning,
+            stacklevel=_users_frame(),
+        )
+
+
 _ADVICE = {
-    ADVANCE: "unless it is called after it, once a step, scales and thresholds stay what they were at first. Write "
-    "{}, or take a recipe with current scaling",
-    BOUNDS: "unless it is called after each update, each call reads all weights for their largest magnitudes, which "
-    "this scaling is there to save. Write {}, with fp8jax.track_weights last in the optimizer's chain, or take recipe "
-    "'fast', whose scales need neither",
+    ADVANCE: "without that call in each step, scales and thresholds keep their first values. Write {}, or take a "
+    "recipe with current scaling",
+    BOUNDS: "without that call after each update, every forward pass reads all weights to measure them. Write {}, with "
+    "fp8jax.track_weights last in the optimizer's chain, or take recipe 'fast', which needs neither",
 }
 # How states are advanced in each of the interfaces.
 _WRITE = {

@@ -177,7 +177,7 @@ class Transformed:
         return with_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What becomes of each product, norm and activation, taken or left; nothing is computed.
+        """A table of each product, norm and activation, quantized or left as written; nothing is computed.
 
         Args:
             args, kwargs: of a call, arrays or `jax.ShapeDtypeStruct`.
@@ -267,10 +267,10 @@ def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
         if known is not None and use.number < len(known.slots):
             continue
         if states or any(scaling.observes for scaling in linear.states.values()):
-            what = "of which the given states have none" if states else "and no states are given"
+            missing = "of which the given states have none" if states else "and no states are given"
             raise ValueError(
-                f"{scaling_names(linear)} scaling of {use.path} keeps a state, {what}: take those of init(params, "
-                "...), and call with states=..."
+                f"{scaling_names(linear)} scaling of {use.path} keeps a state, {missing}: write states = "
+                "fast.init(params, ...) for the transformed function fast, and call fast(params, ..., states=states)"
             )
 
 

@@ -1,4 +1,4 @@
-"""What runs as written beside a plan: norms, activations, and products without a parameter, for `explain`."""
+"""Entries of `explain` for what a plan leaves as written: norms, activations and products without a parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -44,7 +44,7 @@ Around = tuple[tuple[Node, Graph], ...]
 def list_entries(
     graph: Graph, schedule: Schedule, rules: Ordered, caller: Caller, entries: Mapping[Node, Entry]
 ) -> tuple[Entry, ...]:
-    """What `explain` lists of a planned program, in its order.
+    """The entries of `explain` for a planned program, in its order.
 
     Args:
         graph: the program, planned.
@@ -104,7 +104,7 @@ def _parts(node: Node, schedule: Schedule | None, around: Around) -> Iterator[tu
 
 
 def _norm(program: _Program, node: Node) -> Entry | None:
-    """What is said of the norm whose square root a node is; None where it is of none."""
+    """The entry of the norm whose square root a node is; None if it belongs to no norm."""
     root = node.operands[0]
     if not root.data or root.aval.ndim < 1 or root.aval.size < 2:
         return None
@@ -154,7 +154,7 @@ def _after_norm(program: _Program, value: Value) -> tuple[str, bool, bool, bool]
 
 
 def _activation(program: _Program, node: Node) -> Entry | None:
-    """What is said of the activation that a node is part of; None where it is of none."""
+    """The entry of the activation that a node is part of; None if it belongs to none."""
     name = primitives.function_name(node.eqn)
     named = name in _NAMES and (node.inlined is not None or node.sealed)
     rectified = node.kind == "max" and any(operand.constant == 0 for operand in node.operands)
@@ -191,7 +191,7 @@ def _statistic(program: _Program, value: Value) -> bool:
 
 
 def _product(program: _Program, node: Node, around: Around) -> Entry | None:
-    """What is said of a product of which no operand is a parameter; None of what contracts nothing."""
+    """The entry of a product of which no operand is a parameter; None if it contracts nothing."""
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return None
     operands = node.operands[:2]
@@ -221,7 +221,7 @@ def _adapter(program: _Program, value: Value) -> str:
 
 
 def _forward(program: _Program, value: Value) -> Iterator[tuple[Node, Value]]:
-    """What reads a value, and what is computed from it element by element: each reader, with what it reads."""
+    """The readers of a value, and of values computed from it element by element, each with the value that it reads."""
     seen, new = {value}, [value]
     for _ in range(_FURTHEST):
         values, new = new, list[Value]()
@@ -262,7 +262,7 @@ def _plain(value: Value) -> Value:
 
 
 def _squared(value: Value) -> Value | None:
-    """What a value is the square of; None where it is none."""
+    """The value whose square this is; None if it is no square."""
     value = _plain(value)
     node = value.node
     if node is None or node.operation is not None:

@@ -3,6 +3,7 @@
 import pickle
 import warnings
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,7 +213,7 @@ def test_a_transformed_function_is_trained_with_its_states(name, program):
     fast = fp8jax.transform(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]), fp8jax.Rule(".*", name))
     p = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}
     states = fast.init(p, X)
-    with pytest.raises(ValueError, match=r"take those of init\(params, ...\)"):
+    with pytest.raises(ValueError, match=r"write states = fast\.init\(params, ...\)"):
         program(jax.grad(fast))(p, X)
     with pytest.raises(ValueError, match=r"this gradient is not taken of them. Write grads, observed"):
         program(jax.grad(lambda p: fast(p, X, states=states)))(p)
@@ -290,6 +291,56 @@ def test_gradients_are_those_of_flax_for_models_without_statistics_and_arrays():
     assert float(delayed.layers[0].dot_general.slot[...]) > 0
 
 
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+def test_loops_that_drop_observations_are_told(name):
+    """`nnx.scan` drops changes of what it broadcasts."""
+
+    def run(axes):
+        model = quantized(name)
+        optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer(name, 0.0), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, parts):
+            @nnx.scan(in_axes=(nnx.Carry, axes, 0), out_axes=nnx.Carry)
+            def accumulate(total, model, x):
+                return jax.tree.map(jnp.add, total, fp8jax.nnx.grad(loss)(model, x))
+
+            zeros = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+            optimizer.update(model, accumulate(zeros, model, parts))
+
+        before = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+        step(model, optimizer, jnp.stack([X, 2 * X]))
+        after = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+        return any(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), before, after)))
+
+    with pytest.warns(UserWarning, match="observations of this model's calls are lost"):
+        assert not run(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}))
+
+
+def test_models_that_a_differentiated_function_closes_over_are_to_be_arguments():
+    model, other = quantized("te_delayed"), quantized("te_delayed")
+    with pytest.raises(flax.errors.TraceContextError, match=r"^an nnx.Linear has delayed .* as an argument, or call"):
+        fp8jax.nnx.grad(lambda model: loss(model, other(X)))(model)
+    fp8jax.nnx.grad(lambda model, other: loss(model, other(X)))(model, other)
+    assert all(float(m.layers[0].dot_general.seen_x[...]) > 0 for m in (model, other))
+    other.eval()
+    fp8jax.nnx.grad(lambda model: loss(model, other(X)))(model)
+
+
+def test_statistics_arrive_where_models_stand_in_a_tuple_or_a_dictionary():
+    both = quantized("te_delayed"), quantized("te_delayed"), jnp.float32(2)
+    grads = fp8jax.nnx.grad(lambda args: jnp.sum(args[0](X) + args[2] * args[1](X)))(both)
+    assert [float(model.layers[0].dot_general.slot[...]) for model in both[:2]] == [1, 2]
+    wanted = nnx.state(both[0], nnx.Param)
+    assert jax.tree.structure(grads) == jax.tree.structure((wanted, wanted, 0.0))
+    parts = {"actor": quantized("te_delayed"), "critic": quantized("te_current")}
+    fp8jax.nnx.value_and_grad(lambda parts: loss(parts["actor"], X) + loss(parts["critic"], X))(parts)
+    assert float(parts["actor"].layers[0].dot_general.slot[...]) > 0
+
+
 @pytest.mark.parametrize("mode", ["graph", "graph_updates"])
 def test_statistics_arrive_where_flax_takes_models_as_trees(mode):
     model = quantized("te_delayed")
@@ -336,3 +387,13 @@ def test_nothing_is_told_of_a_gradient_that_is_no_training():
     assert told(lambda: gradient(model, X)) == []
     model.train()
     assert len(told(lambda: gradient(pickle.loads(pickle.dumps(model)), X))) == 1
+
+
+def test_linen_states_without_the_rules_of_thresholds_say_where_to_give_them():
+    module = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", "int8_fallback"))
+    variables = module.init(jax.random.key(0), X)
+    state = fp8jax.linen.TrainState.create(
+        apply_fn=module.apply, params=variables["params"], tx=SGD, scaling=variables["fp8jax_scaling"]
+    )
+    with pytest.raises(ValueError, match=r"^the layer has variables .*give rules=.* TrainState.create"):
+        state.apply_gradients(grads=variables["params"])

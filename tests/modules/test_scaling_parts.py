@@ -92,7 +92,7 @@ def test_it_works_through_a_layer_of_linen(recipe):
     variables = variables | {"fp8jax_scaling": advanced}
     limit = codes_limit(lambda x: model.apply(variables, x))
     np.testing.assert_allclose(limit, 16 * 4 * np.sqrt(MEAN), rtol=0.01)
-    with pytest.raises(ValueError, match="give advance_scaling the rules"):
+    with pytest.raises(ValueError, match=r"give rules=, as for fp8jax.linen.quantize"):
         fp8jax.linen.advance_scaling(advanced, {})
 
 
