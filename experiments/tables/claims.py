@@ -94,8 +94,6 @@ CLAIMS: list[Claim] = [
     *(Claim(f"The same of a user's {text}: `coat_fast`; and where the host reads the loss after each step", name,
             several(*(ratio("coat_fast", f"step{how}", "bf16", case) for how in ("", ", synchronised"))))
       for name, (case, text) in USERS.items()),
-    Claim("The same of that Llama with q, k and v joined (`Linear.joins`): `coat_fast`, with and without", "models",
-          several(*(ratio(name, "step", "bf16") for name in ("coat_fast, joined", "coat_fast")))),
     Claim("The same Llama written in Linen: `coat`", "models_llama1b_linen",
           ratio("coat", "step", "bf16", "Llama 1.1B in Linen")),
     Claim("The same in Equinox", "models_llama1b_equinox", ratio("coat", "step", "bf16", "Llama 1.1B in Equinox")),
