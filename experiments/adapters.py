@@ -18,8 +18,8 @@ from flax import nnx
 import fp8jax
 from experiments.config import Lora, UserError
 from experiments.models.llama import Llama
-from fp8jax.ops.linear import content_key
-from fp8jax.ops.lora import adapted
+from fp8jax.ops.linear import key_from_data
+from fp8jax.ops.lora import apply_adapter
 
 LAYERS = "layers"
 
@@ -63,8 +63,8 @@ class AdaptedLinear(nnx.Module):
 
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         x, w = x.astype(self.dtype), self.weight
-        if self.linear.quantized or isinstance(w, fp8jax.FrozenWeight):
-            key = content_key(x) if self.linear.stochastic else None
+        if self.linear.is_quantized or isinstance(w, fp8jax.FrozenWeight):
+            key = key_from_data(x) if self.linear.is_stochastic else None
             y = fp8jax.linear(x, w, recipe=self.linear, key=key, out_sharding=out_sharding)
         else:
             y = jnp.matmul(x, w, out_sharding=out_sharding)
@@ -74,8 +74,8 @@ class AdaptedLinear(nnx.Module):
             return y
         dropout = 0.0 if self.deterministic else self.dropout
         # Of the data, so that a step repeats exactly; each layer has noise of its own.
-        key = jax.random.fold_in(content_key(x), self.salt) if dropout else None
-        return y + adapted(x, self.adapter, dropout, key)
+        key = jax.random.fold_in(key_from_data(x), self.salt) if dropout else None
+        return y + apply_adapter(x, self.adapter, dropout, key)
 
 
 def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
@@ -88,7 +88,7 @@ def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
             the reverse.
     """
     linear = recipe.linear if recipe.linear.w_scaling is None else dataclasses.replace(recipe.linear, w_scaling=None)
-    if any(part.observes for part in linear.states.values()):
+    if any(part.collects_stats for part in linear.states.values()):
         raise UserError(
             f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; take a "
             "recipe with current scaling, such as te_current, fast or int8_block"

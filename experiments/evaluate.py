@@ -105,7 +105,7 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
     linear = trained.recipe.linear
     if settings.quantize is not None:
         linear = get_recipe(settings.quantize, "--quantize").linear
-    if settings.leak and not linear.quantized:
+    if settings.leak and not linear.is_quantized:
         raise UserError(
             f"--leak compares quantized linear layers, and {settings.quantize or settings.recipe} has none; "
             "name a recipe that has with --quantize, such as te_current"
@@ -113,7 +113,7 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
     length = trained.config.data.seq_len
     console.print(
         f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
-        f"{f'as {settings.quantize or settings.recipe}' if linear.quantized else 'unquantized'}; contexts of {length}"
+        f"{f'as {settings.quantize or settings.recipe}' if linear.is_quantized else 'unquantized'}; contexts of {length}"
     )
     figures: dict[str, Any] = {}
     texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)

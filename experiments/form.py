@@ -13,7 +13,7 @@ from experiments.models.parts import Boundary
 from experiments.sections import Lora
 from fp8jax.ops import kernels
 from fp8jax.ops.choice import missing_triton
-from fp8jax.ops.fused import at_once
+from fp8jax.ops.fused import emits_codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Form:
 
 def changes_layers(recipe: fp8jax.Recipe) -> bool:
     """Whether a recipe changes a model's layers: it has quantized products or says what operations keep."""
-    return bool(recipe.linear.quantized) or recipe.context != type(recipe.context)()
+    return bool(recipe.linear.is_quantized) or recipe.context != type(recipe.context)()
 
 
 def fastest(recipe: fp8jax.Recipe) -> bool | str:
@@ -74,8 +74,8 @@ def fastest(recipe: fp8jax.Recipe) -> bool | str:
     layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest. Without
     kernels contexts are as written, and all but products and attention is computed again.
     """
-    written = at_once(recipe) and missing_triton("remake_triton") is None
-    saved = recipe.context.saved is not None and not kernels.written_contexts()
+    written = emits_codes(recipe) and missing_triton("remake_triton") is None
+    saved = recipe.context.residual is not None and not kernels.keeps_nonlinear_unchanged()
     return False if saved or written else "products"
 
 

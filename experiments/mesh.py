@@ -252,6 +252,6 @@ def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
     if fsdp * tensor == 1:
         return f"{shared}, and has all parameters and their moments"
     shared = f"{shared}, and has 1 of {fsdp * tensor} parts of each large matrix and its moments"
-    whole = [f"{each.name} in {each.weights.held}" for each in recipes if each.comm.auto_scale]
+    whole = [f"{each.name} in {each.weights.param_format}" for each in recipes if each.comm.auto_scale]
     gathers = fsdp > 1 and whole
     return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if gathers else shared

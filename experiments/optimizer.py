@@ -44,13 +44,15 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
         adamw = make(stacked=parallel.stacked)
         return ReleasedOptimizer(make(stacked=np.int32(1)), adamw, optim.clip, optim.release == "twice")
     # Of others no step is followed.
-    follows = optim.b1**2 < optim.b2 and not recipe.scaled_per_tensor and recipe.weights.master != "bf16+stochastic"
-    if not recipe.linear.tracked or follows:
+    follows = (
+        optim.b1**2 < optim.b2 and not recipe.has_per_tensor_moments and recipe.weights.master != "bf16+stochastic"
+    )
+    if not recipe.linear.needs_weight_bounds or follows:
         return make(stacked=parallel.stacked, clip=optim.clip)
     limit = None
     if optim.b1**2 < optim.b2:
-        limit = fp8jax.adam_limit(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
-    tracker = fp8jax.track_weights(recipe.linear.interval, limit)
+        limit = fp8jax.max_adam_step(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
+    tracker = fp8jax.track_weight_amax(recipe.linear.weight_amax_interval, limit)
     return optax.chain(optax.clip_by_global_norm(optim.clip), make(stacked=parallel.stacked, track=False), tracker)
 
 

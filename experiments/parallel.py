@@ -23,11 +23,11 @@ from experiments.models.llama import Block, LlamaConfig
 from fp8jax.dist import (
     Factors,
     all_reduce_gradients,
+    fsdp_gather_weight,
     gather_quantized,
-    gathered_again,
     init_factors,
     reduce_scatter_gradients,
-    whole_weight,
+    regather_policy,
 )
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import Comm
@@ -58,7 +58,7 @@ class Whole:
     def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
         """All is kept but what was gathered, and sums in fp32 of a model that computes in 16 bits."""
         wide = primitive.name in _SUMS and getattr(operands[0], "dtype", None) == jnp.float32
-        return gathered_again(primitive, *operands, **how) and not (wide and fp8jax.formats.get(self.dtype).bits == 16)
+        return regather_policy(primitive, *operands, **how) and not (wide and fp8jax.formats.get(self.dtype).bits == 16)
 
     def outside_of_layers(self, weights: nnx.State) -> nnx.State:
         """All parameters that no layer holds as whole ones; the others as they are."""
@@ -107,7 +107,7 @@ class Whole:
             # What a product quantizes itself it quantizes from the values that are held.
             dtype = x.dtype if name in asked and name not in unsure else fp8jax.formats.get(self.dtype).dtype
             read = not asked.get(name, False) or name in unsure
-            return whole_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, read=read)
+            return fsdp_gather_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, needs_values=read)
 
         gathered: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
         return gathered

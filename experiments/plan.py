@@ -26,7 +26,7 @@ from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.dist.collectives import Collective
 from fp8jax.ops import choice
-from fp8jax.ops.chunks import chunks_of
+from fp8jax.ops.chunks import num_chunks
 
 with needed() as missing:
     from flax import nnx
@@ -122,7 +122,7 @@ def _read_again(part: fp8jax.recipes.Linear) -> bool:
 
     Keys of stochastic rounding are made of inputs.
     """
-    return not part.quantized or part.spec("saved") is None or part.stochastic
+    return not part.is_quantized or part.spec("saved") is None or part.is_stochastic
 
 
 def of(
@@ -157,32 +157,32 @@ def of(
     if shared > 1:
         tensor.check(llama, shared)
         dims = tensor.dimensions(params, shared)
-        crossings = fp8jax.dist.crossings(
+        crossings = fp8jax.dist.sequence_collectives(
             tokens * shared, llama.dim, shared, tensor.travels(recipe), recipe.weights.compute,
-            times=2 * llama.layers * microbatches, gathered=2 if recompute and _read_again(recipe.linear) else 1,
+            times=2 * llama.layers * microbatches, forward_gathers=2 if recompute and _read_again(recipe.linear) else 1,
         )  # fmt: skip
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
-    chunked = recipe.head.quantized or in_chunks("auto", tokens, llama.vocab)
+    chunked = recipe.head.is_quantized or in_chunks("auto", tokens, llama.vocab)
     # Of a head of codes logits, their gradient and its codes take as many bytes together.
-    at_once = tokens / chunks_of(int(tokens), llama.vocab, recipe.head.quantized) if chunked else tokens
+    at_once = tokens / num_chunks(int(tokens), llama.vocab, recipe.head.is_quantized) if chunked else tokens
     of_loss = at_once * LOGITS * llama.vocab + tokens * 2 * 2 * llama.dim
     of_loss += 4 * llama.vocab * llama.dim if chunked else 0
-    of_loss += 0 if recipe.weights.held == recipe.weights.compute else 2 * llama.vocab * llama.dim
+    of_loss += 0 if recipe.weights.param_format == recipe.weights.compute else 2 * llama.vocab * llama.dim
     step = plan(
         params,
         recipe,
         where,
-        stacked=parallel.stacked(params),
-        shared=dims,
-        crossings=crossings,
+        layer_axes=parallel.stacked(params),
+        tensor_dims=dims,
+        sequence_collectives=crossings,
         microbatches=microbatches,
         activations=activations,
         logits=float(of_loss),
         unsharded=2 * layer / shared,
         partition=partition,
     )
-    share = GAPS_OF_CONTEXTS if recipe.context.saved else 0.0
-    if recompute and not recipe.linear.quantized:
+    share = GAPS_OF_CONTEXTS if recipe.context.residual else 0.0
+    if recompute and not recipe.linear.is_quantized:
         share = GAPS_OF_BF16
     if share and step.peak == "loss":
         step = step._replace(memory=step.memory | {"gaps": share * (activations + of_loss)})

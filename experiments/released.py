@@ -68,20 +68,20 @@ class ReleasedOptimizer:
             params: nested dict with the stacked layers under "layers".
             state: of `init` or of the step before.
         """
-        released = fp8jax.release(block, self.layers)
+        released = fp8jax.fused_backward(block, self.layers)
         own, others = _of(state.inner, lambda tree: tree[LAYERS]), _of(state.inner, _without_layers)
-        held = released.restore(params[LAYERS], own, LAYERS, stacked=True, squares=state.squares)
+        held = released.restore(params[LAYERS], own, LAYERS, has_layer_axis=True, squares=state.squares)
         rest = _without_layers(params)
 
-        def whole(held: fp8jax.Held, rest: Any) -> jax.Array:
+        def whole(held: fp8jax.FusedBlockState, rest: Any) -> jax.Array:
             return loss(lambda x, *tables: released.scan(held, x, *tables), rest)
 
         if self.twice:
-            held = held.clipped(self.clip, fp8jax.gradient_norm(whole, argnums=(0, 1))(held, rest))
+            held = held.with_clipping(self.clip, fp8jax.compute_grad_norm(whole, argnums=(0, 1))(held, rest))
         else:
-            held = held.clipped(self.clip, before=state.norm)
-        value, updates = fp8jax.value_and_updates(whole, argnums=(0, 1))(held, rest)
-        (new, grads), norm = updates, fp8jax.updates_norm(updates)
+            held = held.with_clipping(self.clip, previous_norm=state.norm)
+        value, updates = fp8jax.value_and_step(whole, argnums=(0, 1))(held, rest)
+        (new, grads), norm = updates, fp8jax.grad_norm_from_states(updates)
         rest, others = self.rest.step(grads, others, rest, factor=clip_factor(self.clip, norm))
         inner = others._replace(
             **{
@@ -107,13 +107,13 @@ def layer_of(
 ) -> Callable[..., jax.Array]:
     """A layer of a Llama as a function of its parameters, a nested dict, whose products are the recipe's."""
     dtype = fp8jax.formats.get(recipe.weights.compute).dtype
-    held = fp8jax.formats.get(recipe.weights.held).dtype
+    held = fp8jax.formats.get(recipe.weights.param_format).dtype
     kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": held, "rows": rows}
     graph = nnx.split(nnx.eval_shape(lambda: Block(llama, rngs=nnx.Rngs(0), **kinds)))[0]
 
     def layer(params: Any, x: jax.Array, *tables: jax.Array) -> jax.Array:
         return nnx.merge(graph, params)(x, *tables)
 
-    changed = recipe.linear.quantized or recipe.context != type(recipe.context)()
+    changed = recipe.linear.is_quantized or recipe.context != type(recipe.context)()
     block = fp8jax.transform(layer, recipe) if changed else layer
     return jax.checkpoint(block, policy=products_saveable if remat == "products" else None) if remat else block

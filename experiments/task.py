@@ -27,7 +27,7 @@ from experiments.sections import Lora
 from fp8jax.dist import Factors
 from fp8jax.ops.global_norm import global_norm
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.weight_bounds import bounds_of
+from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 
 
 class TrainState(NamedTuple):
@@ -113,7 +113,7 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
-        how = microbatches, rows, unroll, lora, chunked or recipe.head.quantized, partition, own
+        how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
         return cls(form.structure(), tx, llama, recipe, remat, seed, *how)
 
     def init(self, params: Any = None) -> TrainState:
@@ -126,16 +126,18 @@ class Task:
         model = self._made(nnx.Rngs(key), adapters.values_of(params))
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         weights = self.recipe.weights
-        held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.held).dtype), params)
-        if weights.parts:
-            held, remainder = fp8jax.split_masters(params, weights.master)
+        held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.param_format).dtype), params)
+        if weights.split_master:
+            held, remainder = fp8jax.split_master_weights(params, weights.master)
             opt_state = optax.tree.set(self.tx.init(held), remainder=remainder)
         else:
             opt_state = self.tx.init(params if weights.master == "fp16" else held)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
             params=held,
-            model_state=self._bounded(held, model_state, opt_state) if bounds_of(opt_state) else model_state,
+            model_state=self._bounded(held, model_state, opt_state)
+            if find_weight_amax_bounds(opt_state)
+            else model_state,
             opt_state=opt_state,
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
             healthy=jnp.array(True),
@@ -214,7 +216,7 @@ class Task:
         model = nnx.merge(graphdef, params, model_state)
         model.around = whole
         held = model
-        if self.microbatches > 1 and self.recipe.linear.quantized and whole is None:
+        if self.microbatches > 1 and self.recipe.linear.is_quantized and whole is None:
             held = fp8jax.nnx.quantize_weights(model)
         filters = (nnx.Param, fp8jax.nnx.GradientStatistic, fp8jax.nnx.ScalingVariable, ...)
         graphdef, *states = nnx.split(held, *filters)
@@ -238,7 +240,7 @@ class Task:
             noted, (loss, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
-        if any(part.observes for part in self.recipe.linear.states.values()):
+        if any(part.collects_stats for part in self.recipe.linear.states.values()):
             fp8jax.nnx.advance_scaling(model, seen, axis_name=axes)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
@@ -254,10 +256,10 @@ class Task:
 
     def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
         """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
-        if not self.recipe.linear.tracked:
+        if not self.recipe.linear.needs_weight_bounds:
             return model_state
         model = nnx.merge(self.graphdef, params, model_state)
-        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(opt_state))
+        fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(opt_state))
         return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def step(

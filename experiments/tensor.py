@@ -57,8 +57,8 @@ def travels(recipe: fp8jax.Recipe) -> Linear | str:
     rounded before that is decided.
     """
     part = recipe.linear
-    observes = any(strategy.observes for strategy in part.states.values())
-    return recipe.weights.compute if observes or not part.quantized else part
+    observes = any(strategy.collects_stats for strategy in part.states.values())
+    return recipe.weights.compute if observes or not part.is_quantized else part
 
 
 def of_device(form: Form, devices: int) -> Form:

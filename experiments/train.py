@@ -34,7 +34,7 @@ from experiments.flags import recommend
 from experiments.signals import Stopped, StopSignals
 from fp8jax.modules.compiled import describe
 from fp8jax.ops import kernels
-from fp8jax.ops.choice import listening, saving, summary
+from fp8jax.ops.choice import record_choices, record_residuals, summary
 
 with packages.needed() as no_parser:
     from experiments.config import Config, check_same, flag, flatten_fields, parse
@@ -265,9 +265,9 @@ def _train_recipe(
         abstract, base_shapes = mesh.on(abstract, placed), mesh.on(base_shapes, base_placed)
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
     if folder.name == fp8jax.recipes.AUTO:
-        console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
+        console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().description}")
     console.print(recipe.explain())
-    with listening() as told, saving() as kept:
+    with record_choices() as told, record_residuals() as kept:
         # A state comes out as it went in: the next step is the same program.
         step = jax.jit(
             _signalled(task) if hosts.several() else task.step, donate_argnums=0, out_shardings=(placed, everywhere)

@@ -63,7 +63,7 @@ class Trained:
         task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
         # Of another recipe there are no histories: its first step needs none.
         fresh = jax.jit(lambda: task.init().model_state)()
-        if tokens is not None and any(part.decides for part in linear.states.values()):
+        if tokens is not None and any(part.is_threshold for part in linear.states.values()):
             length = self.config.data.seq_len + 1
             batch = np.resize(tokens, (min(SETTLING_ROWS, -(-len(tokens) // length)), length)).astype(np.int32)
             settle = jax.jit(task.observed)
@@ -72,8 +72,8 @@ class Trained:
 
         def run(params: Any, tokens_BxT: Any) -> jax.Array:
             model = task.model(params, fresh)
-            if linear.tracked:
-                fp8jax.nnx.measure_weights(model)
+            if linear.needs_weight_bounds:
+                fp8jax.nnx.reset_weight_amax_bounds(model)
             logits: jax.Array = model(tokens_BxT)
             return logits
 

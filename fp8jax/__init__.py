@@ -30,36 +30,36 @@ from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.ragged import ragged_dot as ragged_dot
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from fp8jax.ops.saveable import saveable as saveable
+from fp8jax.ops.saveable import save_quantized as save_quantized
 from fp8jax.ops.scaled import init_scaling as init_scaling
 from fp8jax.ops.scaled import scaled_linear as scaled_linear
 from fp8jax.ops.scaled import update_scaling as update_scaling
 from fp8jax.ops.scaled import weight_scale as weight_scale
-from fp8jax.ops.transformer import attention_output as attention_output
-from fp8jax.ops.transformer import glu_linear as glu_linear
+from fp8jax.ops.transformer import attention_out_proj as attention_out_proj
+from fp8jax.ops.transformer import glu_down_proj as glu_down_proj
 from fp8jax.ops.transformer import norm_linear as norm_linear
 from fp8jax.ops.weight import quantize_weight as quantize_weight
-from fp8jax.optim.adam_limit import adam_limit as adam_limit
+from fp8jax.optim.adam_limit import max_adam_step as max_adam_step
 from fp8jax.optim.clipped import clip_by_global_norm as clip_by_global_norm
-from fp8jax.optim.clipped import clipped as clipped
+from fp8jax.optim.clipped import with_clipping as with_clipping
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
 from fp8jax.optim.convert_state import convert_state as convert_state
 from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
-from fp8jax.optim.fp8lm_adamw import working_copy as working_copy
+from fp8jax.optim.fp8lm_adamw import params_from_master as params_from_master
 from fp8jax.optim.masters import master_weights as master_weights
-from fp8jax.optim.masters import split_masters as split_masters
+from fp8jax.optim.masters import split_master_weights as split_master_weights
 from fp8jax.optim.moments import state_bytes as state_bytes
-from fp8jax.optim.release import Held as Held
-from fp8jax.optim.release import release as release
-from fp8jax.optim.updates import gradient_norm as gradient_norm
-from fp8jax.optim.updates import updates_norm as updates_norm
-from fp8jax.optim.updates import value_and_updates as value_and_updates
-from fp8jax.optim.weight_bounds import measure_weights as measure_weights
-from fp8jax.optim.weight_bounds import track_weights as track_weights
-from fp8jax.optim.weight_bounds import tracked as tracked
-from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
+from fp8jax.optim.release import FusedBlockState as FusedBlockState
+from fp8jax.optim.release import fused_backward as fused_backward
+from fp8jax.optim.updates import compute_grad_norm as compute_grad_norm
+from fp8jax.optim.updates import grad_norm_from_states as grad_norm_from_states
+from fp8jax.optim.updates import value_and_step as value_and_step
+from fp8jax.optim.weight_bounds import get_weight_amax_bounds as get_weight_amax_bounds
+from fp8jax.optim.weight_bounds import reset_weight_amax_bounds as reset_weight_amax_bounds
+from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
+from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
 from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.rewrite.shares import UnquantizedWarning as UnquantizedWarning
 from fp8jax.rewrite.transform import filter_transform as filter_transform
@@ -75,7 +75,7 @@ __version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
 __all__ = [
     "CHECKPOINT_NAMES",
     "FrozenWeight",
-    "Held",
+    "FusedBlockState",
     "MissingKernelsWarning",
     "QTensor",
     "QuantSpec",
@@ -84,13 +84,12 @@ __all__ = [
     "Rule",
     "UnquantizedWarning",
     "activation",
-    "adam_limit",
-    "attention_output",
+    "attention_out_proj",
     "checkpoint_policies",
     "clip_by_global_norm",
-    "clipped",
     "compress_state",
     "compressed_adamw",
+    "compute_grad_norm",
     "convert_state",
     "dist",
     "dot_general",
@@ -99,38 +98,39 @@ __all__ = [
     "formats",
     "fp8lm_adamw",
     "freeze",
+    "fused_backward",
+    "get_weight_amax_bounds",
     "glu",
-    "glu_linear",
-    "gradient_norm",
+    "glu_down_proj",
+    "grad_norm_from_states",
     "init_scaling",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "lora",
     "master_weights",
-    "measure_weights",
+    "max_adam_step",
     "norm_linear",
     "optimizer",
+    "params_from_master",
     "quantize",
     "quantize_weight",
     "ragged_dot",
     "recipes",
-    "release",
+    "reset_weight_amax_bounds",
     "rms_norm",
-    "saveable",
+    "save_quantized",
     "scale_by_compressed_adam",
     "scaled_linear",
-    "split_masters",
+    "split_master_weights",
     "state_bytes",
-    "track_weights",
-    "tracked",
+    "track_weight_amax",
     "transform",
     "update_scaling",
-    "updates_norm",
-    "value_and_updates",
-    "weight_bounds",
+    "value_and_step",
     "weight_scale",
-    "working_copy",
+    "with_clipping",
+    "with_weight_bounds",
 ]
 _NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.explain"}
 if _util.find_spec("flax") is not None:

@@ -14,10 +14,10 @@ from flax.traverse_util import flatten_dict
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
-from fp8jax.modules.scaled import LayerScaling, advance_scaling, observed_operands
-from fp8jax.modules.weight_bounds import give_bounds
+from fp8jax.modules.scaled import LayerScaling, advance_scaling, get_observed_operands
+from fp8jax.modules.weight_bounds import update_trained_bounds
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.weight_bounds import bounds_of
+from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 from fp8jax.rewrite.rules import Rules
 from fp8jax.rewrite.training import ADVANCE, BOUNDS, TrainingRecord
 
@@ -45,9 +45,9 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
     Raises:
         ValueError: the optimizer's state is of another model.
     """
-    if any(map(observed_operands, _recipes(model))):
+    if any(map(get_observed_operands, _stateful_recipes(model))):
         advance_scaling(model, grads, axis_name=axis_name)
-    _give(model, opt_state)
+    _update_bounds(model, opt_state)
 
 
 def end_linen_step(
@@ -78,18 +78,20 @@ def end_linen_step(
     names = {path[-1] for path in flatten_dict(scaling)}
     if statistics or any(name.startswith("seen_") for name in names):
         scaling = scaled_linen.advance_scaling(scaling, statistics or {}, rules, axis_name=axis_name)
-    bounds = bounds_of(opt_state)
-    if bounds and Automatic().variable("w") in names:
+    bounds = find_weight_amax_bounds(opt_state)
+    if bounds and Automatic().variable_name("w") in names:
         # An optimizer of all that `init` makes has its collection in front.
-        whole = all(path[0] == "params" for path in bounds)
-        scaling = scaled_linen.give_bounds(scaling, {path[whole:]: bound for path, bound in bounds.items()})
+        has_params_collection = all(path[0] == "params" for path in bounds)
+        scaling = scaled_linen.update_trained_bounds(
+            scaling, {path[has_params_collection:]: bound for path, bound in bounds.items()}
+        )
     return dict(scaling)
 
 
-_OF_A_STEP = ("key", "factor", "applied", "max_direction")
+_STEP_ARGUMENTS = ("key", "factor", "applied", "max_direction")
 
 
-def _stepped(tx: Any, grads: Any, state: Any, params: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: dict[str, Any]) -> tuple[Any, Any]:
     """New parameters and the new state of an optimizer.
 
     A fused transformation applies its own update. Another one, such as a chain of optax, writes updates that
@@ -99,13 +101,13 @@ def _stepped(tx: Any, grads: Any, state: Any, params: Any, arguments: dict[str, 
         TypeError: an argument is of the fused step alone. Most transformations would ignore it.
     """
     if isinstance(tx, FusedTransformation):
-        return tx.step(grads, state, params, **arguments)
-    if unfit := [name for name in _OF_A_STEP if name in arguments]:
+        return tx.step(grads, state, params, **step_arguments)
+    if fused_only := [name for name in _STEP_ARGUMENTS if name in step_arguments]:
         raise TypeError(
-            f"{', '.join(unfit)} is for a transformation with `step`, and optax.chain keeps none: take "
+            f"{', '.join(fused_only)} is for a transformation with `step`, and optax.chain keeps none: take "
             "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw, to clip in fp8jax.clipped(1.0, tx)"
         )
-    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **arguments)
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **step_arguments)
     return optax.apply_updates(params, updates), state
 
 
@@ -135,15 +137,15 @@ class FusedOptimizer(nnx.Optimizer):
         >>> optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer("coat", 3e-4, clip=1.0), wrt=nnx.Param)
     """
 
-    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **how: Any) -> None:
-        super().__init__(model, tx, wrt=wrt, **how)
+    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **options: Any) -> None:
+        super().__init__(model, tx, wrt=wrt, **options)
         # Weights may have been loaded since they were measured. Inside a trace that the model is not part of, as of its
         # optimizer's shapes alone, it cannot be told; the first update does.
         with contextlib.suppress(errors.TraceContextError):
-            _give(model, self.opt_state)
-            _ends_steps(model, self.opt_state)
+            _update_bounds(model, self.opt_state)
+            _mark_step_ends(model, self.opt_state)
 
-    def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
+    def update(self, model: Any, grads: Any, /, **step_arguments: Any) -> None:  # type: ignore[override]
         """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
 
         Inside `jax.shard_map` each device has observations of its own. Call `tx.step` there, and then
@@ -157,34 +159,36 @@ class FusedOptimizer(nnx.Optimizer):
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
         """
-        how = {"graph": self.graph} if hasattr(self, "graph") else {}
-        params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
-        params, state = _stepped(self.tx, gradients, nnx.as_pure(self.opt_state), params, nnx.as_pure(arguments))
+        graph_options = {"graph": self.graph} if hasattr(self, "graph") else {}
+        params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **graph_options)) for tree in (model, grads))
+        params, state = _apply_step(
+            self.tx, gradients, nnx.as_pure(self.opt_state), params, nnx.as_pure(step_arguments)
+        )
         nnx.update(model, params)
-        nnx.update(self.opt_state, nnx.state(state, **how))
+        nnx.update(self.opt_state, nnx.state(state, **graph_options))
         self.step[...] += 1
-        end_nnx_step(model, nnx.state(grads, **how), state)
+        end_nnx_step(model, nnx.state(grads, **graph_options), state)
 
 
-def _recipes(model: Any) -> list[Linear]:
+def _stateful_recipes(model: Any) -> list[Linear]:
     """Of the layers whose recipe has a state."""
     return [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
 
 
-def _ends_steps(model: Any, opt_state: Any) -> None:
+def _mark_step_ends(model: Any, opt_state: Any) -> None:
     """Records that each update of the model's optimizer ends a step."""
-    bounds = [BOUNDS] if bounds_of(nnx.as_pure(opt_state)) is not None else []
+    bounds = [BOUNDS] if find_weight_amax_bounds(nnx.as_pure(opt_state)) is not None else []
     record = TrainingRecord(frozenset([ADVANCE, *bounds]))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, LayerScaling):
             module.record = record
 
 
-def _give(model: Any, opt_state: Any) -> None:
+def _update_bounds(model: Any, opt_state: Any) -> None:
     """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
-    bounds = bounds_of(nnx.as_pure(opt_state))
-    if bounds is not None and any(linear.tracked for linear in _recipes(model)):
-        give_bounds(model, bounds)
+    bounds = find_weight_amax_bounds(nnx.as_pure(opt_state))
+    if bounds is not None and any(linear.needs_weight_bounds for linear in _stateful_recipes(model)):
+        update_trained_bounds(model, bounds)
 
 
 class FusedTrainState(train_state.TrainState):
@@ -203,7 +207,7 @@ class FusedTrainState(train_state.TrainState):
     rules: Any = field(pytree_node=False, default=None, kw_only=True)
 
     def apply_gradients(
-        self, *, grads: Any, step_arguments: dict[str, Any] | None = None, statistics: Any = None, **others: Any
+        self, *, grads: Any, step_arguments: dict[str, Any] | None = None, statistics: Any = None, **field_updates: Any
     ) -> Any:
         """A state with new parameters and moments, and one step more.
 
@@ -219,12 +223,14 @@ class FusedTrainState(train_state.TrainState):
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
         """
-        overwritten = OVERWRITE_WITH_GRADIENT in grads
-        own = (grads["params"], self.params["params"]) if overwritten else (grads, self.params)
-        params, state = _stepped(self.tx, own[0], self.opt_state, own[1], step_arguments or {})
-        if overwritten:
+        has_overwritten = OVERWRITE_WITH_GRADIENT in grads
+        grads_and_params = (grads["params"], self.params["params"]) if has_overwritten else (grads, self.params)
+        params, state = _apply_step(
+            self.tx, grads_and_params[0], self.opt_state, grads_and_params[1], step_arguments or {}
+        )
+        if has_overwritten:
             params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
-        scaling = others.pop("scaling", self.scaling)
+        scaling = field_updates.pop("scaling", self.scaling)
         if scaling is not None:
             scaling = end_linen_step(scaling, statistics, state, self.rules)
         elif statistics is not None:
@@ -232,4 +238,4 @@ class FusedTrainState(train_state.TrainState):
                 "statistics advance a scaling, and this state has none: give TrainState.create its collection, "
                 "scaling=variables['fp8jax_scaling']"
             )
-        return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **others)
+        return self.replace(step=self.step + 1, params=params, opt_state=state, scaling=scaling, **field_updates)

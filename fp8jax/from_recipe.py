@@ -10,17 +10,17 @@ from jax import Array
 
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
-from fp8jax.core.weights import SCALED
-from fp8jax.optim.adam_limit import adam_limit
-from fp8jax.optim.clipped import clipped
+from fp8jax.core.weights import SCALED_MASTER
+from fp8jax.optim.adam_limit import max_adam_step
+from fp8jax.optim.clipped import with_clipping
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
-from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
+from fp8jax.optim.fp8lm_adamw import NO_LAYER_AXES, fp8lm_adamw
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.weight_bounds import tracked
+from fp8jax.optim.weight_bounds import with_weight_bounds
 
 # A parameter with quantized moments has four more arrays (scales and exponents), which take the host some 20 us a step.
 # Codes of so many elements save a GPU 7 us and 13 MB. Steps of small models wait for the host.
-_GAINING_SIZE = 2**21
+_MIN_PROFITABLE_SIZE = 2**21
 
 
 def optimizer(
@@ -36,8 +36,8 @@ def optimizer(
     clip: float | Array | None = None,
     min_size: int | np.integer | None = None,
     impl: str = "auto",
-    stacked: Any = NONE_STACKED,
-    track: bool = True,
+    layer_axes: Any = NO_LAYER_AXES,
+    track_weight_bounds: bool = True,
 ) -> FusedTransformation:
     """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
 
@@ -72,37 +72,41 @@ def optimizer(
     if isinstance(recipe, str):
         recipe = recipes.get(recipe)
     if not isinstance(recipe, Recipe):
-        called = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
-        raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
-    make: Callable[..., FusedTransformation] = compressed_adamw
+        hint = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
+        raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {hint}")
+    optimizer_fn: Callable[..., FusedTransformation] = compressed_adamw
     if min_size is None:
-        gains = recipe.linear.select == "gains" and not recipe.scaled_per_tensor
-        min_size = _GAINING_SIZE if gains else MIN_SIZE
-    common: dict[str, Any] = {"min_size": min_size, "impl": impl}
-    common["master"] = recipe.weights.master if recipe.weights.master not in ("fp32", "bf16", SCALED) else None
-    if recipe.scaled_per_tensor:
-        make, common = fp8lm_adamw, common | {"mu": recipe.optimizer.mu, "stacked": stacked}
+        is_cost_selected = recipe.linear.select == "gains" and not recipe.has_per_tensor_moments
+        min_size = _MIN_PROFITABLE_SIZE if is_cost_selected else MIN_SIZE
+    optimizer_args: dict[str, Any] = {"min_size": min_size, "impl": impl}
+    optimizer_args["master"] = (
+        recipe.weights.master if recipe.weights.master not in ("fp32", "bf16", SCALED_MASTER) else None
+    )
+    if recipe.has_per_tensor_moments:
+        optimizer_fn, optimizer_args = fp8lm_adamw, optimizer_args | {"mu": recipe.optimizer.mu, "stacked": layer_axes}
     else:
-        common |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
-    tx = make(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **common)
-    if track and recipe.linear.tracked:
-        tx = _tracked(recipe, tx, learning_rate, b1, b2, weight_decay)
-    return tx if clip is None else clipped(clip, tx)
+        optimizer_args |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
+    tx = optimizer_fn(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **optimizer_args)
+    if track_weight_bounds and recipe.linear.needs_weight_bounds:
+        tx = _with_weight_bounds(recipe, tx, learning_rate, b1, b2, weight_decay)
+    return tx if clip is None else with_clipping(clip, tx)
 
 
-def _tracked(
-    recipe: Recipe, tx: FusedTransformation, rate: ScalarOrSchedule, b1: float, b2: float, decay: float
+def _with_weight_bounds(
+    recipe: Recipe, tx: FusedTransformation, learning_rate: ScalarOrSchedule, b1: float, b2: float, decay: float
 ) -> FusedTransformation:
     """An optimizer of a recipe with automatic weight scaling, made to follow the weights."""
     advice = "give track=False, and fp8jax.track_weights() last in an optax.chain, which measures updates"
-    for what, there in (
-        ("moments with one scale a tensor", recipe.scaled_per_tensor),
+    for feature, is_present in (
+        ("moments with one scale a tensor", recipe.has_per_tensor_moments),
         ("weights rounded stochastically", recipe.weights.master == "bf16+stochastic"),
     ):
-        if there:
-            raise ValueError(f"{recipe.name} has automatic weight scaling and {what}, which no step follows; {advice}")
+        if is_present:
+            raise ValueError(
+                f"{recipe.name} has automatic weight scaling and {feature}, which no step follows; {advice}"
+            )
     try:
-        limit = adam_limit(rate, b1, b2, decay)
+        limit = max_adam_step(learning_rate, b1, b2, decay)
     except ValueError as error:
         raise ValueError(f"{error}; with fp8jax.optimizer, {advice}") from None
-    return tracked(tx, limit, recipe.linear.interval)
+    return with_weight_bounds(tx, limit, recipe.linear.weight_amax_interval)

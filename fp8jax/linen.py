@@ -6,8 +6,8 @@ from fp8jax.modules.linen import make_dot_general_cls as make_dot_general_cls
 from fp8jax.modules.linen import quantize as quantize
 from fp8jax.modules.linen import unquantize as unquantize
 from fp8jax.modules.scaled_linen import advance_scaling as advance_scaling
-from fp8jax.modules.scaled_linen import measure_weights as measure_weights
-from fp8jax.modules.scaled_linen import set_weight_bounds as set_weight_bounds
+from fp8jax.modules.scaled_linen import reset_weight_amax_bounds as reset_weight_amax_bounds
+from fp8jax.modules.scaled_linen import update_weight_amax_bounds as update_weight_amax_bounds
 
 TrainState = _FusedTrainState
 end_step = _end_step

@@ -13,7 +13,7 @@ from fp8jax.core.recipe import Optimizer as Optimizer
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.recipe import Weights as Weights
 
-_PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
+_FP32_MOMENTS = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
 _COAT_CONTEXT = Context("e4m3:group16", "lean")
 _MOSS_LINEAR = Linear(
@@ -29,7 +29,7 @@ HEAD = Linear("e4m3", "e4m3", "e4m3", dy_wgrad="e5m2", fast_accumulation=())
 
 def bf16() -> Recipe:
     """bf16 computation with fp32 master weights and moments: the baseline."""
-    return Recipe("bf16", optimizer=_PLAIN)
+    return Recipe("bf16", optimizer=_FP32_MOMENTS)
 
 
 def coat_optimizer() -> Recipe:
@@ -69,7 +69,7 @@ def moss() -> Recipe:
     chain), and its bounds in the model after each update: `fp8jax.nnx.Optimizer` does so, elsewhere
     `fp8jax.nnx.end_step` and `fp8jax.linen.end_step`. A model that never gets them measures its weights in each call.
     """
-    return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
+    return Recipe("moss", optimizer=_FP32_MOMENTS, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
 
 def moss_mx() -> Recipe:
@@ -84,7 +84,7 @@ def moss_mx() -> Recipe:
     """
     micro = "e4m3:mx32+token+exact"
     linear = Linear(micro, "e4m3", micro, x_wgrad="e4m3:token", dy_wgrad=micro)
-    return Recipe("moss_mx", optimizer=_PLAIN, linear=linear)
+    return Recipe("moss_mx", optimizer=_FP32_MOMENTS, linear=linear)
 
 
 def fast() -> Recipe:
@@ -99,12 +99,12 @@ def fast() -> Recipe:
 
 def coat_activations() -> Recipe:
     """COAT's activations alone (its Table 13): group scaling per tensor in linear layers, 1x16 groups elsewhere."""
-    return Recipe("coat_activations", optimizer=_PLAIN, linear=_COAT_LINEAR, context=_COAT_CONTEXT)
+    return Recipe("coat_activations", optimizer=_FP32_MOMENTS, linear=_COAT_LINEAR, context=_COAT_CONTEXT)
 
 
 def te_current() -> Recipe:
     """Transformer Engine's current scaling: e4m3 forward, e5m2 gradients, scales of the tensors themselves."""
-    return Recipe("te_current", optimizer=_PLAIN, linear=Linear("e4m3", "e4m3", "e5m2"))
+    return Recipe("te_current", optimizer=_FP32_MOMENTS, linear=Linear("e4m3", "e4m3", "e5m2"))
 
 
 def te_delayed() -> Recipe:
@@ -112,7 +112,7 @@ def te_delayed() -> Recipe:
 
     Layers have a state: see `fp8jax.nnx.value_and_grad` and `fp8jax.linen.end_step`.
     """
-    return Recipe("te_delayed", optimizer=_PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed"))
+    return Recipe("te_delayed", optimizer=_FP32_MOMENTS, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed"))
 
 
 def deepseek() -> Recipe:
@@ -126,25 +126,27 @@ def deepseek() -> Recipe:
     """
     group = "e4m3:group128"
     linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)
-    return Recipe("deepseek", optimizer=_PLAIN, linear=linear)
+    return Recipe("deepseek", optimizer=_FP32_MOMENTS, linear=linear)
 
 
 def switchback() -> Recipe:
     """SwitchBack (Wortsman et al., 2023): int8 with row-wise inputs and gradients, the weight's gradient in 16 bits."""
-    linear = Linear("int8:token", "int8", "int8:token", x_wgrad=None, dy_wgrad=None, saved=None)
-    return Recipe("switchback", optimizer=_PLAIN, linear=linear)
+    linear = Linear("int8:token", "int8", "int8:token", x_wgrad=None, dy_wgrad=None, x_residual=None)
+    return Recipe("switchback", optimizer=_FP32_MOMENTS, linear=linear)
 
 
 def jetfire() -> Recipe:
     """Jetfire (Xi et al., 2024): int8 in blocks of 32x32, gradients rounded stochastically."""
-    return Recipe("jetfire", optimizer=_PLAIN, linear=Linear("int8:block32", "int8:block32", "int8:block32+stochastic"))
+    return Recipe(
+        "jetfire", optimizer=_FP32_MOMENTS, linear=Linear("int8:block32", "int8:block32", "int8:block32+stochastic")
+    )
 
 
 def int8_block() -> Recipe:
     """The block quantization under INT8 fallback: 128x128, gradients and saved inputs rounded stochastically."""
     block = "int8:block128"
-    linear = Linear(block, block, f"{block}+stochastic", saved=f"{block}+stochastic")
-    return Recipe("int8_block", optimizer=_PLAIN, linear=linear)
+    linear = Linear(block, block, f"{block}+stochastic", x_residual=f"{block}+stochastic")
+    return Recipe("int8_block", optimizer=_FP32_MOMENTS, linear=linear)
 
 
 def int8_fallback() -> Recipe:
@@ -154,8 +156,8 @@ def int8_fallback() -> Recipe:
     which is a state of each layer: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`. Norms and
     activations keep 10 bits.
     """
-    part = dataclasses.replace(int8_block().linear, scaling="threshold")
-    return Recipe("int8_fallback", optimizer=_PLAIN, linear=part, context=Context("int10:group128"))
+    linear = dataclasses.replace(int8_block().linear, scaling="threshold")
+    return Recipe("int8_fallback", optimizer=_FP32_MOMENTS, linear=linear, context=Context("int10:group128"))
 
 
 def fp8_lm() -> Recipe:
@@ -205,9 +207,9 @@ class Device(NamedTuple):
         computed: what runs in 8 bits there, and what does not, and why.
     """
 
-    least: int
+    min_capability: int
     recipe: str
-    computed: str
+    description: str
 
 
 DEVICES = (
@@ -286,7 +288,7 @@ def device(capability: int | None = None) -> Device:
         capability = int(digits) if gpu.platform == "gpu" and digits.isdigit() else 0
     if capability < 0:
         raise ValueError(f"a compute capability is 80 for an A100 and 90 for an H200, not {capability}")
-    return next(known for known in DEVICES if capability >= known.least)
+    return next(entry for entry in DEVICES if capability >= entry.min_capability)
 
 
 AUTO = "auto"

@@ -22,68 +22,86 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 
 
 @triton.jit
-def _chunk(
+def _compute_chunk(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
     up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, first: tl.tensor, row: tl.tensor, m: tl.tensor,
-    left: tl.tensor, M: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
-    KEEP: tl.constexpr, FINITE: tl.constexpr,
+    left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr,
+    STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A part of some rows of the result, rounded to the operation's dtype; to KEEP, also writes what is kept of it."""
     MASKED: tl.constexpr = True
-    n = left + tl.arange(0, WIDE)
-    at, start = (row * N)[:, None] + tl.arange(0, WIDE)[None, :], first + left
-    here = device.inside(m, n, M, N)
-    gate = codec.fp32(device.load_plain(gate_ptr + start, at, here, MASKED))
-    y, _ = on.activate(gate, OPERATION.activation)
-    if KEEP:
-        on.keep(gate, gate_codes, gate_scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
+    n = left + tl.arange(0, BLOCK_N)
+    offsets, start = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], first + left
+    mask = device.tile_mask(m, n, M, N)
+    gate = codec.to_fp32(device.load_raw(gate_ptr + start, offsets, mask, MASKED))
+    y, _ = on.activation_and_slope(gate, OPERATION.activation)
+    if STORE_RESIDUALS:
+        on.store_group_quantized(
+            gate, gate_codes, gate_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
+        )
         if OPERATION.activated:
-            on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
+            on.store_group_quantized(
+                on.round_to_dtype(y, OPERATION.dtype),
+                codes,
+                scales,
+                start,
+                offsets,
+                m,
+                left,
+                n,
+                M,
+                N,
+                MASKED,
+                RESIDUAL_CODING,
+                FINITE,
+            )
     if OPERATION.gated:
-        up = codec.fp32(device.load_plain(up_ptr + start, at, here, MASKED))
-        if KEEP:
-            on.keep(up, up_codes, up_scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
+        up = codec.to_fp32(device.load_raw(up_ptr + start, offsets, mask, MASKED))
+        if STORE_RESIDUALS:
+            on.store_group_quantized(
+                up, up_codes, up_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
+            )
         y = y * up
-    return on.narrowed(y, OPERATION.dtype)
+    return on.round_to_dtype(y, OPERATION.dtype)
 
 
 @triton.jit
-def _rows(
+def _encode_residuals_by_row(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
     up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, result_ptr: tl.tensor, scale_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
-    HOW: tl.constexpr, TO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
 ) -> None:  # fmt: skip
-    top = tl.program_id(0) * HIGH
-    row, first = tl.arange(0, HIGH), top.to(tl.int64) * N
+    top = tl.program_id(0) * BLOCK_M
+    row, first = tl.arange(0, BLOCK_M), top.to(tl.int64) * N
     m = top + row
     # As if all were finite, and again if not: then what is added up here is not 0.
-    peaks = tl.zeros((HIGH,), tl.float32)
-    for left in range(0, N, WIDE):
-        y = _chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
-                   M, N, WIDE, OPERATION, HOW, True, True)  # fmt: skip
-        peaks = on.larger_or_nan(peaks, tl.reduce(tl.abs(y), 1, on.larger_or_nan))
-    finite = tl.reduce(peaks, 0, on.larger_or_nan) < float("inf")
+    row_amax = tl.zeros((BLOCK_M,), tl.float32)
+    for left in range(0, N, BLOCK_N):
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
+                   M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, True)  # fmt: skip
+        row_amax = on.larger_or_nan(row_amax, tl.reduce(tl.abs(y), 1, on.larger_or_nan))
+    finite = tl.reduce(row_amax, 0, on.larger_or_nan) < float("inf")
     if finite:
-        peaks = tl.where(peaks < device.TINY, 0.0, peaks)
+        row_amax = tl.where(row_amax < device.TINY, 0.0, row_amax)
     else:
-        ordered = tl.zeros((HIGH,), tl.int32)
-        for left in range(0, N, WIDE):
-            y = _chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m,
-                       left, M, N, WIDE, OPERATION, HOW, True, False)  # fmt: skip
-            n = left + tl.arange(0, WIDE)
-            ordered = tl.maximum(ordered, tl.max(on.ordered(y, m, n, M, N, True, TO), 1))
-        peaks = device.largest(ordered, TO)
-    scale = tl.where(peaks > 0, tl.maximum(peaks * TO.inverse_max, device.TINY), 1.0)
+        amax_keys = tl.zeros((BLOCK_M,), tl.int32)
+        for left in range(0, N, BLOCK_N):
+            y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m,
+                       left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, False)  # fmt: skip
+            n = left + tl.arange(0, BLOCK_N)
+            amax_keys = tl.maximum(amax_keys, tl.max(on.masked_magnitude_key(y, m, n, M, N, True, OUT_CODING), 1))
+        row_amax = device.magnitude_from_key(amax_keys, OUT_CODING)
+    scale = tl.where(row_amax > 0, tl.maximum(row_amax * OUT_CODING.inverse_max, device.TINY), 1.0)
     tl.store(scale_ptr + m, scale, mask=m < M)
-    factor = device.inverse(scale)[:, None]
-    for left in range(0, N, WIDE):
-        n = left + tl.arange(0, WIDE)
-        y = _chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
-                   M, N, WIDE, OPERATION, HOW, False, True)  # fmt: skip
-        at = (row * N)[:, None] + tl.arange(0, WIDE)[None, :]
-        encoded = device.encode(y, device.scaled(y, factor, TO), 0, TO)
-        device.store(result_ptr + first + left, at, encoded, device.inside(m, n, M, N), True)
+    factor = device.reciprocal(scale)[:, None]
+    for left in range(0, N, BLOCK_N):
+        n = left + tl.arange(0, BLOCK_N)
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
+                   M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, False, True)  # fmt: skip
+        offsets = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        encoded = device.encode(y, device.apply_inverse_scale(y, factor, OUT_CODING), 0, OUT_CODING)
+        device.store(result_ptr + first + left, offsets, encoded, device.tile_mask(m, n, M, N), True)
 
 
 def keep_activation(
@@ -107,15 +125,15 @@ def keep_activation(
     """
     m, n = gate.shape
     launch = launch or QuantizeLaunch(1, 2048, 4)
-    present = [here and coding is not None for here in (True, operation.gated, operation.activated)]
-    shapes = [shape for here in present for shape in storage.codes_of((m, n), coding if here else None)]
+    is_saved = [mask and coding is not None for mask in (True, operation.gated, operation.activated)]
+    shapes = [shape for here in is_saved for shape in storage.code_shapes((m, n), coding if here else None)]
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     outputs = quantize_triton.call(
-        _rows, [gate, gate if up is None else up], shapes, -(-m // launch.rows), launch, compute_capability,
-        OPERATION=operation, HOW=coding.static if coding else device.NONE, TO=device.Coding("token", dtype).static,
+        _encode_residuals_by_row, [gate, gate if up is None else up], shapes, -(-m // launch.block_m), launch, compute_capability,
+        OPERATION=operation, RESIDUAL_CODING=coding.constants if coding else device.NO_CODING, OUT_CODING=device.Coding("token", dtype).constants,
     )  # fmt: skip
-    parts = [
-        (storage.typed(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and present[i] else None
+    residuals = [
+        (storage.bytes_to_codes(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and is_saved[i] else None
         for i in range(3)
     ]
-    return parts, jax.lax.bitcast_convert_type(outputs[-2], dtype), outputs[-1]
+    return residuals, jax.lax.bitcast_convert_type(outputs[-2], dtype), outputs[-1]

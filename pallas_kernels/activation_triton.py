@@ -19,55 +19,91 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 
 
 @triton.jit
-def _keep(
-    gate_ptr: tl.tensor, up_ptr: tl.tensor, to_scale: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor,
-    up_codes: tl.tensor, up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, peaks: tl.tensor,
-    result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr,
+def _encode_residuals(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, result_scale: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor,
+    up_codes: tl.tensor, up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, amax_ptr: tl.tensor,
+    result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
 ) -> None:  # fmt: skip
     """The codes that an activation keeps of a tile, those of its result there, and the largest magnitude of that."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    program = device.from_last()
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = device.reversed_program_id()
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
-    at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
-    here = device.inside(m, n, M, N)
-    gate = codec.fp32(device.load_plain(gate_ptr + first, at, here, MASKED))
+    offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    mask = device.tile_mask(m, n, M, N)
+    gate = codec.to_fp32(device.load_raw(gate_ptr + first, offsets, mask, MASKED))
     up = gate
     if OPERATION.gated:
-        up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
+        up = codec.to_fp32(device.load_raw(up_ptr + first, offsets, mask, MASKED))
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
-    on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW, True)
+    on.store_group_quantized(
+        gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
+    )
     if OPERATION.gated:
-        on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, True)
-    y, _ = on.activate(gate, OPERATION.activation)
+        on.store_group_quantized(
+            up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
+        )
+    y, _ = on.activation_and_slope(gate, OPERATION.activation)
     if OPERATION.activated:
-        on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, True)
+        on.store_group_quantized(
+            on.round_to_dtype(y, OPERATION.dtype),
+            codes,
+            scales,
+            first,
+            offsets,
+            m,
+            left,
+            n,
+            M,
+            N,
+            MASKED,
+            RESIDUAL_CODING,
+            True,
+        )
     if OPERATION.gated:
         y = y * up
-    if TO.kind != "none":
-        if TO.kind != "array":
-            y = on.narrowed(y, OPERATION.dtype)
-        on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
-    top = on.peak_of_finite(y, OPERATION.dtype)
+    if OUT_CODING.kind != "none":
+        if OUT_CODING.kind != "array":
+            y = on.round_to_dtype(y, OPERATION.dtype)
+        on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
+    top = on.tile_amax_or_nonfinite(y, OPERATION.dtype)
     if top < float("inf"):
-        tl.store(peaks + program, top)
+        tl.store(amax_ptr + program, top)
     else:
-        gate = codec.fp32(device.load_plain(gate_ptr + first, at, here, MASKED))
-        on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
-        y, _ = on.activate(gate, OPERATION.activation)
+        gate = codec.to_fp32(device.load_raw(gate_ptr + first, offsets, mask, MASKED))
+        on.store_group_quantized(
+            gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
+        )
+        y, _ = on.activation_and_slope(gate, OPERATION.activation)
         if OPERATION.activated:
-            on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, False)
+            on.store_group_quantized(
+                on.round_to_dtype(y, OPERATION.dtype),
+                codes,
+                scales,
+                first,
+                offsets,
+                m,
+                left,
+                n,
+                M,
+                N,
+                MASKED,
+                RESIDUAL_CODING,
+                False,
+            )
         if OPERATION.gated:
-            up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
-            on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
+            up = codec.to_fp32(device.load_raw(up_ptr + first, offsets, mask, MASKED))
+            on.store_group_quantized(
+                up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
+            )
             y = y * up
-        y = on.narrowed(y, OPERATION.dtype)
-        if TO.kind != "none":
-            on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
-        tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, TO))
+        y = on.round_to_dtype(y, OPERATION.dtype)
+        if OUT_CODING.kind != "none":
+            on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
+        tl.store(amax_ptr + program, on.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
 
 
 def keep_activation(
@@ -94,21 +130,21 @@ def keep_activation(
     if launch is None:
         launch = QuantizeLaunch(32, 128, 8) if n % 256 else QuantizeLaunch(16, 256, 8)
         # Eight elements a thread, in 60 registers; sixteen would take 100.
-        launch = dataclasses.replace(launch, rows=launch.rows // 2) if coding.packed else launch
-    tiles = -(-m // launch.rows) * -(-n // launch.columns)
-    present, (to, dtype) = (True, operation.gated, operation.activated), storage.result_of(result)
-    shapes = [shape for here in present for shape in storage.codes_of((m, n), coding if here else None)]
+        launch = dataclasses.replace(launch, block_m=launch.block_m // 2) if coding.is_packed else launch
+    tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
+    is_saved, (result_coding, dtype) = (True, operation.gated, operation.activated), storage.result_coding(result)
+    shapes = [shape for mask in is_saved for shape in storage.code_shapes((m, n), coding if mask else None)]
     shapes += [jax.ShapeDtypeStruct((tiles,), jnp.float32)]
     shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), dtype)]
     scale = result[0].reshape(1, 1) if result and result[0] is not None else jnp.ones((1, 1), jnp.float32)
     outputs = quantize_triton.call(
-        _keep, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
-        OPERATION=operation, HOW=coding.static, TO=to,
+        _encode_residuals, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
+        OPERATION=operation, RESIDUAL_CODING=coding.constants, OUT_CODING=result_coding,
     )  # fmt: skip
-    codes = [storage.typed(outputs[2 * i], coding.dtype) for i in range(3)]
-    result_codes = storage.typed(outputs[-1], result[1]) if result else None
+    codes = [storage.bytes_to_codes(outputs[2 * i], coding.dtype) for i in range(3)]
+    result_codes = storage.bytes_to_codes(outputs[-1], result[1]) if result else None
     return (
-        [(codes[i], outputs[2 * i + 1]) if present[i] else None for i in range(3)],
+        [(codes[i], outputs[2 * i + 1]) if is_saved[i] else None for i in range(3)],
         jnp.max(outputs[-2]),
         result_codes,
     )

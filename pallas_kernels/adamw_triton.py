@@ -21,13 +21,13 @@ MIN_GROUP, MAX_GROUP = 16, 1024
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_CAPABILITY = 89
-WARP, ELEMENTS = 32, 16
+WARP, ELEMENTS_PER_THREAD = 32, 16
 # Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
-_SLOPE = 0.9935
+_RECIPROCAL_SLOPE = 0.9935
 # Below it, what is taken over it may be too large for fp32.
-_SMALLEST_REST = 2.0**-60
+_MIN_ONE_MINUS_B2 = 2.0**-60
 # The bits of 1.0, an argument: the assembler sets bits that it knows, under a mask, in two instructions and not one.
-_ONE = 0x3F800000
+_ONE_BITS = 0x3F800000
 
 
 class AdamWScalars(NamedTuple):
@@ -42,24 +42,24 @@ class AdamWScalars(NamedTuple):
     rate: Any
     weight_decay: Any
     b1: Any
-    b1_rest: Any
+    one_minus_b1: Any
     b2: Any
-    b2_rest: Any
+    one_minus_b2: Any
     correction1: Any
     correction2: Any
     eps: Any
     eps_root: Any
-    factor: Any = None
-    applied: Any = None
+    grad_scale: Any = None
+    apply_if: Any = None
     max_direction: Any = None
-    drawn: Any = None
+    dither: Any = None
 
     @property
-    def gated(self) -> bool:
+    def has_gate(self) -> bool:
         """Whether the step has a factor or may be left out."""
-        return self.factor is not None or self.applied is not None
+        return self.grad_scale is not None or self.apply_if is not None
 
-    def vector(self, words: Array | None = None) -> Array:
+    def to_vector(self, words: Array | None = None) -> Array:
         """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
 
         With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
@@ -69,44 +69,67 @@ class AdamWScalars(NamedTuple):
         whether it is applied; the largest direction over what takes either kind of moments to it; two words for noise,
         as they are; and `drawn`: so all that a step needs is made at once.
         """
-        rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
+        rate, weight_decay, b1, one_minus_b1, b2, one_minus_b2, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self[:10]
         )
         correction = jnp.sqrt(correction2)
-        careful = correction / correction1
-        least = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
-        values = [-rate * careful, weight_decay / careful, b1, b1_rest, b2, b2_rest, least, -eps * correction]
+        general_scale = correction / correction1
+        root_floor = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
+        values = [
+            -rate * general_scale,
+            weight_decay / general_scale,
+            b1,
+            one_minus_b1,
+            b2,
+            one_minus_b2,
+            root_floor,
+            -eps * correction,
+        ]
         # Second moments that do not fall, from what they fell to; the first step has none.
         b2 = jnp.maximum(b2, np.finfo(np.float32).tiny)
-        before = 1 - (1 - correction2) / b2
-        before_decay = jnp.where(before > b2_rest / 2, correction2 / before, 1) / b2
+        previous_correction = 1 - (1 - correction2) / b2
+        silent_decay = jnp.where(previous_correction > one_minus_b2 / 2, correction2 / previous_correction, 1) / b2
 
-        if self.factor is not None:
-            b1_rest, b2_rest = b1_rest * self.factor, b2_rest * jnp.square(self.factor)
-        scale = careful * b1_rest / jnp.sqrt(b2_rest)
-        eps = eps * correction / jnp.sqrt(b2_rest)
-        rate, decay = -rate * scale, weight_decay / scale
+        if self.grad_scale is not None:
+            one_minus_b1, one_minus_b2 = one_minus_b1 * self.grad_scale, one_minus_b2 * jnp.square(self.grad_scale)
+        fast_scale = general_scale * one_minus_b1 / jnp.sqrt(one_minus_b2)
+        eps = eps * correction / jnp.sqrt(one_minus_b2)
+        rate, decay = -rate * fast_scale, weight_decay / fast_scale
         # Where these may make NaN of finite numbers, every tile is a special one.
-        tame = (jnp.abs(rate) < 16) & (jnp.abs(decay) < 1) & jnp.isfinite(eps + eps_root)
-        tame &= (b2_rest > _SMALLEST_REST) & jnp.isfinite(b2_rest)
-        small_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
-        values += [rate, decay, -_SLOPE * eps, eps, b1_rest, b2_rest, b1 / b1_rest, b2 / b2_rest]
-        values += [jnp.where(tame, 1 / b1_rest, jnp.inf), 1 / b2_rest, eps_root * correction2 / b2_rest, small_from]
-        values.append(before_decay)
-        if self.gated:
-            gate = (1.0 if x is None else x for x in (self.factor, self.applied))
-            values += [jnp.asarray(x).astype(jnp.float32) for x in gate]
+        is_safe = (jnp.abs(rate) < 16) & (jnp.abs(decay) < 1) & jnp.isfinite(eps + eps_root)
+        is_safe &= (one_minus_b2 > _MIN_ONE_MINUS_B2) & jnp.isfinite(one_minus_b2)
+        small_eps_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
+        values += [
+            rate,
+            decay,
+            -_RECIPROCAL_SLOPE * eps,
+            eps,
+            one_minus_b1,
+            one_minus_b2,
+            b1 / one_minus_b1,
+            b2 / one_minus_b2,
+        ]
+        values += [
+            jnp.where(is_safe, 1 / one_minus_b1, jnp.inf),
+            1 / one_minus_b2,
+            eps_root * correction2 / one_minus_b2,
+            small_eps_from,
+        ]
+        values.append(silent_decay)
+        if self.has_gate:
+            gate_values = (1.0 if x is None else x for x in (self.grad_scale, self.apply_if))
+            values += [jnp.asarray(x).astype(jnp.float32) for x in gate_values]
         if self.max_direction is not None:
-            most = jnp.asarray(self.max_direction, jnp.float32)
-            values += [most / careful, most / scale]
+            limit = jnp.asarray(self.max_direction, jnp.float32)
+            values += [limit / general_scale, limit / fast_scale]
         if words is not None:
             values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
-        if self.drawn is not None:
-            values.append(jnp.asarray(self.drawn, jnp.float32))
+        if self.dither is not None:
+            values.append(jnp.asarray(self.dither, jnp.float32))
         return jnp.stack(values)
 
 
-class Members(NamedTuple):
+class DeadElementParams(NamedTuple):
     """Members of a group that no longer matter, and what is stored of them; static.
 
     With D = max |m| / (sqrt(max v) + eps) of a group, a member is idle, or silent if it has no gradient, where its
@@ -153,66 +176,66 @@ def _adamw(
     seed_ptr: tl.tensor,
     words_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    rest_ptr: tl.tensor,
+    remainder_ptr: tl.tensor,
     groups: tl.tensor,
     groups_of_row: tl.tensor,
     vectors_of_row: tl.tensor,
     salt: tl.tensor,
-    inner: tl.tensor,
-    stride: tl.tensor,
+    run_length: tl.tensor,
+    run_stride: tl.tensor,
     one: tl.tensor,
-    spare1: tl.tensor,
-    spare2: tl.tensor,
-    spare3: tl.tensor,
-    spare4: tl.tensor,
-    spare5: tl.tensor,
-    spare6: tl.tensor,
-    spare7: tl.tensor,
+    unused1: tl.tensor,
+    unused2: tl.tensor,
+    unused3: tl.tensor,
+    unused4: tl.tensor,
+    unused5: tl.tensor,
+    unused6: tl.tensor,
+    unused7: tl.tensor,
     result_ptr: tl.tensor,
-    SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     LANES: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    ORDINARY: tl.constexpr,
-    SHORT: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    FAST_PATH: tl.constexpr,
+    PARTIAL_GROUPS: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    RUNS: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
     VECTOR: tl.constexpr,
-    STEP: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    REST: tl.constexpr,
+    REMAINDER_BITS: tl.constexpr,
     GATED: tl.constexpr,
-    CUT: tl.constexpr,
+    CLIP: tl.constexpr,
     MU: tl.constexpr,
     NU: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    DEAD_ELEMENTS: tl.constexpr,
 ) -> None:
     """A tile of groups: as an ordinary one where it is, else carefully, in parts of fewer elements a thread."""
     if GATED:  # noqa: SIM102 (one is known at compile time)
         if tl.load(scalars_ptr + 22) == 0:
             return
     program = tl.program_id(0)
-    left = tl.full((), 1, tl.int32)
-    if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
-        left = tiles.ordinary(
+    needs_general_path = tl.full((), 1, tl.int32)
+    if FAST_PATH and (not MASKED or (program + 1) * TILE_GROUPS <= groups):
+        needs_general_path = tiles.update_tile_fast(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, rest_ptr, salt, inner, stride, one,
-            result_ptr, SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt, run_length, run_stride, one,
+            result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
         )  # fmt: skip
-    if not ORDINARY or left > 0:
-        for part in range(PARTS):
-            tiles.careful(
-                program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
-                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, rest_ptr, groups, groups_of_row,
-                vectors_of_row, salt, inner, stride, one, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
-                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
-                not SHORT and not ORDINARY,
+    if not FAST_PATH or needs_general_path > 0:
+        for subtile in range(SUBTILES):
+            tiles.update_tile_general(
+                program * SUBTILES + subtile, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, remainder_ptr, groups, groups_of_row,
+                vectors_of_row, salt, run_length, run_stride, one, result_ptr, GROUP_SIZE, LANES * SUBTILES, TILE_GROUPS // SUBTILES, PARTIAL_GROUPS, MASKED,
+                ALIGNED, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
+                not PARTIAL_GROUPS and not FAST_PATH,
             )  # fmt: skip
 
 
-def unsupported(
+def unsupported_reason(
     shape: tuple[int, ...], grad: Any, weight: Any, mu: tuple[Any, ...], nu: tuple[Any, ...], group_size: int
 ) -> str | None:
     """Why the kernel cannot take arrays of this shape and these dtypes, or None.
@@ -236,7 +259,10 @@ def unsupported(
         allowed = CODE_DTYPES if len(dtypes) > 1 else PLAIN_DTYPES
         if dtypes[0] not in allowed:
             return f"{name} is stored in {jnp.dtype(dtypes[0])}, not {_either(allowed)}"
-        if any(dtype != want for dtype, want in zip(dtypes[1:], (jnp.float32, jnp.bfloat16), strict=False)):
+        if any(
+            dtype != expected_dtype
+            for dtype, expected_dtype in zip(dtypes[1:], (jnp.float32, jnp.bfloat16), strict=False)
+        ):
             return f"the scales of {name} are not fp32, or its exponents not bf16"
     return None
 
@@ -250,7 +276,7 @@ def adamw(
     *,
     mu_storage: Storage | None,
     nu_storage: Storage | None,
-    members: Members,
+    dead_elements: DeadElementParams,
     group_size: int,
     form: Literal["update", "step"],
     dtype: Any = None,
@@ -297,99 +323,103 @@ def adamw(
     step = form == "step"
     if step and weight is None:
         raise ValueError("form 'step' needs the weight")
-    weight, rest = weight if isinstance(weight, tuple) else (weight, None)
+    weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
     if (
-        rest is not None
+        remainder is not None
         and weight is not None
-        and (not step or weight.dtype != jnp.bfloat16 or rest.dtype not in (jnp.int8, jnp.int16))
+        and (not step or weight.dtype != jnp.bfloat16 or remainder.dtype not in (jnp.int8, jnp.int16))
     ):
         raise ValueError("a remainder, int8 or int16, is of a bf16 weight in form 'step'")
     dtype = (grad if weight is None else weight).dtype if dtype is None or step else dtype
     dtypes = [tuple(x.dtype for x in moment) for moment in (mu, nu)]
-    reason = unsupported(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
+    reason = unsupported_reason(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
     if reason is not None:
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
-    if seed is not None and (not step or dtype != jnp.bfloat16 or rest is not None):
+    if seed is not None and (not step or dtype != jnp.bfloat16 or remainder is not None):
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
-    noisy = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
-    if (nu_seed is not None) != noisy:
+    is_stochastic = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
+    if (nu_seed is not None) != is_stochastic:
         raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
-    if (scalars.drawn is not None) != (mu_storage is not None and mu_storage.fading is not None):
+    if (scalars.dither is not None) != (mu_storage is not None and mu_storage.dither_format is not None):
         raise ValueError("the scalar `drawn` is for a first moment whose storage has `fading`")
     launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
     groups = math.prod(grad.shape[:-1]) * groups_of_row
-    short = length % group_size > 0
-    vector = launch.vector if not short or length % launch.vector == 0 else 4
-    aligned = length % vector == 0
+    has_partial_groups = length % group_size > 0
+    vector = launch.vector if not has_partial_groups or length % launch.vector == 0 else 4
+    is_aligned = length % vector == 0
     # The table has no signs, and first moments that are faded no form of their own.
-    ordinary = not short and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.signed
-    ordinary = ordinary and mu_storage is not None and mu_storage.fading is None
-    elements = launch.elements or (32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS)  # wider ones take registers
-    lanes = min(max(group_size // (elements if ordinary else ELEMENTS), 1), WARP)
+    use_fast_path = (
+        not has_partial_groups and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.signed
+    )
+    use_fast_path = use_fast_path and mu_storage is not None and mu_storage.dither_format is None
+    elements = launch.elements or (
+        32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS_PER_THREAD
+    )  # wider ones take registers
+    lanes = min(max(group_size // (elements if use_fast_path else ELEMENTS_PER_THREAD), 1), WARP)
     tile = launch.warps * WARP // lanes
-    parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1
+    num_subtiles = min(group_size // lanes // ELEMENTS_PER_THREAD, tile) if use_fast_path else 1
     # The scalars stand in for what is absent, and are not touched in its place.
-    stand_in = _vector(scalars, nu_seed)
-    inputs = [grad, stand_in if weight is None else weight]
-    inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
+    placeholder = _scalars_to_vector(scalars, nu_seed)
+    inputs = [grad, placeholder if weight is None else weight]
+    inputs += [part for moment in (mu, nu) for part in (*moment, *[placeholder] * (3 - len(moment)))]
     # The scalars once more: with a pointer of its own to their last two, the program has registers enough.
-    inputs += [stand_in, stand_in if seed is None else seed, stand_in]
-    inputs.append(jnp.asarray(logarithms(nu[0].dtype)) if ordinary else stand_in)
-    inputs.append(stand_in if rest is None else rest)
+    inputs += [placeholder, placeholder if seed is None else seed, placeholder]
+    inputs.append(jnp.asarray(log2_code_magnitudes(nu[0].dtype)) if use_fast_path else placeholder)
+    inputs.append(placeholder if remainder is None else remainder)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
-    sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu))]
-    if rest is not None:
-        outputs.append(jax.ShapeDtypeStruct(rest.shape, rest.dtype))
-        sources.append(len(inputs) - 1)
+    aliased_inputs = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu))]
+    if remainder is not None:
+        outputs.append(jax.ShapeDtypeStruct(remainder.shape, remainder.dtype))
+        aliased_inputs.append(len(inputs) - 1)
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
-    sources += [1] * step
-    unused = [1] * (_RESULTS - len(outputs))
+    aliased_inputs += [1] * step
+    unused = [1] * (_MAX_RESULTS - len(outputs))
     results = call_triton.call(
         *inputs,
         groups,
         groups_of_row,
-        length // vector if aligned else length,
+        length // vector if is_aligned else length,
         salt,
         *(run or (1, 1)),
-        _ONE,
+        _ONE_BITS,
         *unused,
         kernel=_adamw,
-        results=outputs,
-        programs=-(-groups // tile),
-        warps=launch.warps,
+        out_shapes=outputs,
+        num_programs=-(-groups // tile),
+        num_warps=launch.warps,
         compute_capability=compute_capability,
-        aliases={source: i for i, source in enumerate(sources)},
-        SIZE=group_size,
+        aliases={source: i for i, source in enumerate(aliased_inputs)},
+        GROUP_SIZE=group_size,
         LANES=lanes * vector,
-        TILE=tile,
-        PARTS=parts,
-        ORDINARY=ordinary,
-        SHORT=short,
-        MASKED=short or groups % tile > 0,
-        ALIGNED=aligned,
-        RUNS=run is not None,
+        TILE_GROUPS=tile,
+        SUBTILES=num_subtiles,
+        FAST_PATH=use_fast_path,
+        PARTIAL_GROUPS=has_partial_groups,
+        MASKED=has_partial_groups or groups % tile > 0,
+        ALIGNED=is_aligned,
+        HAS_RUNS=run is not None,
         VECTOR=vector,
-        STEP=step,
-        WEIGHT=weight is not None,
+        IS_STEP=step,
+        HAS_WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,
-        REST=0 if rest is None else 8 * rest.dtype.itemsize,
-        GATED=scalars.gated,
-        CUT=scalars.max_direction is not None,
-        MU=mu_storage.static if mu_storage else codec.PLAIN,
-        NU=nu_storage.static if nu_storage else codec.NOISY_BF16 if noisy else codec.PLAIN,
-        MEMBERS=members,
+        REMAINDER_BITS=0 if remainder is None else 8 * remainder.dtype.itemsize,
+        GATED=scalars.has_gate,
+        CLIP=scalars.max_direction is not None,
+        MU=mu_storage.constants if mu_storage else codec.UNSCALED,
+        NU=nu_storage.constants if nu_storage else codec.STOCHASTIC_BF16 if is_stochastic else codec.UNSCALED,
+        DEAD_ELEMENTS=dead_elements,
     )
-    result = results[-1] if rest is None else (results[-1], results[-2])
+    result = results[-1] if remainder is None else (results[-1], results[-2])
     return result, tuple(results[: len(mu)]), tuple(results[len(mu) : len(mu) + len(nu)])
 
 
-_RESULTS = 8
-_vector = jax.jit(lambda scalars, words: scalars.vector(words))  # traced once for all parameters alike
+_MAX_RESULTS = 8
+_scalars_to_vector = jax.jit(lambda scalars, words: scalars.vector(words))  # traced once for all parameters alike
 
 
-def logarithms(dtype: Any) -> np.ndarray:
+def log2_code_magnitudes(dtype: Any) -> np.ndarray:
     """log2 of the magnitude of each of the 256 codes of an 8-bit dtype, fp32, by the code as an unsigned byte."""
     codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
     with np.errstate(divide="ignore"):

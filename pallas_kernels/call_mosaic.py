@@ -42,7 +42,7 @@ class Kernel:
     @functools.cached_property
     def lowered(self) -> CustomCall | None:
         """As Pallas lowers it; None where that is more than a custom call of all operands."""
-        return _custom_call(jaxpr_as_fun(self.program), self.program.in_avals)
+        return _extract_custom_call(jaxpr_as_fun(self.program), self.program.in_avals)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kernel) and self.key == other.key
@@ -59,7 +59,7 @@ _call = Primitive("mosaic_call")
 
 
 def call(
-    name: str, kernel: Callable[..., Array], operands: Sequence[Array], out: jax.ShapeDtypeStruct, static: Hashable
+    name: str, kernel: Callable[..., Array], operands: Sequence[Array], out: jax.ShapeDtypeStruct, static_key: Hashable
 ) -> Array:
     """Runs a kernel of one matrix.
 
@@ -70,42 +70,42 @@ def call(
         out: shape and dtype of the result.
         static: all that the kernel is compiled for, beside the shapes and dtypes of the operands and the result.
     """
-    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    key = name, static, tuple((x.shape, str(x.dtype)) for x in (*kinds, out))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    key = name, static_key, tuple((x.shape, str(x.dtype)) for x in (*shapes, out))
     if key not in _KERNELS:
-        _KERNELS.setdefault(key, Kernel(key, jax.make_jaxpr(kernel)(*kinds)))
-    bound = functools.partial(_call.bind, kernel=_KERNELS[key])
+        _KERNELS.setdefault(key, Kernel(key, jax.make_jaxpr(kernel)(*shapes)))
+    bind = functools.partial(_call.bind, kernel=_KERNELS[key])
     with jax.named_scope(name):
-        result: Array = jax.custom_batching.sequential_vmap(lambda *x: bound(*x))(*operands)
+        result: Array = jax.custom_batching.sequential_vmap(lambda *x: bind(*x))(*operands)
     return result
 
 
 @_call.def_impl
 @functools.partial(jax.jit, static_argnames="kernel")
-def _alone(*operands: Array, kernel: Kernel) -> Array:
+def _call_impl(*operands: Array, kernel: Kernel) -> Array:
     """The kernel outside of any program: one of its own."""
     result: Array = _call.bind(*operands, kernel=kernel)
     return result
 
 
 @_call.def_abstract_eval
-def _result(first: Any, *rest: Any, kernel: Kernel) -> Any:
+def _call_abstract_eval(first: Any, *other_operands: Any, kernel: Kernel) -> Any:
     (out,) = kernel.program.out_avals
     # So that it lies on the mesh of the operands.
     return first.update(shape=out.shape, dtype=out.dtype, weak_type=False)
 
 
-def _lower(context: Any, *operands: Any, kernel: Kernel) -> Any:
+def _call_lowering(context: Any, *operands: Any, kernel: Kernel) -> Any:
     lowered = kernel.lowered
     if lowered is None:
         return mlir.lower_fun(jaxpr_as_fun(kernel.program), multiple_results=True)(context, *operands)
     return jax.ffi.ffi_lowering(lowered.target)(context, *operands, **lowered.attributes)
 
 
-mlir.register_lowering(_call, _lower, platform="cuda")
+mlir.register_lowering(_call, _call_lowering, platform="cuda")
 
 
-def _custom_call(kernel: Callable[..., Any], operands: Sequence[Any]) -> CustomCall | None:
+def _extract_custom_call(kernel: Callable[..., Any], operands: Sequence[Any]) -> CustomCall | None:
     """The custom call that a kernel is lowered to; None where it is not one of these operands, in order, alone."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     module: Any = jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
@@ -117,10 +117,10 @@ def _custom_call(kernel: Callable[..., Any], operands: Sequence[Any]) -> CustomC
         return None
     attributes = calls[0].attributes
     config = attributes["mhlo.backend_config" if "mhlo.backend_config" in attributes else "backend_config"]
-    named = [config[i] for i in range(len(config))]
-    return CustomCall(attributes["call_target_name"].value, {x.name: _value(x.attr) for x in named})
+    config_entries = [config[i] for i in range(len(config))]
+    return CustomCall(attributes["call_target_name"].value, {x.name: _attribute_value(x.attr) for x in config_entries})
 
 
-def _value(attribute: Any) -> Any:
+def _attribute_value(attribute: Any) -> Any:
     text = getattr(attribute, "value_bytes", None)
     return attribute.value if text is None else text

@@ -26,20 +26,20 @@ from pallas_kernels import launch_triton, stored_triton
 
 stored_triton.install()
 launch_triton.install()
-OLD = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
+IS_BEFORE_04 = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 _TARGET = "triton_kernel_call_ffi"
 
 
 def call(
     *inputs: Any,
     kernel: Any,
-    results: Sequence[jax.ShapeDtypeStruct],
-    programs: int,
-    warps: int,
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    num_programs: int,
+    num_warps: int,
     compute_capability: int | None,
     aliases: dict[int, int] | None = None,
-    stages: int = 1,
-    **static: Any,
+    num_stages: int = 1,
+    **constexprs: Any,
 ) -> Sequence[Array]:
     """Runs a kernel.
 
@@ -60,39 +60,42 @@ def call(
     # As jax-triton 0.3 and Triton 3.6 do. Triton 3.10 will round products before sums; 3.9 writes PTX for an assembler
     # of its own, of CUDA 13.4, and XLA's, which gets it, may be older.
     options = {"enable_fp_fusion": True, "ptx_version": 87 if (compute_capability or 0) < 100 else 88}
-    version: dict[str, Any] = {"out_type": results, "backend_options": options}
+    version_options: dict[str, Any] = {"out_type": out_shapes, "backend_options": options}
     # Since 0.4, a result that takes the place of an input is no parameter.
-    spare = [1] * len(aliases or {})
-    if OLD:
-        version, spare = {"out_shape": results} | ({"custom_call_target_name": _TARGET} if RECORDED else {}), []
+    alias_placeholders = [1] * len(aliases or {})
+    if IS_BEFORE_04:
+        version_options, alias_placeholders = (
+            {"out_shape": out_shapes} | ({"custom_call_target_name": _TARGET} if USES_FFI_CALLS else {}),
+            [],
+        )
     with jax.named_scope(kernel.__name__.strip("_")):
         outputs: Sequence[Array] = jax_triton.triton_call(
             *inputs,
-            *spare,
+            *alias_placeholders,
             kernel=kernel,
-            grid=(programs,),
-            num_warps=warps,
-            num_stages=stages,
+            grid=(num_programs,),
+            num_warps=num_warps,
+            num_stages=num_stages,
             compute_capability=compute_capability,
             input_output_aliases=aliases or {},
             name=launch_triton.NAME,
-            **static,
-            **version,
+            **constexprs,
+            **version_options,
         )
     return outputs
 
 
 @triton.jit
-def _add(x_ptr: tl.tensor, n: tl.tensor, same_ptr: tl.tensor, sum_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
-    at = tl.arange(0, SIZE)
-    x = tl.load(x_ptr + at) + n
-    tl.store(x_ptr + at, x)
-    tl.store(sum_ptr + at, x)
+def _add(x_ptr: tl.tensor, n: tl.tensor, unused: tl.tensor, sum_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
+    offsets = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + offsets) + n
+    tl.store(x_ptr + offsets, x)
+    tl.store(sum_ptr + offsets, x)
 
 
-def _sums(x: Array, compute_capability: int | None) -> Sequence[Array]:
+def _run_add(x: Array, compute_capability: int | None) -> Sequence[Array]:
     return call(
-        x, 3, kernel=_add, results=[jax.typeof(x)] * 2, programs=1, warps=1, compute_capability=compute_capability,
+        x, 3, kernel=_add, out_shapes=[jax.typeof(x)] * 2, num_programs=1, num_warps=1, compute_capability=compute_capability,
         aliases={0: 0}, SIZE=x.size,
     )  # fmt: skip
 
@@ -105,33 +108,33 @@ def check(compute_capability: int) -> None:
     x = jax.ShapeDtypeStruct((32,), jnp.float32)
 
     def step(x: Array, _: None) -> tuple[Array, Array]:
-        sums = _sums(x, compute_capability)
+        sums = _run_add(x, compute_capability)
         return sums[0], sums[1]
 
     program = jax.jit(lambda x, unread: lax.scan(step, x, length=2)[0])
     program.trace(x, x).lower(lowering_platforms=("cuda",))
     if jax.devices()[0].platform == "gpu":
-        launch_triton.try_out(_run)
+        launch_triton.check_launch(_run_small_kernel)
 
 
-def _run() -> None:
+def _run_small_kernel() -> None:
     """Runs a small kernel on this process's first GPU; raises what JAX raises, and where its results are wrong."""
     x = jax.device_put(np.arange(32, dtype=np.float32), jax.local_devices()[0])
-    for result in jax.jit(lambda x: _sums(x, None))(x):
+    for result in jax.jit(lambda x: _run_add(x, None))(x):
         np.testing.assert_array_equal(result, np.arange(32) + 3, "of a kernel that adds 3")
 
 
-def _lower(original: Callable[..., Any], context: Any, *operands: Any, **parameters: Any) -> Any:
+def _lower_call(lowering_rule: Callable[..., Any], context: Any, *operands: Any, **parameters: Any) -> Any:
     """A call as XLA's own where it is ours, else, or where that cannot be, as jax-triton's, made as 0.4 makes it."""
-    lower = functools.partial(original, context, *operands, **parameters)
+    lower = functools.partial(lowering_rule, context, *operands, **parameters)
     if parameters["name"] != launch_triton.NAME:
         return lower()
     aliases = dict(parameters["input_output_aliases"])
     results = launch_triton.call(context, operands, aliases, lower)
-    return results if results is not None else _recorded(lower()) if RECORDED else lower()
+    return results if results is not None else _as_ffi_call(lower()) if USES_FFI_CALLS else lower()
 
 
-def _recorded(results: Any) -> Any:
+def _as_ffi_call(results: Any) -> Any:
     """The results of a call of jax-triton 0.3 named `_TARGET`, whose convention it does not know, in that one."""
     from jax.extend.mlir import ir
 
@@ -141,22 +144,24 @@ def _recorded(results: Any) -> Any:
     return results
 
 
-def _without_unread(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+def _dce_rule(used_outputs: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Which operands an equation that calls a kernel needs, and the equation; None where nobody reads its results.
 
     As every other equation of JAX. jax-triton 0.4 keeps all, by a rule of two arguments; since 0.12 JAX passes three.
     """
     equation = rest[-1]
-    needed = any(used) or bool(equation.effects) or bool(equation.params.get("has_side_effect"))
-    return [needed] * len(equation.invars), equation if needed else None
+    is_needed = any(used_outputs) or bool(equation.effects) or bool(equation.params.get("has_side_effect"))
+    return [is_needed] * len(equation.invars), equation if is_needed else None
 
 
-_rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
-if _rule is not None and len(inspect.signature(_rule).parameters) == 2:
-    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _without_unread
+_jax_triton_dce_rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
+if _jax_triton_dce_rule is not None and len(inspect.signature(_jax_triton_dce_rule).parameters) == 2:
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _dce_rule
 
 # What answers to jax-triton's calls of this kind is in jaxlib 0.11; 0.4 needs that, too.
-RECORDED = OLD and jax.__version_info__ >= (0, 11)
-_target = triton_lib.get_cuda_backend if OLD else triton_lib.make_cuda_target
-_original = functools.partial(triton_lib.triton_kernel_call_lowering, _target)
-mlir.register_lowering(triton_lib.triton_kernel_call_p, functools.partial(_lower, _original), platform="cuda")
+USES_FFI_CALLS = IS_BEFORE_04 and jax.__version_info__ >= (0, 11)
+_target = triton_lib.get_cuda_backend if IS_BEFORE_04 else triton_lib.make_cuda_target
+_original_lowering = functools.partial(triton_lib.triton_kernel_call_lowering, _target)
+mlir.register_lowering(
+    triton_lib.triton_kernel_call_p, functools.partial(_lower_call, _original_lowering), platform="cuda"
+)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-_SIGN = tl.constexpr(-0x80000000)
+_SIGN_BIT = tl.constexpr(-0x80000000)
 # Less the bits of -x, those of 1 / x to a twentieth of it.
-_INVERSE = tl.constexpr(0x7EF311C7 - 0x80000000)
+_RECIPROCAL_MAGIC = tl.constexpr(0x7EF311C7 - 0x80000000)
 # As `fp8jax.ops.adamw_leaf.LARGEST_GRADIENT`.
 LARGEST_GRADIENT = tl.constexpr(2.0**62)
 
@@ -33,9 +33,9 @@ class Noise:
         ratios: ratios of largest to smallest code between which a group keeps its exponent.
     """
 
-    mantissa: int
+    mantissa_bits: int
     smallest_normal: float
-    ratios: tuple[float, float]
+    span_bounds: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +59,18 @@ class Storage:
     smallest: float | None = None
     signed: bool = True
     noise: Noise | None = None
-    fading: tuple[int, float] | None = None
+    dither_format: tuple[int, float] | None = None
 
     @property
-    def static(self) -> "StorageConstants":
+    def constants(self) -> "StorageConstants":
         ratio, lowest, highest = self.expansion or (2.0, 1.0, 1.0)
         expanded, smallest = self.expansion is not None, self.smallest or 0.0
         numbers = (self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest)
         if self.noise is None:
-            mantissa, normal = self.fading or (0, 0.0)
+            mantissa, normal = self.dither_format or (0, 0.0)
             return StorageConstants(True, expanded, self.signed, *numbers, smallest_normal=normal, mantissa=mantissa)
-        fewest, most = (math.log2(bound) for bound in self.noise.ratios)
-        dropped = 23 - self.noise.mantissa
+        fewest, most = (math.log2(bound) for bound in self.noise.span_bounds)
+        dropped = 23 - self.noise.mantissa_bits
         return StorageConstants(
             True, expanded, self.signed, *numbers, dropped, self.noise.smallest_normal, fewest, most
         )
@@ -95,56 +95,56 @@ class StorageConstants(NamedTuple):
     mantissa: int = 0
 
 
-PLAIN = StorageConstants(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
+UNSCALED = StorageConstants(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
 # bf16 that is rounded stochastically.
-NOISY_BF16 = PLAIN._replace(dropped=16)
+STOCHASTIC_BF16 = UNSCALED._replace(dropped=16)
 
 
 @triton.jit
-def load(pointer: tl.tensor, at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+def load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
     """Values as they lie, zeros outside."""
-    return tl.load(pointer + at, mask=mask, other=0.0) if MASKED else tl.load(pointer + at)
+    return tl.load(pointer + offsets, mask=mask, other=0.0) if MASKED else tl.load(pointer + offsets)
 
 
 @triton.jit
-def store(pointer: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
+def store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
     """Stores values in the dtype of where they go."""
     value = value.to(pointer.dtype.element_ty)
     if MASKED:
-        tl.store(pointer + at, value, mask=mask)
+        tl.store(pointer + offsets, value, mask=mask)
     else:
-        tl.store(pointer + at, value)
+        tl.store(pointer + offsets, value)
 
 
 @triton.jit
-def log2_abs(x: tl.tensor) -> tl.tensor:
+def log2_abs_approx(x: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise(
         "{.reg .f32 a; abs.f32 a, $1; lg2.approx.ftz.f32 $0, a;}", "=f,f", [x], tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def exp2(x: tl.tensor) -> tl.tensor:
+def exp2_approx(x: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def reciprocal(x: tl.tensor) -> tl.tensor:
+def reciprocal_approx(x: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def inverse_root(x: tl.tensor) -> tl.tensor:
+def rsqrt_approx(x: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def root(x: tl.tensor) -> tl.tensor:
+def sqrt_approx(x: tl.tensor) -> tl.tensor:
     return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def smaller(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
+def clip_magnitude(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
     """x with the smaller magnitude of both, in one instruction; the limit is not negative."""
     return tl.inline_asm_elementwise(
         "min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], tl.float32, is_pure=True, pack=1
@@ -152,21 +152,21 @@ def smaller(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def within(g: tl.tensor, factor: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+def scale_and_clip_gradient(g: tl.tensor, factor: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
     """Gradients times a factor, of which finite ones are at most LARGEST; NaN and Inf of either stay."""
-    scaled = g * factor
-    bounded = tl.maximum(tl.minimum(scaled, LARGEST), -LARGEST)
-    bounded = tl.where(tl.abs(g) < float("inf"), bounded, scaled)
-    return tl.where(tl.abs(factor) < float("inf"), bounded, scaled)
+    product = g * factor
+    bounded = tl.maximum(tl.minimum(product, LARGEST), -LARGEST)
+    bounded = tl.where(tl.abs(g) < float("inf"), bounded, product)
+    return tl.where(tl.abs(factor) < float("inf"), bounded, product)
 
 
 @triton.jit
-def over_negative(x: tl.tensor, d: tl.tensor) -> tl.tensor:
+def divide_negative_approx(x: tl.tensor, d: tl.tensor) -> tl.tensor:
     """-x / d for finite d up to -1, to 7e-6 of itself, without the unit that takes logarithms and powers of two."""
-    near = from_bits(-bits(d) + _INVERSE)
-    error = tl.fma(d, near, 1.0)
-    near = x * near
-    return tl.fma(near, tl.fma(tl.fma(error, error, error), error, error), near)
+    estimate = from_bits(-float_bits(d) + _RECIPROCAL_MAGIC)
+    error = tl.fma(d, estimate, 1.0)
+    estimate = x * estimate
+    return tl.fma(estimate, tl.fma(tl.fma(error, error, error), error, error), estimate)
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def bits(x: tl.tensor) -> tl.tensor:
+def float_bits(x: tl.tensor) -> tl.tensor:
     return x.to(tl.int32, bitcast=True)
 
 
@@ -188,12 +188,12 @@ def from_bits(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def fp32(x: tl.tensor, KEPT: tl.constexpr = True) -> tl.tensor:
+def to_fp32(x: tl.tensor, IS_PURE: tl.constexpr = True) -> tl.tensor:
     """fp32 values; not KEPT, they are made anew where an earlier use has them, which would take twice the registers."""
     if x.dtype == tl.bfloat16:
         # Two at a time: Triton takes a pair apart before it shifts each.
         y = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=KEPT, pack=2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=IS_PURE, pack=2
         )
     else:
         y = x.to(tl.float32)
@@ -201,13 +201,13 @@ def fp32(x: tl.tensor, KEPT: tl.constexpr = True) -> tl.tensor:
 
 
 @triton.jit
-def bf16_twice(x: tl.tensor) -> tl.tensor:
+def to_bf16_pair(x: tl.tensor) -> tl.tensor:
     """bf16 of x in both halves of a word: the conversion of one alone shares a unit with log2 and exp2."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def ends_of_inverted(y: tl.tensor, x: tl.tensor) -> tl.tensor:
+def or_inverted_end_bits(y: tl.tensor, x: tl.tensor) -> tl.tensor:
     """Bits of y, but the highest and the lowest one of ~x."""
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, 0x80000001, 0x72;", "=r,r,r", [y, x], tl.int32, is_pure=True, pack=1
@@ -215,7 +215,7 @@ def ends_of_inverted(y: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def turned(codes: tl.tensor) -> tl.tensor:
+def flip_signs(codes: tl.tensor) -> tl.tensor:
     """Codes, as int8, of the negative numbers."""
     return tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], tl.int8, is_pure=True, pack=4)
 
@@ -238,7 +238,7 @@ def nan_where_not_finite(x: tl.tensor, other: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def load_four(pointer: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def load_float4(pointer: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Four fp32 numbers at an aligned address by one instruction; impure, so that it stays where it is."""
     return tl.inline_asm_elementwise(
         "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
@@ -259,9 +259,9 @@ def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def add_scaled_noise_to_pairs(x: tl.tensor, noise: tl.tensor, ONE: tl.constexpr) -> tl.tensor:
+def add_scaled_noise_to_pairs(x: tl.tensor, noise: tl.tensor, NOISE_SCALE: tl.constexpr) -> tl.tensor:
     """Integers after the lower and upper half of their noise, times 16 or 32, were added to a pair of neighbours."""
-    if ONE == 16:
+    if NOISE_SCALE == 16:
         y = tl.inline_asm_elementwise(
             "dp2a.lo.u32.u32 $0, $4, 0x10, $2; dp2a.lo.u32.u32 $1, $4, 0x1000, $3;",
             "=r,=r,r,r,r,r", [x, noise], tl.int32, is_pure=True, pack=2,
@@ -275,86 +275,92 @@ def add_scaled_noise_to_pairs(x: tl.tensor, noise: tl.tensor, ONE: tl.constexpr)
 
 
 @triton.jit
-def per_group(x: tl.tensor) -> tl.tensor:
+def broadcast_groups(x: tl.tensor) -> tl.tensor:
     return x[:, None, None]
 
 
 @triton.jit
-def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+def decode(
+    codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, STORAGE: tl.constexpr
+) -> tl.tensor:
     """What codes stand for, times a scalar factor; or plain floats, times the factor."""
     values = codes.to(tl.float32)
-    if HOW.expanded:
-        decoded = decode_logarithms(log2_abs(values), scale, exponent, factor, HOW)
-        if HOW.signed:
-            decoded = from_bits(bits(decoded) | (bits(values) & _SIGN))
-    elif HOW.scaled:
-        decoded = values * per_group(scale * factor)
+    if STORAGE.expanded:
+        decoded = decode_from_log2(log2_abs_approx(values), scale, exponent, factor, STORAGE)
+        if STORAGE.signed:
+            decoded = from_bits(float_bits(decoded) | (float_bits(values) & _SIGN_BIT))
+    elif STORAGE.scaled:
+        decoded = values * broadcast_groups(scale * factor)
     else:
         decoded = values * factor
     return decoded
 
 
 @triton.jit
-def decode_logarithms(
-    logarithms: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr
+def decode_from_log2(
+    log2_codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, STORAGE: tl.constexpr
 ) -> tl.tensor:
     """`decode` with range expansion, but for the sign, given log2 of the codes' magnitudes."""
-    inverse = reciprocal(exponent.to(tl.float32))
-    offset = tl.fma(inverse, -HOW.log2_max, log2_abs(scale * HOW.max * factor))
-    return exp2(tl.fma(logarithms, per_group(inverse), per_group(offset)))
+    inverse = reciprocal_approx(exponent.to(tl.float32))
+    offset = tl.fma(inverse, -STORAGE.log2_max, log2_abs_approx(scale * STORAGE.max * factor))
+    return exp2_approx(tl.fma(log2_codes, broadcast_groups(inverse), broadcast_groups(offset)))
 
 
 @triton.jit
 def add_decoded(
-    x: tl.tensor, codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr
+    x: tl.tensor, codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, STORAGE: tl.constexpr
 ) -> tl.tensor:
     """x + `decode` of signed codes with range expansion, in fewer instructions."""
     values = codes.to(tl.float32)
-    inverse = reciprocal(exponent.to(tl.float32))
-    offset = tl.fma(inverse, -HOW.log2_max, log2_abs(scale * HOW.max * factor))
+    inverse = reciprocal_approx(exponent.to(tl.float32))
+    offset = tl.fma(inverse, -STORAGE.log2_max, log2_abs_approx(scale * STORAGE.max * factor))
     # Each value times what it is to be multiplied by: the sign comes with it. That of zero has to be finite.
-    power = exp2(tl.minimum(tl.fma(log2_abs(values), per_group(inverse - 1.0), per_group(offset)), 126.0))
+    power = exp2_approx(
+        tl.minimum(tl.fma(log2_abs_approx(values), broadcast_groups(inverse - 1.0), broadcast_groups(offset)), 126.0)
+    )
     return multiply_add(values, power, x)
 
 
 @triton.jit
-def noise_of_pairs(eighths: tl.tensor, place: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
+def pair_noise(octets: tl.tensor, element: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
     """Noise for stochastic rounding: of each element's pair of neighbours in the flat array, one half for each.
 
     A multiple of a hash: of two words, and of the number of the element's eight neighbours, whose four pairs take
     different multiples. `place` is the element's among the eight, or differs from it by a multiple of eight.
     """
-    noise = eighths.to(tl.uint32) * 0x9E3779B9 + word1
+    noise = octets.to(tl.uint32) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
     noise = (noise ^ (noise >> 15) ^ word2) * 0x846CA68B
     noise = noise ^ (noise >> 16)
-    return noise + noise * 0x9708B674 * ((place >> 1) & 3).to(tl.uint32)
+    return noise + noise * 0x9708B674 * ((element >> 1) & 3).to(tl.uint32)
 
 
 @triton.jit
-def faded(y: tl.tensor, decay: tl.tensor, drawn: tl.tensor, NORMAL: tl.constexpr, MANTISSA: tl.constexpr) -> tl.tensor:
+def add_dither(
+    y: tl.tensor, decay: tl.tensor, dither: tl.tensor, NORMAL: tl.constexpr, MANTISSA: tl.constexpr
+) -> tl.tensor:
     """Magnitudes in units of a format, moved where decay would not leave a code to nearest; see `Format.encode`."""
-    power = from_bits(bits(y) & 0x7F800000)
+    power = from_bits(float_bits(y) & 0x7F800000)
     unit = tl.maximum(power, NORMAL)
-    moved = tl.maximum(tl.fma(unit, (drawn - 0.5) * 2.0**-MANTISSA, y), power)
-    return tl.where(unit > (1 - decay) * 2.0 ** (MANTISSA + 1) * y, moved, y)
+    dithered = tl.maximum(tl.fma(unit, (dither - 0.5) * 2.0**-MANTISSA, y), power)
+    return tl.where(unit > (1 - decay) * 2.0 ** (MANTISSA + 1) * y, dithered, y)
 
 
 @triton.jit
 def round_stochastically(
-    x: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr, NAN: tl.constexpr = True
+    x: tl.tensor, noise: tl.tensor, element: tl.tensor, PAIRED: tl.constexpr, MAY_HAVE_NAN: tl.constexpr = True
 ) -> tl.tensor:
     """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
     PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`. NAN: there may be some.
     """
-    x = bits(x)
-    if NAN:
+    x = float_bits(x)
+    if MAY_HAVE_NAN:
         # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
         x = tl.minimum(x, 0x7FFF0000)
     if PAIRED:
         rounded = add_noise_to_pairs(x, noise)
     else:
-        noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
+        noise = tl.where((element & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
         rounded = from_bits((x + noise) & -0x10000).to(tl.bfloat16)
     return rounded

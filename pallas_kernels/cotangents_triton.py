@@ -24,22 +24,22 @@ FP8_CAPABILITY = 80
 def _cotangents(
     gate_ptr: tl.tensor, gate_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, dgate_ptr: tl.tensor, dup_ptr: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
 ) -> None:  # fmt: skip
     p = Operands(gate_ptr, gate_scale, up, up_scale, activated, activated_scale, gradient)
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
-    at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
-    here = device.inside(m, n, M, N)
-    x = on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION)
-    dgate, dup, _ = on.cotangents(x, OPERATION, 0)
-    device.store(dgate_ptr + first, at, dgate.to(dgate_ptr.dtype.element_ty), here, MASKED)
+    offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    mask = device.tile_mask(m, n, M, N)
+    x = on.load_cotangent_operands(p, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+    dgate, dup, _ = on.compute_cotangents(x, OPERATION, 0)
+    device.store(dgate_ptr + first, offsets, dgate.to(dgate_ptr.dtype.element_ty), mask, MASKED)
     if OPERATION.gated:
-        device.store(dup_ptr + first, at, dup.to(dup_ptr.dtype.element_ty), here, MASKED)
+        device.store(dup_ptr + first, offsets, dup.to(dup_ptr.dtype.element_ty), mask, MASKED)
 
 
 def cotangents(
@@ -56,13 +56,13 @@ def cotangents(
         operands: what from; `gradient` is that of the result.
         launch, compute_capability: as of `quantize_triton.quantize`.
     """
-    m, n = storage.shape_of(operands.first, operation)
+    m, n = storage.matrix_shape(operands.first, operation)
     launch = launch or QuantizeLaunch(16, 128, 8)
-    tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
     dtype = quantize_triton.PLAIN_DTYPES[operation.dtype]
-    shapes = [jax.ShapeDtypeStruct((m, n) if there else (1, 1), dtype) for there in (True, operation.gated)]
+    shapes = [jax.ShapeDtypeStruct((m, n) if mask else (1, 1), dtype) for mask in (True, operation.gated)]
     outputs = quantize_triton.call(
-        _cotangents, remake_triton.pointers(operands)[:7], shapes, tiles, launch, compute_capability, shape=(m, n),
+        _cotangents, remake_triton.operand_arrays(operands)[:7], shapes, tiles, launch, compute_capability, shape=(m, n),
         OPERATION=operation,
     )  # fmt: skip
     return list(outputs[: 1 + operation.gated])

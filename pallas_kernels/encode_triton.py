@@ -14,72 +14,72 @@ _LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
 
 
 @triton.jit
-def peak(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tl.tensor:
+def amax_bits(x: tl.tensor, SIGNED: tl.constexpr, FAST_PATH: tl.constexpr) -> tl.tensor:
     """Bits of the largest finite magnitude of each group, 0 where there is none.
 
     The quick way takes Inf and NaN for values, and a program that has some goes the other way as well.
     """
-    magnitude = codec.bits(x) & _MAGNITUDE if SIGNED else codec.bits(x)
-    if QUICK:
+    magnitude = codec.float_bits(x) & _MAGNITUDE if SIGNED else codec.float_bits(x)
+    if FAST_PATH:
         largest = tl.max(tl.max(magnitude, axis=1), axis=1)
         if tl.max(largest.to(tl.uint32, bitcast=True), axis=0) > _LARGEST_FINITE:
-            largest = _largest_finite(magnitude)
+            largest = _max_finite_bits(magnitude)
     else:
-        largest = _largest_finite(magnitude)
+        largest = _max_finite_bits(magnitude)
     return largest
 
 
 @triton.jit
-def _largest_finite(magnitude: tl.tensor) -> tl.tensor:
+def _max_finite_bits(magnitude: tl.tensor) -> tl.tensor:
     largest = tl.max(tl.max(magnitude + _FINITE_TO_TOP, axis=1), axis=1)
     return tl.maximum(largest, _FINITE_TO_TOP) - _FINITE_TO_TOP
 
 
 @triton.jit
-def smallest_less_one(magnitude: tl.tensor, QUICK: tl.constexpr) -> tl.tensor:
+def min_nonzero_bits_minus_one(magnitude: tl.tensor, FAST_PATH: tl.constexpr) -> tl.tensor:
     """Of each group the bits of the smallest non-zero magnitude, less one; of zeros alone, the largest integer.
 
     The quick way takes zeros for values, and a program that has some goes the other way as well.
     """
-    magnitude = codec.bits(magnitude)
-    if QUICK:
+    magnitude = codec.float_bits(magnitude)
+    if FAST_PATH:
         smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
         if tl.max(smallest, axis=0) > _LARGEST_FINITE:
-            smallest = _smallest_less_one(magnitude)
+            smallest = _min_nonzero_bits_minus_one(magnitude)
     else:
-        smallest = _smallest_less_one(magnitude)
+        smallest = _min_nonzero_bits_minus_one(magnitude)
     return smallest
 
 
 @triton.jit
-def _smallest_less_one(magnitude: tl.tensor) -> tl.tensor:
+def _min_nonzero_bits_minus_one(magnitude: tl.tensor) -> tl.tensor:
     smallest = (magnitude - 1).to(tl.uint32, bitcast=True)
     return tl.min(tl.min(smallest, axis=1), axis=1)
 
 
 @triton.jit
-def without_idle(m: tl.tensor, direction: tl.tensor, limit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def zero_dead_elements(m: tl.tensor, direction: tl.tensor, limit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """m with 0, and its magnitudes with Inf, where its direction is under its group's limit."""
-    idle = tl.abs(direction) < codec.per_group(limit)
-    return tl.where(idle, 0.0, m), tl.where(idle, float("inf"), tl.abs(m))
+    is_dead = tl.abs(direction) < codec.broadcast_groups(limit)
+    return tl.where(is_dead, 0.0, m), tl.where(is_dead, float("inf"), tl.abs(m))
 
 
 @triton.jit
-def smallest(magnitude: tl.tensor) -> tl.tensor:
+def min_magnitude_bits(magnitude: tl.tensor) -> tl.tensor:
     """Bits of the smallest magnitude of each group."""
-    return tl.min(tl.min(codec.bits(magnitude), axis=1), axis=1)
+    return tl.min(tl.min(codec.float_bits(magnitude), axis=1), axis=1)
 
 
 @triton.jit
-def ordinary_extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def fast_extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Of each group the bits of the largest and the smallest magnitude; the largest of a group with a NaN is NaN."""
     if SIGNED:
         # Magnitudes of two are compared without being made; of integers, three at a time.
         magnitude = tl.reshape(tl.abs(x), (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
-        largest = codec.bits(tl.reduce(magnitude, 1, _larger_or_nan))
-        smallest = codec.bits(tl.min(magnitude, axis=1))
+        largest = codec.float_bits(tl.reduce(magnitude, 1, _larger_or_nan))
+        smallest = codec.float_bits(tl.min(magnitude, axis=1))
     else:
-        largest, smallest = codec.bits(x), codec.bits(x)
+        largest, smallest = codec.float_bits(x), codec.float_bits(x)
     return tl.max(tl.max(largest, axis=1), axis=1), tl.min(tl.min(smallest, axis=1), axis=1)
 
 
@@ -89,27 +89,27 @@ def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def exponents(
-    log2_top: tl.tensor, smallest: tl.tensor, spans: tl.tensor, previous: tl.tensor, HOW: tl.constexpr
+def group_exponents(
+    log2_top: tl.tensor, smallest: tl.tensor, has_span: tl.tensor, previous: tl.tensor, STORAGE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Exponents of groups from log2 of the largest magnitude, the smallest one, and whether they differ.
 
     Codes that are rounded stochastically keep their `previous` one where it will do.
     Returned as stored and in fp32; and what log2 of a code has beside the exponent times log2 of the magnitude.
     """
-    octaves = log2_top - codec.log2_abs(smallest)
-    k = tl.minimum(tl.maximum(HOW.log2_ratio * codec.reciprocal(octaves), HOW.lowest), HOW.highest)
-    k = tl.where(spans, k, 1.0)
-    if HOW.dropped > 0:
-        taken = previous.to(tl.float32) * octaves
-        k = tl.where((taken >= HOW.fewest) & (taken <= HOW.most), previous.to(tl.float32), k)
-    pair = codec.bf16_twice(k)
+    octaves = log2_top - codec.log2_abs_approx(smallest)
+    k = tl.minimum(tl.maximum(STORAGE.log2_ratio * codec.reciprocal_approx(octaves), STORAGE.lowest), STORAGE.highest)
+    k = tl.where(has_span, k, 1.0)
+    if STORAGE.dropped > 0:
+        log2_ratio = previous.to(tl.float32) * octaves
+        k = tl.where((log2_ratio >= STORAGE.fewest) & (log2_ratio <= STORAGE.most), previous.to(tl.float32), k)
+    pair = codec.to_bf16_pair(k)
     k = codec.from_bits(pair & -0x10000)
-    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, HOW.log2_max)
+    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, STORAGE.log2_max)
 
 
 @triton.jit
-def interpolated(y: tl.tensor, k: tl.tensor, one: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+def interpolate_codes(y: tl.tensor, k: tl.tensor, one_bits: tl.tensor, STORAGE: tl.constexpr) -> tl.tensor:
     """Bits of normal y, moved between the codes around it, and a little: ready for noise, of which a half is missing.
 
     The codes around y decode to what is no linear function of them. Linear noise takes the upper one with the right
@@ -117,87 +117,91 @@ def interpolated(y: tl.tensor, k: tl.tensor, one: tl.tensor, HOW: tl.constexpr) 
     their middle c, p = t + t * (1 - t) * s * h / (2 * c) up to terms in (h / c)^2. Here 1 / c is a straight line in the
     significand of y, 6 % off at most, of a p that differs from t by 0.015 (e4m3) or 0.03 (e5m2) at most.
     """
-    WIDTH: tl.constexpr = 2.0 ** (HOW.dropped - 23)
-    x = codec.bits(y)
+    WIDTH: tl.constexpr = 2.0 ** (STORAGE.dropped - 23)
+    x = codec.float_bits(y)
     # Beyond 1 / k = 8, for groups of 2^120, p is not that far from t.
-    s = 0.5 * tl.maximum(1.0 - codec.reciprocal(k), -7.0)
+    s = 0.5 * tl.maximum(1.0 - codec.reciprocal_approx(k), -7.0)
     # A floating-point number this large has its integer part in its lowest bits.
-    slope, start = codec.per_group(s * (-0.4706 * 8388608.0)), codec.per_group(s * (1.4118 * 8388608.0))
-    way = codec.from_bits((x & ((1 << HOW.dropped) - 1)) | one)  # from 1 at the code below to 1 + WIDTH
-    significand = codec.from_bits((x & 0x007FFFFF) | one)
-    square = tl.fma(way, (2.0 + WIDTH) - way, -(1.0 + WIDTH))
-    moved = tl.fma(square, tl.fma(significand, slope, start), 12582912.0)
-    return x + codec.bits(moved) + ((1 << (HOW.dropped - 17)) - 0x4B400000)
+    slope, start = codec.broadcast_groups(s * (-0.4706 * 8388608.0)), codec.broadcast_groups(s * (1.4118 * 8388608.0))
+    position = codec.from_bits((x & ((1 << STORAGE.dropped) - 1)) | one_bits)  # from 1 at the code below to 1 + WIDTH
+    significand = codec.from_bits((x & 0x007FFFFF) | one_bits)
+    square = tl.fma(position, (2.0 + WIDTH) - position, -(1.0 + WIDTH))
+    correction = tl.fma(square, tl.fma(significand, slope, start), 12582912.0)
+    return x + codec.float_bits(correction) + ((1 << (STORAGE.dropped - 17)) - 0x4B400000)
 
 
 @triton.jit
 def add_noise(
-    y: tl.tensor, k: tl.tensor, noise: tl.tensor, place: tl.tensor, one: tl.tensor, PAIRED: tl.constexpr,
-    HOW: tl.constexpr,
+    y: tl.tensor, k: tl.tensor, noise: tl.tensor, element: tl.tensor, one_bits: tl.tensor, PAIRED: tl.constexpr,
+    STORAGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Values of codes, for fp32 magnitudes in units of the codes: one of the two around, unbiased; Inf and NaN stay."""
     # The bound is a NaN to which noise can be added; the hardware's own, which each sum with NaN gives, is 0x7FFFFFFF.
-    BOUND: tl.constexpr = 0x7FFFFFFF - ((1 << HOW.dropped) - 1)
-    if HOW.expanded:
-        x = interpolated(codec.from_bits(tl.minimum(codec.bits(y), BOUND)), k, one, HOW)
+    BOUND: tl.constexpr = 0x7FFFFFFF - ((1 << STORAGE.dropped) - 1)
+    if STORAGE.expanded:
+        x = interpolate_codes(codec.from_bits(tl.minimum(codec.float_bits(y), BOUND)), k, one_bits, STORAGE)
     else:
         # Under the smallest normal number the codes are as far apart as above it.
-        shift = tl.where(y < HOW.smallest_normal, HOW.smallest_normal, 0.0)
-        x = tl.minimum(codec.bits(y + shift), BOUND) + (1 << (HOW.dropped - 17))
+        shift = tl.where(y < STORAGE.smallest_normal, STORAGE.smallest_normal, 0.0)
+        x = tl.minimum(codec.float_bits(y + shift), BOUND) + (1 << (STORAGE.dropped - 17))
     if PAIRED:
-        x = codec.add_scaled_noise_to_pairs(x, noise, 1 << (HOW.dropped - 16))
+        x = codec.add_scaled_noise_to_pairs(x, noise, 1 << (STORAGE.dropped - 16))
     else:
-        half = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
-        x = x + half * (1 << (HOW.dropped - 16))
-    rounded = codec.from_bits(x & -(1 << HOW.dropped))
-    if not HOW.expanded:
+        half = tl.where((element & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
+        x = x + half * (1 << (STORAGE.dropped - 16))
+    rounded = codec.from_bits(x & -(1 << STORAGE.dropped))
+    if not STORAGE.expanded:
         rounded = rounded - shift
     return rounded
 
 
 @triton.jit
-def ordinary_exponents(
-    largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, previous: tl.tensor,
-    HOW: tl.constexpr,
+def fast_exponents(
+    largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, inverse_unit: tl.tensor, previous: tl.tensor,
+    STORAGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Exponents, in fp32, of groups with these `ordinary_extremes` in units of `unit`."""
-    log2_top = codec.log2_abs(codec.from_bits(largest) * (unit * (1 / HOW.max)) * (per_unit * HOW.max))
-    _, k, _ = exponents(log2_top, codec.from_bits(smallest), largest > smallest, previous, HOW)
+    log2_top = codec.log2_abs_approx(
+        codec.from_bits(largest) * (unit * (1 / STORAGE.max)) * (inverse_unit * STORAGE.max)
+    )
+    _, k, _ = group_exponents(log2_top, codec.from_bits(smallest), largest > smallest, previous, STORAGE)
     return k
 
 
 @triton.jit
-def encode_ordinary(
-    x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, noise: tl.tensor,
-    one: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr,
+def encode_fast(
+    x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, inverse_unit: tl.tensor, noise: tl.tensor,
+    one_bits: tl.tensor, CODE: tl.constexpr, STORAGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """As `encode`, with range expansion, of values in units of `unit`, of which there are `per_unit` in one.
 
     Given largest magnitudes and exponents. Without zeros, Inf and NaN, and no scale is subnormal. Neighbours are pairs
     of `noise`.
     """
-    scale = codec.from_bits(largest) * (unit * (1 / HOW.max))
-    log2_top = codec.log2_abs(scale * (per_unit * HOW.max))
-    offset = tl.fma(-k, log2_top, HOW.log2_max)
-    y = codec.exp2(tl.fma(codec.log2_abs(x), codec.per_group(k), codec.per_group(offset)))
-    if HOW.dropped > 0:
+    scale = codec.from_bits(largest) * (unit * (1 / STORAGE.max))
+    log2_top = codec.log2_abs_approx(scale * (inverse_unit * STORAGE.max))
+    offset = tl.fma(-k, log2_top, STORAGE.log2_max)
+    y = codec.exp2_approx(tl.fma(codec.log2_abs_approx(x), codec.broadcast_groups(k), codec.broadcast_groups(offset)))
+    if STORAGE.dropped > 0:
         y = codec.from_bits(
             codec.add_scaled_noise_to_pairs(
-                interpolated(y, k, one, HOW) - (1 << (HOW.dropped - 1)), noise, 1 << (HOW.dropped - 16)
+                interpolate_codes(y, k, one_bits, STORAGE) - (1 << (STORAGE.dropped - 1)),
+                noise,
+                1 << (STORAGE.dropped - 16),
             )
         )
     codes = y.to(CODE)
-    if HOW.signed:
+    if STORAGE.signed:
         codes = codec.with_signs(codes.to(tl.int8, bitcast=True), x.to(CODE).to(tl.int8, bitcast=True))
         codes = codes.to(CODE, bitcast=True)
-    return codes, scale, (codec.bits(k) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return codes, scale, (codec.float_bits(k) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def encode(
-    x: tl.tensor, ranged: tl.tensor, largest_bits: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor,
-    decay: tl.tensor, drawn: tl.tensor, one: tl.tensor,
-    CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
+    x: tl.tensor, code_magnitudes: tl.tensor, largest_bits: tl.tensor, previous: tl.tensor, noise: tl.tensor, element: tl.tensor,
+    decay: tl.tensor, dither: tl.tensor, one_bits: tl.tensor,
+    CODE: tl.constexpr, STORAGE: tl.constexpr, FAST_PATH: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
 
@@ -206,33 +210,39 @@ def encode(
     `round_stochastically`; `decay` and `drawn` are as of `codec.faded`, for codes that are.
     """
     largest = codec.from_bits(largest_bits)
-    scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW.max), _TINY), 1.0)
-    if HOW.expanded:
-        top = tl.maximum(largest, _TINY * HOW.max)
-        smallest = smallest_less_one(ranged, QUICK)
-        spans = (codec.bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
+    scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / STORAGE.max), _TINY), 1.0)
+    if STORAGE.expanded:
+        top = tl.maximum(largest, _TINY * STORAGE.max)
+        smallest = min_nonzero_bits_minus_one(code_magnitudes, FAST_PATH)
+        spans = (codec.float_bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
         smallest = codec.from_bits((smallest + 1).to(tl.int32, bitcast=True))
-        exponent, k, offset = exponents(codec.log2_abs(scale * HOW.max), smallest, spans, previous, HOW)
-        y = codec.exp2(tl.fma(codec.log2_abs(x), codec.per_group(k), codec.per_group(offset)))
-        if HOW.mantissa > 0:
-            left = codec.per_group(codec.exp2(codec.log2_abs(decay) * k))  # of a power of a value
-            y = codec.faded(y, left, drawn, HOW.smallest_normal, HOW.mantissa)
+        exponent, k, offset = group_exponents(
+            codec.log2_abs_approx(scale * STORAGE.max), smallest, spans, previous, STORAGE
+        )
+        y = codec.exp2_approx(
+            tl.fma(codec.log2_abs_approx(x), codec.broadcast_groups(k), codec.broadcast_groups(offset))
+        )
+        if STORAGE.mantissa > 0:
+            code_decay = codec.broadcast_groups(
+                codec.exp2_approx(codec.log2_abs_approx(decay) * k)
+            )  # of a power of a value
+            y = codec.add_dither(y, code_decay, dither, STORAGE.smallest_normal, STORAGE.mantissa)
     else:
         exponent, k = scale.to(tl.bfloat16), scale
-        y = tl.abs(x) * codec.per_group(tl.div_rn(1.0, scale))
-        if HOW.smallest > 0:
-            y = tl.where((x != 0) & (y < HOW.smallest), HOW.smallest, y)
-        if HOW.mantissa > 0:
-            y = codec.faded(y, decay, drawn, HOW.smallest_normal, HOW.mantissa)
-    if HOW.dropped > 0:
-        y = add_noise(y, k, noise, place, one, PAIRED, HOW)
+        y = tl.abs(x) * codec.broadcast_groups(tl.div_rn(1.0, scale))
+        if STORAGE.smallest > 0:
+            y = tl.where((x != 0) & (y < STORAGE.smallest), STORAGE.smallest, y)
+        if STORAGE.mantissa > 0:
+            y = codec.add_dither(y, decay, dither, STORAGE.smallest_normal, STORAGE.mantissa)
+    if STORAGE.dropped > 0:
+        y = add_noise(y, k, noise, element, one_bits, PAIRED, STORAGE)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
-    if HOW.signed:
+    if STORAGE.signed:
         # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
-        codes = codec.from_bits(codec.ends_of_inverted(codec.bits(y), codec.bits(x))).to(CODE)
-        codes = codec.turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
+        codes = codec.from_bits(codec.or_inverted_end_bits(codec.float_bits(y), codec.float_bits(x))).to(CODE)
+        codes = codec.flip_signs(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
     else:
-        codes = codec.from_bits(codec.bits(y) | 1).to(CODE)
+        codes = codec.from_bits(codec.float_bits(y) | 1).to(CODE)
     if tl.float8e5 == CODE:
         infinity = tl.where(x > 0, 0x7C, -4).to(tl.int8).to(CODE, bitcast=True)
         codes = tl.where(tl.abs(x) == float("inf"), infinity, codes)

@@ -12,7 +12,7 @@ from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
-SIDES = (32, 128)
+BLOCK_SIZES = (32, 128)
 FP8_CAPABILITY = 75  # of the kernel: it makes no FP8 codes
 
 
@@ -31,26 +31,26 @@ class FallbackCodes(NamedTuple):
     base_scale: Array
     residual: Array
     residual_scale: Array
-    used: Array
-    drawn: Array | None
+    is_fallback: Array
+    stochastic: Array | None
 
 
 @triton.jit
-def _block_maxima(below: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
+def _block_maxima(keys: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """Maxima of blocks, given those of each four rows."""
-    return device.along_rows(device.along_columns(below, SIDE // 4), SIDE)
+    return device.max_along_rows(device.max_along_columns(keys, SIDE // 4), SIDE)
 
 
 @triton.jit
-def _spread(values: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
+def _broadcast_blocks(values: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """Values of blocks for each element of a slice."""
-    return device.over_columns(device.over_rows(values, SIDE // 4), SIDE)
+    return device.repeat_columns(device.repeat_rows(values, SIDE // 4), SIDE)
 
 
 @triton.jit
-def _rest(x: tl.tensor, inverse: tl.tensor, scale: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+def _base_error(x: tl.tensor, inverse: tl.tensor, scale: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """What the base leaves of values."""
-    codes = device.encode(x, device.scaled(x, inverse, HOW), 0, HOW)
+    codes = device.encode(x, device.apply_inverse_scale(x, inverse, CODING), 0, CODING)
     nonzero = tl.where(tl.abs(x) < device.TINY, 0.0, x)
     return tl.fma(-codes.to(tl.int8, bitcast=True).to(tl.float32), scale, nonzero)
 
@@ -64,71 +64,84 @@ def _fallback(
     base_scale_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     residual_scale_ptr: tl.tensor,
-    used_ptr: tl.tensor,
-    drawn_ptr: tl.tensor,
+    is_fallback_ptr: tl.tensor,
+    stochastic_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    HOW: tl.constexpr,
-    DRAWN: tl.constexpr,
-    RANDOM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CODING: tl.constexpr,
+    HAS_STOCHASTIC: tl.constexpr,
+    STOCHASTIC_CODING: tl.constexpr,
 ) -> None:
     """A tile of HIGH rows and WIDE columns, of whole blocks, as four slices of every fourth row."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    SIDE: tl.constexpr = HOW.size
-    SEVERAL: tl.constexpr = MASKED or HIGH > SIDE or WIDE > SIDE
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    SIDE: tl.constexpr = CODING.size
+    SEVERAL_BLOCKS: tl.constexpr = MASKED or BLOCK_M > SIDE or BLOCK_N > SIDE
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     BLOCKS: tl.constexpr = (N + SIDE - 1) // SIDE
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
-    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    i, n = tl.arange(0, BLOCK_M // 4), left + tl.arange(0, BLOCK_N)
     m0 = top + 4 * i
-    at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    slice_offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     # Every pass reads the tile anew, from a cache: registers that held it would keep other programs away.
-    below = tl.zeros((HIGH // 4, WIDE), tl.int32)
+    keys = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
     for j in tl.static_range(4):
-        loaded = device.load_plain(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
-        below = tl.maximum(below, device.ordered(loaded, HOW))
-    maxima = _block_maxima(below, SIDE)
-    scale = device.to_scale(maxima, HOW, tl.float32)
-    used = device.largest(maxima, HOW) > tl.load(threshold_ptr)
-    u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
-    block_at, block_here = u[:, None] * BLOCKS + v[None, :], device.inside(u, v, (M + SIDE - 1) // SIDE, BLOCKS)
-    device.store(base_scale_ptr, block_at, scale, block_here, MASKED)
-    device.store(used_ptr, block_at, used.to(tl.uint8), block_here, MASKED)
+        loaded = device.load_raw(x_ptr + first, slice_offsets + j * N, device.tile_mask(m0 + j, n, M, N), MASKED)
+        keys = tl.maximum(keys, device.magnitude_key(loaded, CODING))
+    block_keys = _block_maxima(keys, SIDE)
+    scale = device.scale_from_key(block_keys, CODING, tl.float32)
+    is_fallback = device.magnitude_from_key(block_keys, CODING) > tl.load(threshold_ptr)
+    u, v = top // SIDE + tl.arange(0, BLOCK_M // SIDE), left // SIDE + tl.arange(0, BLOCK_N // SIDE)
+    block_offsets, block_mask = u[:, None] * BLOCKS + v[None, :], device.tile_mask(u, v, (M + SIDE - 1) // SIDE, BLOCKS)
+    device.store(base_scale_ptr, block_offsets, scale, block_mask, MASKED)
+    device.store(is_fallback_ptr, block_offsets, is_fallback.to(tl.uint8), block_mask, MASKED)
 
-    random = tl.zeros((HIGH // 4, WIDE), tl.uint32)
-    if DRAWN:
+    random = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
+    if HAS_STOCHASTIC:
         # By the place in the whole matrix, of which this may be a part; four rows share 32 bits.
-        place = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
-        random = device.hashed(place + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
-    inverse = _spread(device.inverse(scale), SIDE)
+        noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
+        random = device.hash_bits(noise_index + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
+    inverse = _broadcast_blocks(device.reciprocal(scale), SIDE)
     for row in tl.range(0, 4, loop_unroll_factor=1):
-        here = device.inside(m0 + row, n, M, N)
-        x = device.load(x_ptr + first, at0 + row * N, here, MASKED)
-        y = device.scaled(x, inverse, HOW)
-        if DRAWN:
-            turned = (random >> (8 * row)) | (random << ((32 - 8 * row) & 31))
-            device.store(drawn_ptr + first, at0 + row * N, device.encode(x, y, turned, RANDOM), here, MASKED)
-        device.store(base_ptr + first, at0 + row * N, device.encode(x, y, 0, HOW), here, MASKED)
+        mask = device.tile_mask(m0 + row, n, M, N)
+        x = device.load(x_ptr + first, slice_offsets + row * N, mask, MASKED)
+        y = device.apply_inverse_scale(x, inverse, CODING)
+        if HAS_STOCHASTIC:
+            rotated = (random >> (8 * row)) | (random << ((32 - 8 * row) & 31))
+            device.store(
+                stochastic_ptr + first,
+                slice_offsets + row * N,
+                device.encode(x, y, rotated, STOCHASTIC_CODING),
+                mask,
+                MASKED,
+            )
+        device.store(base_ptr + first, slice_offsets + row * N, device.encode(x, y, 0, CODING), mask, MASKED)
 
     residual_scale = tl.full(scale.shape, 1.0, tl.float32)
-    if tl.max(tl.max(used.to(tl.int32), 1), 0) > 0:
-        base_scale = _spread(scale, SIDE)
-        below = tl.zeros((HIGH // 4, WIDE), tl.int32)
+    if tl.max(tl.max(is_fallback.to(tl.int32), 1), 0) > 0:
+        base_scale = _broadcast_blocks(scale, SIDE)
+        keys = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
         for row in tl.range(0, 4, loop_unroll_factor=1):
-            x = device.load(x_ptr + first, at0 + row * N, device.inside(m0 + row, n, M, N), MASKED)
-            below = tl.maximum(below, device.ordered(_rest(x, inverse, base_scale, HOW), HOW))
-        residual_scale = tl.where(used, device.to_scale(_block_maxima(below, SIDE), HOW, tl.float32), 1.0)
-        unit, falls = _spread(device.inverse(residual_scale), SIDE), _spread(used.to(tl.int32), SIDE) > 0
+            x = device.load(x_ptr + first, slice_offsets + row * N, device.tile_mask(m0 + row, n, M, N), MASKED)
+            keys = tl.maximum(keys, device.magnitude_key(_base_error(x, inverse, base_scale, CODING), CODING))
+        residual_scale = tl.where(
+            is_fallback, device.scale_from_key(_block_maxima(keys, SIDE), CODING, tl.float32), 1.0
+        )
+        inverse_residual_scale, fallback_mask = (
+            _broadcast_blocks(device.reciprocal(residual_scale), SIDE),
+            _broadcast_blocks(is_fallback.to(tl.int32), SIDE) > 0,
+        )
         for row in tl.range(0, 4, loop_unroll_factor=1):
-            here = device.inside(m0 + row, n, M, N)
-            rest = _rest(device.load(x_ptr + first, at0 + row * N, here, MASKED), inverse, base_scale, HOW)
-            codes = device.encode(rest, device.scaled(rest, unit, HOW), 0, HOW)
-            device.store(residual_ptr + first, at0 + row * N, codes, falls & here, SEVERAL)
-    device.store(residual_scale_ptr, block_at, residual_scale, block_here, MASKED)
+            mask = device.tile_mask(m0 + row, n, M, N)
+            error = _base_error(
+                device.load(x_ptr + first, slice_offsets + row * N, mask, MASKED), inverse, base_scale, CODING
+            )
+            codes = device.encode(error, device.apply_inverse_scale(error, inverse_residual_scale, CODING), 0, CODING)
+            device.store(residual_ptr + first, slice_offsets + row * N, codes, fallback_mask & mask, SEVERAL_BLOCKS)
+    device.store(residual_scale_ptr, block_offsets, residual_scale, block_mask, MASKED)
 
 
 def quantize(
@@ -155,7 +168,7 @@ def quantize(
     Raises:
         ValueError: the kernel cannot take these; the message says why.
     """
-    reason = unsupported(x, side)
+    reason = unsupported_reason(x, side)
     if reason is not None:
         raise ValueError(f"the fallback kernel cannot run: {reason}")
     launch = launch or QuantizeLaunch(side, 128, 4 if side == 128 else 8)
@@ -170,18 +183,20 @@ def quantize(
         *(shape((m, n), jnp.uint8), shape(blocks, jnp.float32), shape(blocks, jnp.uint8)),
         shape((m, n) if words is not None else (1, 1), jnp.uint8),
     ]
-    how = device.Coding("block", jnp.int8, side).static
-    programs = -(-m // launch.rows) * -(-n // launch.columns)
-    base, base_scale, residual, residual_scale, used, drawn = quantize_triton.call(
+    coding = device.Coding("block", jnp.int8, side).constants
+    programs = -(-m // launch.block_m) * -(-n // launch.block_n)
+    base, base_scale, residual, residual_scale, is_fallback, stochastic = quantize_triton.call(
         _fallback, [x, threshold.reshape(1).astype(jnp.float32), noise], shapes, programs, launch, compute_capability,
-        HOW=how, DRAWN=words is not None, RANDOM=how._replace(stochastic=True),
+        CODING=coding, HAS_STOCHASTIC=words is not None, STOCHASTIC_CODING=coding._replace(stochastic=True),
     )  # fmt: skip
-    base, residual, drawn = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, drawn))
-    return FallbackCodes(base, base_scale, residual, residual_scale, used != 0, drawn if words is not None else None)
+    base, residual, stochastic = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, stochastic))
+    return FallbackCodes(
+        base, base_scale, residual, residual_scale, is_fallback != 0, stochastic if words is not None else None
+    )
 
 
-def unsupported(x: Array, side: int) -> str | None:
+def unsupported_reason(x: Array, side: int) -> str | None:
     """Why the kernel cannot quantize this matrix in blocks of this side, or None."""
-    if side not in SIDES:
-        return f"blocks of {side} are none of {' and '.join(map(str, SIDES))}"
-    return quantize_triton.unsupported(x.shape, x.dtype, (device.Coding("block", jnp.int8, side),))
+    if side not in BLOCK_SIZES:
+        return f"blocks of {side} are none of {' and '.join(map(str, BLOCK_SIZES))}"
+    return quantize_triton.unsupported_reason(x.shape, x.dtype, (device.Coding("block", jnp.int8, side),))

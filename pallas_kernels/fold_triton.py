@@ -19,61 +19,61 @@ _ONE = tl.constexpr(127)
 
 
 @triton.jit
-def _half(byte: tl.tensor) -> tl.tensor:
+def _power_as_fp16(byte: tl.tensor) -> tl.tensor:
     """2^(byte - 127) in half precision, for bytes up to 127: exact from 2^-24 on, then 0; NaN for 255."""
     field = byte.to(tl.int32) - (_ONE - 15)
     subnormal = tl.where(field > -10, 512 >> tl.minimum(tl.maximum(-field, 0), 9), 0)
-    bits = tl.where(field > 0, field << 10, subnormal)
-    return tl.where(byte == _NAN, 0x7E00, bits).to(tl.int16).to(tl.float16, bitcast=True)
+    half_bits = tl.where(field > 0, field << 10, subnormal)
+    return tl.where(byte == _NAN, 0x7E00, half_bits).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _fold(
     codes_ptr: tl.tensor,
-    powers_ptr: tl.tensor,
-    level_ptr: tl.tensor,
+    exponents_ptr: tl.tensor,
+    outer_scale_ptr: tl.tensor,
     folded_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    SIZE: tl.constexpr,
-    ALL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
     BY_ROW: tl.constexpr,
 ) -> None:
     """HIGH rows, WIDE columns at a time; ALL groups of a row, or more, have their largest power found first."""
-    GROUPS: tl.constexpr = (N + SIZE - 1) // SIZE
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    top = tl.program_id(0) * HIGH
-    m = top + tl.arange(0, HIGH)
+    GROUPS: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    top = tl.program_id(0) * BLOCK_M
+    m = top + tl.arange(0, BLOCK_M)
     codes_ptr += top.to(tl.int64) * N
     folded_ptr += top.to(tl.int64) * N
-    powers_ptr += top.to(tl.int64) * GROUPS
-    row = tl.arange(0, HIGH)[:, None]
-    every = tl.arange(0, ALL)
-    here = device.inside(m, every, M, GROUPS)
-    bytes = tl.load(powers_ptr + row * GROUPS + every[None, :], mask=here, other=0).to(tl.int32)
-    largest = tl.max(tl.where(bytes == _NAN, 0, bytes), 1)
-    level = tl.load(level_ptr + (m if BY_ROW else m * 0), mask=m < M, other=1.0)
-    scale = level * codec.from_bits(largest << 23)
-    fits = scale >= device.TINY
-    tl.store(scale_ptr + m, tl.where(fits, scale, level), mask=m < M)
-    shift = tl.where(fits, _ONE - largest, 0)[:, None]
-    for left in range(0, N, WIDE):
-        n, g = left + tl.arange(0, WIDE), left // SIZE + tl.arange(0, WIDE // SIZE)
-        at, there = row * N + n[None, :], device.inside(m, n, M, N)
-        codes = device.load_plain(codes_ptr, at, there, MASKED)
-        byte = device.load_plain(powers_ptr, row * GROUPS + g[None, :], device.inside(m, g, M, GROUPS), MASKED)
+    exponents_ptr += top.to(tl.int64) * GROUPS
+    row = tl.arange(0, BLOCK_M)[:, None]
+    group_index = tl.arange(0, GROUPS_POW2)
+    mask = device.tile_mask(m, group_index, M, GROUPS)
+    exponents = tl.load(exponents_ptr + row * GROUPS + group_index[None, :], mask=mask, other=0).to(tl.int32)
+    largest = tl.max(tl.where(exponents == _NAN, 0, exponents), 1)
+    outer_scale = tl.load(outer_scale_ptr + (m if BY_ROW else m * 0), mask=m < M, other=1.0)
+    scale = outer_scale * codec.from_bits(largest << 23)
+    is_normal = scale >= device.TINY
+    tl.store(scale_ptr + m, tl.where(is_normal, scale, outer_scale), mask=m < M)
+    shift = tl.where(is_normal, _ONE - largest, 0)[:, None]
+    for left in range(0, N, BLOCK_N):
+        n, g = left + tl.arange(0, BLOCK_N), left // GROUP_SIZE + tl.arange(0, BLOCK_N // GROUP_SIZE)
+        offsets, column_mask = row * N + n[None, :], device.tile_mask(m, n, M, N)
+        codes = device.load_raw(codes_ptr, offsets, column_mask, MASKED)
+        byte = device.load_raw(exponents_ptr, row * GROUPS + g[None, :], device.tile_mask(m, g, M, GROUPS), MASKED)
         byte = byte.to(tl.int32)
         byte = tl.where(byte == _NAN, _NAN, byte + shift)
-        power = device.over_columns(_half(byte), SIZE)
+        power = device.repeat_columns(_power_as_fp16(byte), GROUP_SIZE)
         folded = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * power
-        device.store(folded_ptr, at, folded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), there, MASKED)
+        device.store(folded_ptr, offsets, folded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), column_mask, MASKED)
 
 
 def fold_codes(
-    codes: Array, powers: Array, level: Array, *, warps: int = 4, compute_capability: int | None = None
+    codes: Array, exponents: Array, outer_scale: Array, *, num_warps: int = 4, compute_capability: int | None = None
 ) -> tuple[Array, Array]:
     """Codes times their powers of two over the largest of their row, which goes into the row's scale.
 
@@ -95,19 +95,21 @@ def fold_codes(
     """
     m, n = codes.shape
     groups = -(-n // GROUP)
-    for name, x, fitting, dtype in (
+    for name, x, shapes_allowed, dtype in (
         ("codes", codes, [(m, n)], jnp.float8_e4m3fn),
-        ("powers", powers, [(m, groups)], jnp.uint8),
-        ("level", level, [(1, 1), (m, 1)], jnp.float32),
+        ("powers", exponents, [(m, groups)], jnp.uint8),
+        ("level", outer_scale, [(1, 1), (m, 1)], jnp.float32),
     ):
-        if x.shape not in fitting or x.dtype != dtype or 0 in x.shape:
-            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, not {jnp.dtype(dtype)} of shape {fitting[-1]}")
-    wide = min(max(triton.next_power_of_2(n), GROUP), 4096)
-    launch = quantize_triton.QuantizeLaunch(max(8192 // wide, 1), wide, warps)
+        if x.shape not in shapes_allowed or x.dtype != dtype or 0 in x.shape:
+            raise ValueError(
+                f"{name} is {x.dtype}{list(x.shape)}, not {jnp.dtype(dtype)} of shape {shapes_allowed[-1]}"
+            )
+    block_n = min(max(triton.next_power_of_2(n), GROUP), 4096)
+    launch = quantize_triton.QuantizeLaunch(max(8192 // block_n, 1), block_n, num_warps)
     shapes: list[Any] = [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
-    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), powers, level]
+    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), exponents, outer_scale]
     folded, scale = quantize_triton.call(
-        _fold, inputs, shapes, -(-m // launch.rows), launch, compute_capability,
-        SIZE=GROUP, ALL=triton.next_power_of_2(groups), BY_ROW=level.shape[0] > 1,
+        _fold, inputs, shapes, -(-m // launch.block_m), launch, compute_capability,
+        GROUP_SIZE=GROUP, GROUPS_POW2=triton.next_power_of_2(groups), BY_ROW=outer_scale.shape[0] > 1,
     )  # fmt: skip
     return jax.lax.bitcast_convert_type(folded, codes.dtype), scale

@@ -48,23 +48,23 @@ class FP8LMScalars(NamedTuple):
     rate: Any
     weight_decay: Any
     b1: Any
-    b1_rest: Any
+    one_minus_b1: Any
     b2: Any
-    b2_rest: Any
+    one_minus_b2: Any
     correction1: Any
     correction2: Any
     eps: Any
     eps_root: Any
-    drawn: Any
-    factor: Any = None
-    applied: Any = None
+    dither: Any
+    grad_scale: Any = None
+    apply_if: Any = None
 
     @property
-    def gated(self) -> bool:
+    def has_gate(self) -> bool:
         """Whether the step has a factor or may be left out."""
-        return self.factor is not None or self.applied is not None
+        return self.grad_scale is not None or self.apply_if is not None
 
-    def vector(self) -> Array:
+    def to_vector(self) -> Array:
         values = [1.0 if x is None else x for x in self]
         return jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in values])
 
@@ -77,7 +77,7 @@ class FP8LMLaunch(NamedTuple):
         elements: elements of a program.
     """
 
-    warps: int = 4
+    num_warps: int = 4
     elements: int = 2048
 
 
@@ -94,25 +94,25 @@ def _fp8lm(
     layers: tl.tensor,
     tiles: tl.tensor,
     vectors: tl.tensor,
-    inner: tl.tensor,
-    stride: tl.tensor,
-    spare1: tl.tensor,
-    spare2: tl.tensor,
-    spare3: tl.tensor,
+    run_length: tl.tensor,
+    run_stride: tl.tensor,
+    unused1: tl.tensor,
+    unused2: tl.tensor,
+    unused3: tl.tensor,
     result_ptr: tl.tensor,
-    largest_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
     TILE: tl.constexpr,
     VECTOR: tl.constexpr,
     MASKED: tl.constexpr,
-    STEP: tl.constexpr,
-    CODES: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    GRAD_IS_CODES: tl.constexpr,
     GATED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    RUNS: tl.constexpr,
-    KEPT: tl.constexpr,
-    REST: tl.constexpr,
-    HALF: tl.constexpr,
-    NORMAL: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    NUM_CODES: tl.constexpr,
+    REMAINDER_BITS: tl.constexpr,
+    MAX_ROUNDING: tl.constexpr,
+    MIN_BINADE: tl.constexpr,
     MU_MAX: tl.constexpr,
     MU_INF: tl.constexpr,
     MU_NORMAL: tl.constexpr,
@@ -122,110 +122,112 @@ def _fp8lm(
 
     Of KEPT arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the remainder.
     """
-    OWN: tl.constexpr = KEPT == 2
+    WEIGHT_IS_MASTER: tl.constexpr = NUM_CODES == 2
     if GATED:  # noqa: SIM102 (one is known at compile time)
         if tl.load(scalars_ptr + 12) == 0:
             return
     program = tl.program_id(0)
     layer = program // tiles
-    begin = (program - layer * tiles).to(tl.int64) * TILE
+    tile_start = (program - layer * tiles).to(tl.int64) * TILE
     length = vectors.to(tl.int64) * VECTOR
-    base = layer * length + begin
-    at = tl.max_contiguous(tl.arange(0, TILE), VECTOR)
-    mask = at < length - begin
+    base = layer * length + tile_start
+    offsets = tl.max_contiguous(tl.arange(0, TILE), VECTOR)
+    mask = offsets < length - tile_start
 
-    g = codec.load(grad_ptr + base, at, mask, MASKED)
-    w = 0.0 if OWN and REST == 0 else codec.load(master_ptr + base, at, mask, MASKED)
-    m = codec.load(mu_ptr + base, at, mask, MASKED)
-    v = codec.load(nu_ptr + base, at, mask, MASKED)
-    p = codec.load(weight_ptr + base, at, mask, MASKED)
+    g = codec.load(grad_ptr + base, offsets, mask, MASKED)
+    w = 0.0 if WEIGHT_IS_MASTER and REMAINDER_BITS == 0 else codec.load(master_ptr + base, offsets, mask, MASKED)
+    m = codec.load(mu_ptr + base, offsets, mask, MASKED)
+    v = codec.load(nu_ptr + base, offsets, mask, MASKED)
+    p = codec.load(weight_ptr + base, offsets, mask, MASKED)
     tl.debug_barrier()  # the assembler puts no load off past it
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
-    b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
+    b1, one_minus_b1 = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
+    b2, one_minus_b2 = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
     correction1, correction2 = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
     eps, eps_root = tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
     scales_ptr += layer
 
-    g = codec.fp32(g)
-    if CODES:
+    g = codec.to_fp32(g)
+    if GRAD_IS_CODES:
         g = g * tl.load(scales_ptr)
-    g = codec.within(g, tl.load(scalars_ptr + 11) if GATED else tl.full((), 1.0, tl.float32), _LARGEST_GRADIENT)
-    if OWN:
-        w = masters.joined(p, w, REST) if REST > 0 else codec.fp32(p)
+    g = codec.scale_and_clip_gradient(
+        g, tl.load(scalars_ptr + 11) if GATED else tl.full((), 1.0, tl.float32), _LARGEST_GRADIENT
+    )
+    if WEIGHT_IS_MASTER:
+        w = masters.join_master(p, w, REMAINDER_BITS) if REMAINDER_BITS > 0 else codec.to_fp32(p)
     else:
         w = w.to(tl.float32) * tl.load(scales_ptr + layers)  # type: ignore[union-attr]
-        w = lm.current(w, codec.fp32(p), HALF, NORMAL)
-    m = m.to(tl.float32) * tl.load(scales_ptr + (KEPT - 1) * layers)
+        w = lm.reconcile_master(w, codec.to_fp32(p), MAX_ROUNDING, MIN_BINADE)
+    m = m.to(tl.float32) * tl.load(scales_ptr + (NUM_CODES - 1) * layers)
     codes = v.to(tl.float32)
-    v = codes * tl.load(scales_ptr + KEPT * layers)
-    m = b1_rest * g + b1 * m
+    v = codes * tl.load(scales_ptr + NUM_CODES * layers)
+    m = one_minus_b1 * g + b1 * m
     v = b2 * v
     # A second moment that is not zero stays so where fp32 has no number for it, or for its decay.
     v = tl.where((codes > 0) & (v < _TINY), _TINY, v)
-    v = b2_rest * (g * g) + v
+    v = one_minus_b2 * (g * g) + v
     direction = (m * correction1) / (tl.sqrt(v * correction2 + eps_root) + eps)
     change = -rate * (direction + weight_decay * w)
     w = w + change
 
-    own_largest = largest_ptr + program
+    program_amax_ptr = amax_ptr + program
     programs = layers * tiles
-    place, noise = at, at
+    element, noise = offsets, offsets
     if STOCHASTIC:
-        place = base + at
-        if RUNS:
-            run = place // inner
-            place = run * stride + (place - run * inner) + tl.load(words_ptr + 2).to(tl.int64)
-        noise = codec.noise_of_pairs(place >> 3, place, tl.load(words_ptr), tl.load(words_ptr + 1))
-    if OWN:
-        if REST > 0:
-            w, left = masters.split(w, REST)
-            codec.store(master_ptr + base, at, left.to(master_ptr.dtype.element_ty), mask, MASKED)
+        element = base + offsets
+        if HAS_RUNS:
+            run = element // run_length
+            element = run * run_stride + (element - run * run_length) + tl.load(words_ptr + 2).to(tl.int64)
+        noise = codec.pair_noise(element >> 3, element, tl.load(words_ptr), tl.load(words_ptr + 1))
+    if WEIGHT_IS_MASTER:
+        if REMAINDER_BITS > 0:
+            w, remainder = masters.split_master(w, REMAINDER_BITS)
+            codec.store(master_ptr + base, offsets, remainder.to(master_ptr.dtype.element_ty), mask, MASKED)
         elif STOCHASTIC:
-            w = codec.round_stochastically(w, noise, place, False)
-        if STEP:
-            codec.store(weight_ptr + base, at, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
+            w = codec.round_stochastically(w, noise, element, False)
+        if IS_STEP:
+            codec.store(weight_ptr + base, offsets, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
         else:
-            codec.store(result_ptr + base, at, change, mask, MASKED)
+            codec.store(result_ptr + base, offsets, change, mask, MASKED)
     else:
-        units = lm.magnitudes(w, tl.load(scales_ptr + 7 * layers))
-        beyond = (units > _FP16_MAX) & (tl.abs(w) < _INF)
-        y = tl.where(beyond, _FP16_MAX, units)
+        units = lm.scaled_magnitudes(w, tl.load(scales_ptr + 7 * layers))
+        exceeds_bound = (units > _FP16_MAX) & (tl.abs(w) < _INF)
+        y = tl.where(exceeds_bound, _FP16_MAX, units)
         if STOCHASTIC:
-            noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16)
-            signed = lm.rounded(lm.signed(y, w), noise)
+            noise = tl.where((element & 1) == 0, noise & 0xFFFF, noise >> 16)
+            signed = lm.round_fp16_stochastically(lm.copy_sign(y, w), noise)
             y = tl.abs(signed)
         else:
-            signed = lm.signed(y, w)
+            signed = lm.copy_sign(y, w)
         code = signed.to(tl.float16)
-        codec.store(master_ptr + base, at, code, mask, MASKED)
-        top = lm.tell(own_largest, tl.where(beyond, tl.minimum(units, _HUGE), y), mask, MASKED)
-        held = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
+        codec.store(master_ptr + base, offsets, code, mask, MASKED)
+        amax = lm.store_amax(program_amax_ptr, tl.where(exceeds_bound, tl.minimum(units, _HUGE), y), mask, MASKED)
+        master = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
         # What a copy was changed to lies beyond the bound: the next step, which knows a larger one, reads it there.
-        if top > _FP16_MAX:
-            given = codec.fp32(codec.load(weight_ptr + base, at, mask, MASKED))
-            held = tl.where(beyond, given, held)
-        if STEP:
-            codec.store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
+        if amax > _FP16_MAX:
+            current_weight = codec.to_fp32(codec.load(weight_ptr + base, offsets, mask, MASKED))
+            master = tl.where(exceeds_bound, current_weight, master)
+        if IS_STEP:
+            codec.store(weight_ptr + base, offsets, master.to(weight_ptr.dtype.element_ty), mask, MASKED)
         else:
-            distance = held - codec.fp32(p)
-            codec.store(result_ptr + base, at, distance.to(result_ptr.dtype.element_ty), mask, MASKED)
+            update = master - codec.to_fp32(p)
+            codec.store(result_ptr + base, offsets, update.to(result_ptr.dtype.element_ty), mask, MASKED)
 
-    y = lm.units(v, tl.load(scales_ptr + 3 * KEPT * layers), _FP16_MAX, _FP16_SMALLEST)
-    codec.store(nu_ptr + base, at, lm.signed(y, v).to(tl.float16), mask, MASKED)
-    lm.tell(own_largest + (KEPT - 1) * programs, y, mask, MASKED)
+    y = lm.to_code_units(v, tl.load(scales_ptr + 3 * NUM_CODES * layers), _FP16_MAX, _FP16_SMALLEST)
+    codec.store(nu_ptr + base, offsets, lm.copy_sign(y, v).to(tl.float16), mask, MASKED)
+    lm.store_amax(program_amax_ptr + (NUM_CODES - 1) * programs, y, mask, MASKED)
 
-    y = lm.units(m, tl.load(scales_ptr + (3 * KEPT - 1) * layers), MU_MAX, 0.0)
-    y = codec.faded(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
-    codes = lm.signed(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
+    y = lm.to_code_units(m, tl.load(scales_ptr + (3 * NUM_CODES - 1) * layers), MU_MAX, 0.0)
+    y = codec.add_dither(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
+    codes = lm.copy_sign(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
     # The conversion makes the largest code of Inf.
-    infinite = ((codec.bits(m) >> 24) & -0x80) | MU_INF
+    infinite = ((codec.float_bits(m) >> 24) & -0x80) | MU_INF
     codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
-    codec.store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
-    lm.tell(own_largest + (KEPT - 2) * programs, y, mask, MASKED)
+    codec.store(mu_ptr + base, offsets, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
+    lm.store_amax(program_amax_ptr + (NUM_CODES - 2) * programs, y, mask, MASKED)
 
 
-def unsupported(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
+def unsupported_reason(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
     """Why the kernel cannot take arrays of this shape and these dtypes, or None.
 
     Args:
@@ -293,11 +295,11 @@ def fp8lm(
     Raises:
         ValueError: the kernel cannot take these arrays; the message says why.
     """
-    weight, rest = weight if isinstance(weight, tuple) else (weight, None)
+    weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
     *master, mu, nu = codes
     step = form == "step"
-    reason = unsupported(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
-    if not master and not _is_master(weight, rest, step, words is not None):
+    reason = unsupported_reason(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
+    if not master and not _is_valid_master(weight, remainder, step, words is not None):
         reason = "a master weight is fp32, or for a step bf16 with words, or with a remainder, int8 or int16"
     if reason is not None:
         raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
@@ -306,49 +308,49 @@ def fp8lm(
     vector = VECTOR if length % VECTOR == 0 else 1
     tiles = -(-length // launch.elements)
     # Beside the moments: the master's codes, or its remainder, or nothing, in whose place stands what is not read.
-    beside = master or ([] if rest is None else [rest])
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*beside, mu, nu, weight)]
+    master_inputs = master or ([] if remainder is None else [remainder])
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*master_inputs, mu, nu, weight)]
     outputs.append(jax.ShapeDtypeStruct((len(codes), layers, tiles), jnp.float32))
-    sources = [*range(3 - len(beside), 5), *([1] if step else [])]
-    vector_of_scalars = scalars.vector()
-    *found, mu, nu, result, largest = call_triton.call(
-        *(grad, weight, *(beside or [vector_of_scalars]), mu, nu, scales, vector_of_scalars),
-        vector_of_scalars if words is None else words,
+    aliased_inputs = [*range(3 - len(master_inputs), 5), *([1] if step else [])]
+    scalar_vector = scalars.to_vector()
+    *master_outputs, mu, nu, result, amax = call_triton.call(
+        *(grad, weight, *(master_inputs or [scalar_vector]), mu, nu, scales, scalar_vector),
+        scalar_vector if words is None else words,
         *(layers, tiles, length // vector),
         *(run or (1, 1)),
-        *[1] * (1 - len(beside)),
+        *[1] * (1 - len(master_inputs)),
         kernel=_fp8lm,
-        results=outputs,
-        programs=layers * tiles,
-        warps=launch.warps,
+        out_shapes=outputs,
+        num_programs=layers * tiles,
+        num_warps=launch.num_warps,
         compute_capability=compute_capability,
-        aliases={source: i for i, source in enumerate(sources)},
+        aliases={source: i for i, source in enumerate(aliased_inputs)},
         TILE=launch.elements,
         VECTOR=vector,
         MASKED=length % launch.elements > 0,
-        STEP=step,
-        CODES=grad.dtype in CODE_DTYPES,
-        GATED=scalars.gated,
+        IS_STEP=step,
+        GRAD_IS_CODES=grad.dtype in CODE_DTYPES,
+        GATED=scalars.has_gate,
         STOCHASTIC=words is not None,
-        RUNS=run is not None,
-        KEPT=len(codes),
-        REST=0 if rest is None else 8 * rest.dtype.itemsize,
-        HALF=rounding[0],
-        NORMAL=rounding[1],
+        HAS_RUNS=run is not None,
+        NUM_CODES=len(codes),
+        REMAINDER_BITS=0 if remainder is None else 8 * remainder.dtype.itemsize,
+        MAX_ROUNDING=rounding[0],
+        MIN_BINADE=rounding[1],
         MU_MAX=float(jnp.finfo(mu.dtype).max),
         MU_INF=0x7C if mu.dtype == jnp.float8_e5m2 else 0x7F,
         MU_NORMAL=float(jnp.finfo(mu.dtype).smallest_normal),
         MU_MANTISSA=int(jnp.finfo(mu.dtype).nmant),
     )
-    if rest is not None:
-        return (result, found[0]), (mu, nu), largest
-    return result, (*found, mu, nu), largest
+    if remainder is not None:
+        return (result, master_outputs[0]), (mu, nu), amax
+    return result, (*master_outputs, mu, nu), amax
 
 
-def _is_master(weight: Array, rest: Array | None, step: bool, stochastic: bool) -> bool:
-    if rest is None and not stochastic:
+def _is_valid_master(weight: Array, remainder: Array | None, step: bool, stochastic: bool) -> bool:
+    if remainder is None and not stochastic:
         return weight.dtype == jnp.float32  # type: ignore[no-any-return]
-    exact = stochastic if rest is None else not stochastic and rest.dtype in (jnp.int8, jnp.int16)
+    exact = stochastic if remainder is None else not stochastic and remainder.dtype in (jnp.int8, jnp.int16)
     return step and exact and weight.dtype == jnp.bfloat16
 
 

@@ -23,19 +23,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import call_mosaic
-from pallas_kernels.hopper_epilogue import COLUMN as COLUMN
-from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, flat, tiling
-from pallas_kernels.hopper_epilogue import ROW as ROW
+from pallas_kernels.hopper_epilogue import COLUMN_LAYOUT as COLUMN_LAYOUT
+from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, swizzle_transforms, tiling_transforms
+from pallas_kernels.hopper_epilogue import ROW_LAYOUT as ROW_LAYOUT
 from pallas_kernels.hopper_epilogue import check_array as check_array
 from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
 from pallas_kernels.hopper_share import K_STEP as K_STEP
-from pallas_kernels.hopper_share import WARPGROUPS, Share, ceil_div, pad_axis, round_up
-from pallas_kernels.hopper_share import Step as Step
+from pallas_kernels.hopper_share import WARPGROUPS, WarpgroupPipeline, ceil_div, pad_axis, round_up
+from pallas_kernels.hopper_share import SecondOperand as SecondOperand
+from pallas_kernels.hopper_share import SlicePosition as SlicePosition
 from pallas_kernels.hopper_share import Stream as Stream
 from pallas_kernels.hopper_share import Tile as Tile
-from pallas_kernels.hopper_share import Walk as Walk
-from pallas_kernels.hopper_share import covered as covered
-from pallas_kernels.hopper_share import pairing as pairing
+from pallas_kernels.hopper_share import choose_cluster as choose_cluster
+from pallas_kernels.hopper_share import covered_size as covered_size
 
 # Of a thread of the memory warpgroup and of the others; together a multiprocessor has 65536.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
@@ -45,27 +45,27 @@ Interpret = plgpu.InterpretGPUParams | None
 
 
 # How many multiprocessors kernels leave to others, within `with left(count):`; JAX traces anew where it is another.
-left: Any = jax.make_user_context(0)
+reserved_sms: Any = jax.make_user_context(0)
 
 
-def multiprocessors() -> int:
+def available_sms() -> int:
     """Multiprocessors of the device compiled for, the mesh's, the default GPU's, or an H200's 132; less `left`."""
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
         count = int(abstract.num_cores or 132)
     else:
         device = jax.devices()[0]
         count = int(device.core_count) if device.platform == "gpu" else 132
-    return max(count - int(left.value), 2)
+    return max(count - int(reserved_sms.value), 2)
 
 
-def tiles_each(m: int, n: int, tile: Tile) -> float:
+def mean_tiles_per_sm(m: int, n: int, tile: Tile) -> float:
     """How many tiles of an (M, N) output a multiprocessor computes, in the mean."""
-    return ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols) / multiprocessors()
+    return ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols) / available_sms()
 
 
-def waves(m: int, n: int, tile: Tile) -> int:
+def num_waves(m: int, n: int, tile: Tile) -> int:
     """How many tiles the busiest multiprocessor computes of an (M, N) output."""
-    return math.ceil(tiles_each(m, n, tile))
+    return math.ceil(mean_tiles_per_sm(m, n, tile))
 
 
 def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any, dtypes: Sequence[Any] = FP8_DTYPES) -> None:
@@ -89,7 +89,7 @@ def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any, dtypes: Sequence[
         raise TypeError(f"out_dtype {jnp.dtype(out_dtype)} is not supported; use bfloat16 or float32")
 
 
-def product(
+def pipelined_matmul(
     compute: Callable[..., None],
     a: jax.Array,
     b: jax.Array,
@@ -99,9 +99,9 @@ def product(
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
-    own_wgmma: bool = False,
-    walk: Walk | None = None,
-    static: Hashable = (),
+    use_inline_wgmma: bool = False,
+    second_operand: SecondOperand | None = None,
+    static_key: Hashable = (),
     interpret: Interpret = None,
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
@@ -117,155 +117,185 @@ def product(
         walk: a second left operand, some slices of which are multiplied as well.
         static: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
     """
-    if walk is not None and (tile.split is None or tile.cluster or tile.lead):
+    if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
-    if own_wgmma and max(tile.block_rows, tile.block_cols) > 256:
+    if use_inline_wgmma and max(tile.block_rows, tile.block_cols) > 256:
         raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
     (m, k), n = a.shape, b.shape[0]
     out_bytes = jnp.dtype(out_dtype).itemsize
     swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
-    piece = 64, swizzle // out_bytes
+    store_shape = 64, swizzle // out_bytes
     # Two swizzles wide at least: Mosaic drops a dimension of one tile, and with it where a store beside it would go.
-    out_shape = round_up(m, 8), max(round_up(n, piece[1]), 2 * piece[1])
-    rows, cols = covered(m, tile.block_rows, tile.cluster == "M"), covered(n, tile.block_cols, tile.cluster == "N")
+    out_shape = round_up(m, 8), max(round_up(n, store_shape[1]), 2 * store_shape[1])
+    rows, cols = (
+        covered_size(m, tile.block_rows, tile.cluster == "M"),
+        covered_size(n, tile.block_cols, tile.cluster == "N"),
+    )
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
     k_steps = ceil_div(k, K_STEP)
-    fenced = tile.cluster is not None or interpret is not None
-    blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
+    needs_fence = tile.cluster is not None or interpret is not None
+    num_blocks = 2 if interpret is not None else available_sms() // (1 + (tile.cluster is not None))
 
     # Maps of four dimensions see a matrix in tiles of 8 rows and a swizzle of columns, and have to have whole ones.
-    deep = k_steps * K_STEP
-    a = pad_axis(pad_axis(a, 1, deep), 0, max(round_up(m, 8), tile.block_rows))
-    b = pad_axis(pad_axis(b, 1, deep), 0, max(round_up(n, 8), tile.block_cols))
-    walks: list[jax.Array] = []
-    if walk is not None:
-        second = pad_axis(pad_axis(walk.second, 1, deep), 0, a.shape[0])
-        walks = [second, walk.again, walk.counts, walk.order]
+    padded_k = k_steps * K_STEP
+    a = pad_axis(pad_axis(a, 1, padded_k), 0, max(round_up(m, 8), tile.block_rows))
+    b = pad_axis(pad_axis(b, 1, padded_k), 0, max(round_up(n, 8), tile.block_cols))
+    second_operand_arrays: list[jax.Array] = []
+    if second_operand is not None:
+        padded_second = pad_axis(pad_axis(second_operand.codes, 1, padded_k), 0, a.shape[0])
+        second_operand_arrays = [
+            padded_second,
+            second_operand.scale,
+            second_operand.slice_counts,
+            second_operand.row_order,
+        ]
     vectors: dict[str, jax.Array] = {}
     if epilogue.scale is not None:
         vectors["scale"] = epilogue.scale.reshape(1)
-    if epilogue.row is not None:
-        vectors["row"] = pad_axis(epilogue.row, 0, rows)
-    if epilogue.column is not None:
-        vectors["column"] = pad_axis(epilogue.column, 0, cols)
+    if epilogue.row_scale is not None:
+        vectors["row"] = pad_axis(epilogue.row_scale, 0, rows)
+    if epilogue.column_scale is not None:
+        vectors["column"] = pad_axis(epilogue.column_scale, 0, cols)
     if epilogue.bias is not None:
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
-    slots = tile.slots
-    if residual is None and tile.rows * tile.cols * out_bytes <= slots * 64 * 128:
-        piece, slots = (tile.rows, tile.cols), 1  # one store, after one barrier
+    num_slots = tile.store_slots
+    if residual is None and tile.rows * tile.cols * out_bytes <= num_slots * 64 * 128:
+        store_shape, num_slots = (tile.rows, tile.cols), 1  # one store, after one barrier
     if residual is not None:
         residual = residual.astype(out_dtype)
-        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], piece[1])), 0, max(out_shape[0], 64))
+        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], store_shape[1])), 0, max(out_shape[0], 64))
 
-    ring = flat(K_STEP) if own_wgmma else tiling(K_STEP, 1)
+    ring_transforms = swizzle_transforms(K_STEP) if use_inline_wgmma else tiling_transforms(K_STEP, 1)
     shared: dict[str, Any] = {
-        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=ring),
-        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=ring),
-        "out_ring": plgpu.SMEM((WARPGROUPS, slots, *piece), out_dtype, transforms=tiling(swizzle, out_bytes)),
-        "full": plgpu.Barrier(num_arrivals=2 + len(streams), num_barriers=tile.stages * (WARPGROUPS // tile.groups)),
+        "a_ring": plgpu.SMEM((tile.num_stages, tile.block_rows, K_STEP), a.dtype, transforms=ring_transforms),
+        "b_ring": plgpu.SMEM((tile.num_stages, tile.block_cols, K_STEP), b.dtype, transforms=ring_transforms),
+        "out_ring": plgpu.SMEM(
+            (WARPGROUPS, num_slots, *store_shape), out_dtype, transforms=tiling_transforms(swizzle, out_bytes)
+        ),
+        "full": plgpu.Barrier(
+            num_arrivals=2 + len(streams), num_barriers=tile.num_stages * (WARPGROUPS // tile.warpgroups_per_tile)
+        ),
         "empty": _empty_barrier(tile),
     }
     for n_stream, stream in enumerate(streams):
-        shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, *stream.window), stream.array.dtype)
-    if tile.lead and k_steps > tile.stages:
+        shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.num_stages, *stream.window), stream.array.dtype)
+    if tile.lead_slices and k_steps > tile.num_stages:
         shared["ahead"] = plgpu.Barrier()
     if residual is not None:
-        shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * slots)
+        shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * num_slots)
 
     operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
     operands += [] if residual is None else [residual]
-    plain = len(operands)
-    operands += walks
+    num_plain_operands = len(operands)
+    operands += second_operand_arrays
     # The kernel closes over no array: what is remembered of it would keep them.
-    walking, adding, names, places = walk is not None, residual is not None, tuple(vectors), [x.place for x in streams]
+    has_second_operand, has_residual, vector_names, stream_windows = (
+        second_operand is not None,
+        residual is not None,
+        tuple(vectors),
+        [x.window_slices for x in streams],
+    )
 
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
         *refs, out_ref = all_refs
-        walk_refs: Any = refs[plain:] or [None] * 4
-        second_ref, again_ref, counts_ref, order_ref = walk_refs
-        a_ref, b_ref, *rest = refs[:plain]
-        stream_refs, rest = rest[: len(places)], rest[len(places) :]
-        epilogue_refs = dict(zip(names, rest, strict=False))
-        residual_ref = rest[-1] if adding else None
+        second_operand_refs: Any = refs[num_plain_operands:] or [None] * 4
+        second_ref, second_scale_ref, slice_counts_ref, row_order_ref = second_operand_refs
+        a_ref, b_ref, *other_refs = refs[:num_plain_operands]
+        stream_refs, other_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
+        epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
+        residual_ref = other_refs[-1] if has_residual else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
-        ahead = scratch_refs.pop("ahead", None)
-        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(places))]
+        lead_barrier = scratch_refs.pop("ahead", None)
+        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(stream_windows))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
-        turns = WARPGROUPS // tile.groups
-        last, rest_of_last = divmod(tiles_m * tiles_n, blocks)
+        alternation = WARPGROUPS // tile.warpgroups_per_tile
+        whole_rounds, tiles_in_last_round = divmod(tiles_m * tiles_n, num_blocks)
 
-        def seat(turn: Any) -> jax.Array:
+        def block_position(round_index: Any) -> jax.Array:
             """Which tile of a turn a block takes: every other turn of a walk goes backwards, from the longest tiles."""
-            return lax.select(lax.rem(turn, 2) == 0, block, blocks - 1 - block) if walking else block
+            return (
+                lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if has_second_operand else block
+            )
 
-        own = last + (seat(jnp.int32(last)) < rest_of_last).astype(jnp.int32)
+        num_tiles = whole_rounds + (block_position(jnp.int32(whole_rounds)) < tiles_in_last_round).astype(jnp.int32)
 
-        def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-            tile_m, tile_n = plgpu.planar_snake(turn * blocks + seat(turn), (tiles_m, tiles_n), 1, tile.raster)
-            if walking:
-                tile_m = order_ref[tile_m]
+        def tile_position(round_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            tile_m, tile_n = plgpu.planar_snake(
+                round_index * num_blocks + block_position(round_index), (tiles_m, tiles_n), 1, tile.band_width
+            )
+            if has_second_operand:
+                tile_m = row_order_ref[tile_m]
             if tile.cluster == "M":
                 tile_m = tile_m * 2 + lax.axis_index("cluster")
             if tile.cluster == "N":
                 tile_n = tile_n * 2 + lax.axis_index("cluster")
             return tile_m * tile.block_rows, tile_n * tile.block_cols
 
-        def length(row: jax.Array) -> Any:
-            return counts_ref[lax.div(row, tile.block_rows)] if walking else k_steps
+        def num_slices(row: jax.Array) -> Any:
+            return slice_counts_ref[lax.div(row, tile.block_rows)] if has_second_operand else k_steps
 
-        def again(row: jax.Array, part: jax.Array) -> jax.Array:
-            place = jnp.minimum(part, k_steps - 1)
-            return again_ref[lax.div(row, tile.block_rows), place] if walking else jnp.float32(0)
+        def get_second_scale(row: jax.Array, k_index: jax.Array) -> jax.Array:
+            slice_index = jnp.minimum(k_index, k_steps - 1)
+            return (
+                second_scale_ref[lax.div(row, tile.block_rows), slice_index] if has_second_operand else jnp.float32(0)
+            )
 
         def load() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-            def fetch(turn: jax.Array, slot: jax.Array) -> jax.Array:
-                row, col = place(turn)
-                ring = 0 if turns == 1 else lax.rem(turn, turns) * tile.stages
+            def fetch(round_index: jax.Array, slot: jax.Array) -> jax.Array:
+                row, col = tile_position(round_index)
+                barrier_base = 0 if alternation == 1 else lax.rem(round_index, alternation) * tile.num_stages
 
                 def fetch_slice(_: jax.Array, state: Any) -> Any:
-                    slot, step, repeated = state
-                    following = step.following(repeated)
+                    slot, slice_position, second_scale = state
+                    next_slice = slice_position.following(second_scale)
                     # Read one slice ahead, so that its latency passes in the wait below.
-                    repeated = again(row, following.part)
-                    arrived = full.at[ring + slot]
-                    depth = pl.ds(step.part * K_STEP, K_STEP)
+                    second_scale = get_second_scale(row, next_slice.part)
+                    full_barrier = full.at[barrier_base + slot]
+                    k_window = pl.ds(slice_position.part * K_STEP, K_STEP)
                     plgpu.barrier_wait(empty.at[slot])
 
                     def copy(ref: Any, target: Any, start: jax.Array, size: int, shared_along: str) -> None:
                         multicast = "cluster" if tile.cluster == shared_along else None
                         plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(start, size), depth], target.at[slot], arrived, collective_axes=multicast
+                            ref.at[pl.ds(start, size), k_window],
+                            target.at[slot],
+                            full_barrier,
+                            collective_axes=multicast,
                         )
 
-                    def copy_left(ref: Any) -> None:
+                    def copy_a(ref: Any) -> None:
                         copy(ref, a_ring, row, tile.block_rows, "N")
 
-                    if walking:
-                        lax.cond(step.of_second == 1, lambda: copy_left(second_ref), lambda: copy_left(a_ref))
+                    if has_second_operand:
+                        lax.cond(slice_position.of_second == 1, lambda: copy_a(second_ref), lambda: copy_a(a_ref))
                     else:
-                        copy_left(a_ref)
+                        copy_a(a_ref)
                     copy(b_ref, b_ring, col, tile.block_cols, "M")
-                    for at, ref, target in zip(places, stream_refs, stream_rings, strict=True):
-                        plgpu.copy_gmem_to_smem(ref.at[at(step.part, row, col)], target.at[slot], arrived)
-                    slot = lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
-                    return slot, following, repeated
+                    for offsets, ref, target in zip(stream_windows, stream_refs, stream_rings, strict=True):
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[offsets(slice_position.part, row, col)], target.at[slot], full_barrier
+                        )
+                    slot = lax.select(slot == tile.num_stages - 1, jnp.int32(0), slot + 1)
+                    return slot, next_slice, second_scale
 
-                start = Step(jnp.int32(0), jnp.int32(0))
-                return lax.fori_loop(0, length(row), fetch_slice, (slot, start, again(row, start.part)))[0]
+                start = SlicePosition(jnp.int32(0), jnp.int32(0))
+                return lax.fori_loop(
+                    0, num_slices(row), fetch_slice, (slot, start, get_second_scale(row, start.k_index))
+                )[0]
 
             def fetch_all() -> None:
-                lax.fori_loop(0, own, fetch, jnp.int32(0))
+                lax.fori_loop(0, num_tiles, fetch, jnp.int32(0))
                 # A block must not exit before its last stages were released: its peer may still multicast into it.
-                for slot in range(tile.stages):
+                for slot in range(tile.num_stages):
                     plgpu.barrier_wait(empty.at[slot])
 
             # Four warps would synchronise before each copy, which then starts too late to hide its latency.
-            if one_warp:
+            if use_one_warp:
                 plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
             else:
                 fetch_all()
@@ -273,32 +303,36 @@ def product(
         def multiply() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
-            @pl.when(group < tile.groups)
+            @pl.when(group < tile.warpgroups_per_tile)
             def _all_stages_are_free() -> None:
-                for slot in range(tile.stages):
+                for slot in range(tile.num_stages):
                     plgpu.barrier_arrive(empty.at[slot])
 
-            def work(number: jax.Array, before: jax.Array) -> jax.Array:
-                turn = number if turns == 1 else number * turns + group
-                block_row, block_col = place(turn)
+            def compute_tile(tile_number: jax.Array, slices_before: jax.Array) -> jax.Array:
+                round_index = tile_number if alternation == 1 else tile_number * alternation + group
+                block_row, block_col = tile_position(round_index)
                 stage_row = group * tile.rows if tile.split == "M" else 0
                 stage_col = group * tile.cols if tile.split == "N" else 0
-                first = before if walking else turn * k_steps
-                share = Share(
-                    block_row + stage_row, block_col + stage_col, group, first, stage_row, stage_col,
-                    length(block_row), tile, a_ring, b_ring, full, empty, stream_rings, fenced, ahead,
+                first_slice = slices_before if has_second_operand else round_index * k_steps
+                pipeline = WarpgroupPipeline(
+                    block_row + stage_row, block_col + stage_col, group, first_slice, stage_row, stage_col,
+                    num_slices(block_row), tile, a_ring, b_ring, full, empty, stream_rings, needs_fence, lead_barrier,
                 )  # fmt: skip
-                arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * slots + slot])
+                residual_arrived = (
+                    None if residual_barrier is None else (lambda slot: residual_barrier.at[group * num_slots + slot])
+                )
                 writer = Writer(
-                    out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype,
+                    out_ref, residual_ref, out_ring.at[group], residual_arrived, epilogue_refs, pipeline, tile, store_shape, out_dtype,
                 )  # fmt: skip
-                factors = writer.begin()
-                share.follow()
-                compute(share, functools.partial(writer.finish, factors))
-                return before + share.k_steps
+                factors = writer.prefetch()
+                pipeline.wait_for_lead()
+                compute(pipeline, functools.partial(writer.write, factors))
+                return slices_before + pipeline.k_steps
 
-            each = own if turns == 1 else lax.div(own - group + turns - 1, turns)
-            lax.fori_loop(0, each, work, jnp.int32(0))
+            num_group_tiles = (
+                num_tiles if alternation == 1 else lax.div(num_tiles - group + alternation - 1, alternation)
+            )
+            lax.fori_loop(0, num_group_tiles, compute_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(group == WARPGROUPS, load, multiply)
@@ -306,13 +340,13 @@ def product(
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
     # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
-    one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
+    use_one_warp = hasattr(plgpu, "warp_map") and not any(_varies_over_devices(x) for x in operands)
     out_type = jax.ShapeDtypeStruct(out_shape, out_dtype)
     run = plgpu.kernel(
         kernel,
         out_type=out_type,
         scratch_types=shared,
-        grid=(blocks,),
+        grid=(num_blocks,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
         thread_name="group",
@@ -320,21 +354,31 @@ def product(
         interpret=interpret,
         **clustered,
     )
-    if interpret is None and one_warp:
-        parts = tuple(vectors), residual is not None, walk is not None
-        compiled_for = static, (m, n, k), tile, own_wgmma, parts, blocks, jax.config.jax_enable_x64
+    if interpret is None and use_one_warp:
+        epilogue_parts = tuple(vectors), residual is not None, second_operand is not None
+        compiled_for = (
+            static_key,
+            (m, n, k),
+            tile,
+            use_inline_wgmma,
+            epilogue_parts,
+            num_blocks,
+            jax.config.jax_enable_x64,
+        )
         out = call_mosaic.call(name, run, operands, out_type, compiled_for)
     else:
         out = run(*operands)
     return out if out_shape == (m, n) else out[:m, :n]
 
 
-def _varies(x: jax.Array) -> bool:
+def _varies_over_devices(x: jax.Array) -> bool:
     """Whether the `jax.shard_map` around knows an array to vary over devices."""
     kind = jax.typeof(x)
     return bool(getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(kind, "vma", None))
 
 
 def _empty_barrier(tile: Tile) -> Any:
-    form: dict[str, Any] = {"num_arrivals": tile.groups, "num_barriers": tile.stages}
-    return plgpu.ClusterBarrier(collective_axes=("cluster",), **form) if tile.cluster else plgpu.Barrier(**form)
+    arguments: dict[str, Any] = {"num_arrivals": tile.warpgroups_per_tile, "num_barriers": tile.num_stages}
+    return (
+        plgpu.ClusterBarrier(collective_axes=("cluster",), **arguments) if tile.cluster else plgpu.Barrier(**arguments)
+    )

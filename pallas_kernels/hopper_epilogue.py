@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float32)
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Epilogue:
     """
 
     scale: jax.Array | None = None
-    row: jax.Array | None = None
-    column: jax.Array | None = None
+    row_scale: jax.Array | None = None
+    column_scale: jax.Array | None = None
     bias: jax.Array | None = None
     residual: jax.Array | None = None
 
@@ -42,19 +42,19 @@ def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: 
 
 def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
     check_array("scale", epilogue.scale, (), (jnp.float32,))
-    check_array("row_scale", epilogue.row, (m,), (jnp.float32,))
-    check_array("column_scale", epilogue.column, (n,), (jnp.float32,))
+    check_array("row_scale", epilogue.row_scale, (m,), (jnp.float32,))
+    check_array("column_scale", epilogue.column_scale, (n,), (jnp.float32,))
     check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
     check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
 
 
-def flat(swizzle: int) -> tuple[Any, ...]:
+def swizzle_transforms(swizzle: int) -> tuple[Any, ...]:
     """Shared-memory transforms of a matrix as wide as the swizzle: it lies as with `tiling`, TMA sees plain rows."""
     transforms: Any = plgpu
     return (transforms.SwizzleTransform(swizzle),)
 
 
-def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
+def tiling_transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
     """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
     transforms: Any = plgpu
     return transforms.TilingTransform((8, swizzle // itemsize)), transforms.SwizzleTransform(swizzle)
@@ -70,17 +70,17 @@ class Writer:
 
     out_ref: Any
     residual_ref: Any
-    slots: Any
-    residual_arrived: Any
-    refs: dict[str, Any]
-    share: Any
+    slot_refs: Any
+    residual_barrier: Any
+    epilogue_refs: dict[str, Any]
+    pipeline: Any
     tile: Any
-    piece: tuple[int, int]
+    piece_shape: tuple[int, int]
     out_dtype: Any
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        height, width = self.piece
+        height, width = self.piece_shape
         return [(i, j) for j in range(0, self.tile.cols, width) for i in range(0, self.tile.rows, height)]
 
     @property
@@ -88,54 +88,60 @@ class Writer:
         return min(self.tile.slots, len(self.pieces))
 
     def window(self, piece: int) -> tuple[Any, Any]:
-        (i, j), (height, width) = self.pieces[piece], self.piece
-        return pl.ds(self.share.row + i, height), pl.ds(self.share.col + j, width)
+        (i, j), (height, width) = self.pieces[piece], self.piece_shape
+        return pl.ds(self.pipeline.row + i, height), pl.ds(self.pipeline.col + j, width)
 
-    def begin(self) -> tuple[Any, Any]:
+    def prefetch(self) -> tuple[Any, Any]:
         """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
         if self.residual_ref is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(self.slot_count):
-                self._fetch(piece)
-        scale = self.refs["scale"][0] if "scale" in self.refs else None
-        row = self._vector("row", self.share.row, self.tile.rows, ROW) if "row" in self.refs else None
+                self._fetch_residual(piece)
+        scale = self.epilogue_refs["scale"][0] if "scale" in self.epilogue_refs else None
+        row = (
+            self._load_vector("row", self.pipeline.row, self.tile.rows, ROW_LAYOUT)
+            if "row" in self.epilogue_refs
+            else None
+        )
         return scale, row
 
-    def _fetch(self, piece: int) -> None:
+    def _fetch_residual(self, piece: int) -> None:
         slot = piece % self.slot_count
         plgpu.copy_gmem_to_smem(
-            self.residual_ref.at[self.window(piece)], self.slots.at[slot], self.residual_arrived(slot))  # fmt: skip
+            self.residual_ref.at[self.window(piece)], self.slot_refs.at[slot], self.residual_barrier(slot))  # fmt: skip
 
-    def _vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
-        return plgpu.load(self.refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
+    def _load_vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
+        return plgpu.load(self.epilogue_refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
 
-    def finish(self, factors: tuple[Any, Any], parts: Sequence[tuple[int, int, jax.Array]]) -> None:
+    def write(self, factors: tuple[Any, Any], accumulators: Sequence[tuple[int, int, jax.Array]]) -> None:
         """Writes the tile, given as accumulators (first row, first column, array), from left to right."""
         scale, row = factors
         if row is not None and scale is not None:
             row = row * scale
         for piece, (i, j) in enumerate(self.pieces):
-            slot = self.slots.at[piece % self.slot_count]
-            for top in range(i, i + self.piece[0], 64):
-                value = self._value(parts, scale, row, top, j)
+            slot = self.slot_refs.at[piece % self.slot_count]
+            for top in range(i, i + self.piece_shape[0], 64):
+                value = self._scaled_piece(accumulators, scale, row, top, j)
                 if self.residual_ref is not None:
-                    plgpu.barrier_wait(self.residual_arrived(piece % self.slot_count))
+                    plgpu.barrier_wait(self.residual_barrier(piece % self.slot_count))
                     value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
                 elif top == i:
-                    plgpu.wait_smem_to_gmem(self._stores_since(piece), wait_read_only=True)
+                    plgpu.wait_smem_to_gmem(self._pending_stores(piece), wait_read_only=True)
                 slot.at[pl.ds(top - i, 64)][...] = value.astype(self.out_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
             if self.residual_ref is not None and piece + self.slot_count < len(self.pieces):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._fetch(piece + self.slot_count)
+                self._fetch_residual(piece + self.slot_count)
 
-    def _value(self, parts: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, j: int) -> jax.Array:
+    def _scaled_piece(
+        self, accumulators: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, j: int
+    ) -> jax.Array:
         """64 rows from `i` on and a piece's columns from `j` on, scaled and with their bias, in fp32."""
-        width = self.piece[1]
+        width = self.piece_shape[1]
         columns = [
             x[i - top : i - top + 64, max(j - first, 0) : j - first + width]
-            for top, first, x in parts
+            for top, first, x in accumulators
             if top <= i < top + x.shape[0] and j - x.shape[1] < first < j + width
         ]
         value = (columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)).astype(jnp.float32)
@@ -144,12 +150,12 @@ class Writer:
         elif scale is not None:
             value = value * scale
         for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
-            if name in self.refs:
-                vector = self._vector(name, self.share.col + j, width, COLUMN)
+            if name in self.epilogue_refs:
+                vector = self._load_vector(name, self.pipeline.col + j, width, COLUMN_LAYOUT)
                 value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
         return value
 
-    def _stores_since(self, piece: int) -> int:
+    def _pending_stores(self, piece: int) -> int:
         """Stores issued since the last one from a piece's slot, which may be of the tile before."""
         slots = self.slot_count
         return slots - 1 if piece >= slots else piece + (len(self.pieces) - 1 - piece) % slots

@@ -34,19 +34,21 @@ class Tile:
     rows: int = 64
     cols: int = 256
     split: Literal["M", "N"] | None = "M"
-    stages: int = 4
-    raster: int = 8
+    num_stages: int = 4
+    band_width: int = 8
     cluster: Literal["M", "N"] | None = None
-    lead: int = 0
-    slots: int = 2
+    lead_slices: int = 0
+    store_slots: int = 2
 
     def __post_init__(self) -> None:
         if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:
             raise ValueError(f"tile {self.rows}x{self.cols}: rows must be a multiple of 64, cols of 32 up to 256")
-        if self.stages < 2:
-            raise ValueError(f"stages is {self.stages}; use at least 2: a slice is awaited before the last is released")
-        if self.lead and (self.split is None or not 0 < self.lead < self.stages):
-            raise ValueError(f"lead is {self.lead}; it takes two warpgroups that share a tile of more stages")
+        if self.num_stages < 2:
+            raise ValueError(
+                f"stages is {self.num_stages}; use at least 2: a slice is awaited before the last is released"
+            )
+        if self.lead_slices and (self.split is None or not 0 < self.lead_slices < self.num_stages):
+            raise ValueError(f"lead is {self.lead_slices}; it takes two warpgroups that share a tile of more stages")
 
     @property
     def block_rows(self) -> int:
@@ -57,13 +59,13 @@ class Tile:
         return self.cols * (WARPGROUPS if self.split == "N" else 1)
 
     @property
-    def groups(self) -> int:
+    def warpgroups_per_tile(self) -> int:
         """Compute warpgroups that work on one tile."""
         return 1 if self.split is None else WARPGROUPS
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class WarpgroupPipeline:
     """One warpgroup's part of a tile, and the ring of stages through which its operands pass.
 
     Attributes:
@@ -79,7 +81,7 @@ class Share:
     row: jax.Array
     col: jax.Array
     group: jax.Array
-    first: jax.Array
+    first_slice: jax.Array
     stage_row: jax.Array | int
     stage_col: jax.Array | int
     k_steps: int | jax.Array
@@ -89,25 +91,25 @@ class Share:
     full: Any
     empty: Any
     streams: list[Any]
-    fenced: bool
-    ahead: Any = None
+    needs_fence: bool
+    lead_barrier: Any = None
 
-    def follow(self) -> None:
+    def wait_for_lead(self) -> None:
         """Blocks the second warpgroup at the start of a tile until the first one leads."""
-        if self.ahead is not None:
-            pl.when(self.group == 1)(lambda: plgpu.barrier_wait(self.ahead))
+        if self.lead_barrier is not None:
+            pl.when(self.group == 1)(lambda: plgpu.barrier_wait(self.lead_barrier))
 
     @property
-    def stage(self) -> jax.Array:
+    def first_stage(self) -> jax.Array:
         """Where the tile's first slice arrives."""
-        return lax.rem(self.first, jnp.int32(self.tile.stages))
+        return lax.rem(self.first_slice, jnp.int32(self.tile.num_stages))
 
-    def loop(
+    def loop_over_k(
         self,
         body: Callable[[jax.Array, list[Any], Any], Any],
         init: Any = None,
         unroll: int = 1,
-        following: bool = False,
+        with_next: bool = False,
     ) -> Any:
         """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
 
@@ -115,54 +117,54 @@ class Share:
         them, or None after the last. They are carried from slice to slice: a stage derived from `i` makes the compiler
         keep every stage's addresses in registers, which an unrolled body does not have.
         """
-        count = self.k_steps - following
-        whole, rest = divmod(count, unroll) if isinstance(count, int) else (count, 0)
+        count = self.k_steps - with_next
+        num_iterations, remaining_slices = divmod(count, unroll) if isinstance(count, int) else (count, 0)
         if not isinstance(count, int) and unroll > 1:
             raise ValueError(f"unroll is {unroll}: a walk has any number of slices, unroll none of them")
 
-        def several(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        def run_slices(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
             slots = [slot]
             for _ in range(count):
-                slots.append(lax.select(slots[-1] == self.tile.stages - 1, jnp.int32(0), slots[-1] + 1))
-            return slots[count], body(i, slots[: count + following], carry)
+                slots.append(lax.select(slots[-1] == self.tile.num_stages - 1, jnp.int32(0), slots[-1] + 1))
+            return slots[count], body(i, slots[: count + with_next], carry)
 
-        state = self.stage, init
-        if not isinstance(whole, int) or whole:
-            state = lax.fori_loop(0, whole, lambda j, state: several(unroll, j * unroll, *state), state)
-        if rest:
-            state = several(rest, jnp.int32(whole * unroll), *state)
+        state = self.first_stage, init
+        if not isinstance(num_iterations, int) or num_iterations:
+            state = lax.fori_loop(0, num_iterations, lambda j, state: run_slices(unroll, j * unroll, *state), state)
+        if remaining_slices:
+            state = run_slices(remaining_slices, jnp.int32(num_iterations * unroll), *state)
         slot, carry = state
-        return body(jnp.asarray(self.k_steps - 1, jnp.int32), [slot, None], carry) if following else carry
+        return body(jnp.asarray(self.k_steps - 1, jnp.int32), [slot, None], carry) if with_next else carry
 
     def wait(self, slot: Any) -> None:
         """Blocks until the slice of this stage has arrived."""
-        base = 0 if self.tile.split is not None else self.group * self.tile.stages
+        base = 0 if self.tile.split is not None else self.group * self.tile.num_stages
         plgpu.barrier_wait(self.full.at[base + slot])
 
-    def release(self, slot: Any, slices: jax.Array | int) -> None:
+    def release(self, slot: Any, slice_count: jax.Array | int) -> None:
         """Hands the stage of the tile's `slices`-th slice back to the memory warpgroup: nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
-        if self.ahead is not None:
-            leads = (self.group == 0) & (slices == self.tile.lead)
-            pl.when(leads)(lambda: plgpu.barrier_arrive(self.ahead))
+        if self.lead_barrier is not None:
+            leads = (self.group == 0) & (slice_count == self.tile.lead_slices)
+            pl.when(leads)(lambda: plgpu.barrier_arrive(self.lead_barrier))
 
-    def scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
+    def load_scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
         """Values of a stream that came with this stage; call `scales_read` before the stage is released."""
         window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
         return plgpu.load(window, layout=layout, optimized=False)
 
-    def scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
+    def load_slice_scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
         """The scale of a stream of rows for slice `i`; call `scales_read` before the stage is released."""
         return self.streams[stream][slot, row, lax.rem(i, 4)]
 
-    def scales_read(self) -> None:
+    def fence_scale_reads(self) -> None:
         """Orders the reads of `scales` before the TMA write that follows the stage's release."""
-        if self.fenced:
+        if self.needs_fence:
             plgpu.commit_smem()
 
-    def a(self, slot: Any, first: int = 0, rows: int | None = None) -> Any:
+    def a(self, slot: Any, first_row: int = 0, rows: int | None = None) -> Any:
         """The part's rows of a, or `rows` of them from the `first` on, (rows, 128), in shared memory."""
-        return self.a_ring.at[slot, pl.ds(self.stage_row + first, rows or self.tile.rows)]
+        return self.a_ring.at[slot, pl.ds(self.stage_row + first_row, rows or self.tile.rows)]
 
     def b(self, slot: Any, transposed: bool = True) -> Any:
         """The part's columns of b, as (128, cols) or as they lie, in shared memory."""
@@ -184,25 +186,25 @@ class Stream:
     start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
 
     @property
-    def place(self) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
+    def window_slices(self) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
         """From `i`, `row` and `col` to the window's slices; it closes over no array."""
         start, window = self.start, self.window
         return lambda i, row, col: tuple(map(pl.ds, start(i, row, col), window))
 
     @staticmethod
-    def of_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+    def from_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
         """`size` values for each slice, of scales (width, steps of K); the quantize kernel's already lie transposed."""
         array = pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size))
         return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
 
     @staticmethod
-    def of_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+    def from_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
         """Of `rows` rows of scales (rows, steps of K): the slice's are at `i % 4`, then come those of slices after."""
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
         return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
 
 
-class Walk(NamedTuple):
+class SecondOperand(NamedTuple):
     """A second left operand, some of whose slices are multiplied as well, each after that of the first.
 
     Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `order`, the
@@ -215,22 +217,22 @@ class Walk(NamedTuple):
         order: int32 (rows of tiles,): the rows in the order in which they are computed.
     """
 
-    second: jax.Array
-    again: jax.Array
-    counts: jax.Array
-    order: jax.Array
+    codes: jax.Array
+    scale: jax.Array
+    slice_counts: jax.Array
+    row_order: jax.Array
 
 
-class Step(NamedTuple):
+class SlicePosition(NamedTuple):
     """Where a walk is: a slice's place along K, and 1 where it is of the second operand, else 0; int32."""
 
-    part: jax.Array
-    of_second: jax.Array
+    k_index: jax.Array
+    is_second: jax.Array
 
-    def following(self, again: jax.Array) -> "Step":
+    def next_position(self, scale: jax.Array) -> "SlicePosition":
         """The step after, where `again` is this part's."""
-        second = ((again != 0) & (self.of_second == 0)).astype(jnp.int32)
-        return Step(self.part + 1 - second, second)
+        is_second_next = ((scale != 0) & (self.is_second == 0)).astype(jnp.int32)
+        return SlicePosition(self.k_index + 1 - is_second_next, is_second_next)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -241,14 +243,14 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-def covered(size: int, block: int, clustered: bool) -> int:
+def covered_size(size: int, block: int, clustered: bool) -> int:
     """Rows or columns that whole tiles cover, at least `size`."""
     return round_up(size, block * (2 if clustered else 1))
 
 
-def pairing(size: int, block: int, along: Literal["M", "N"] = "M") -> Literal["M", "N"] | None:
+def choose_cluster(size: int, block: int, axis: Literal["M", "N"] = "M") -> Literal["M", "N"] | None:
     """Clusters along an axis of this size where that leaves no block idle."""
-    return along if ceil_div(size, block) % 2 == 0 else None
+    return axis if ceil_div(size, block) % 2 == 0 else None
 
 
 def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:

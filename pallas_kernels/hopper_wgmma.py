@@ -20,18 +20,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.hopper_epilogue import flat
-from pallas_kernels.hopper_share import K_STEP, Share
+from pallas_kernels.hopper_epilogue import swizzle_transforms
+from pallas_kernels.hopper_share import K_STEP, WarpgroupPipeline
 
-DEPTH = 32
-WHOLE = tuple(range(K_STEP // DEPTH))
+K_PART = 32
+ALL_K_PARTS = tuple(range(K_STEP // K_PART))
 # The upper half of a descriptor: groups of 8 rows lie 1024 bytes apart, in swizzles of 128 bytes.
-DESCRIPTOR = 64 | 1 << 30
-KINDS = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "i8": "s8"}
-internal: Any = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
+DESCRIPTOR_HIGH = 64 | 1 << 30
+PTX_TYPES = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "i8": "s8"}
+fragmented_array: Any = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
 
 
-def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Array | None = None) -> jax.Array:
+def start_product(
+    a: Any, b: Any, k_parts: Sequence[int] = ALL_K_PARTS, reused_sums: jax.Array | None = None
+) -> jax.Array:
     """Starts `a[:, at] @ b[:, at].T` over `parts` of 32 of K, and returns the sums before they are there.
 
     Args:
@@ -46,29 +48,29 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
     shape = (a.shape[0], b.shape[0])
     if shape[0] != 64:
         raise ValueError(f"a has {shape[0]} rows; a product has 64")
-    stage, layout = plgpu.RefType(flat(K_STEP)), plgpu.Layout.WGMMA
-    integers = a.dtype == jnp.int8
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32 if integers else jnp.float32), layout=layout)
+    stage, layout = plgpu.RefType(swizzle_transforms(K_STEP)), plgpu.Layout.WGMMA
+    is_int8 = a.dtype == jnp.int8
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32 if is_int8 else jnp.float32), layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(stage, stage, *([layout] if before is not None else [])), return_type=result)
-    def start(_: Any, a: Any, b: Any, *before: Any) -> Any:
-        kinds = ".".join(KINDS[str(ir.MemRefType(x.type).element_type)] for x in (a, b))
-        single = internal.WGMMA_LAYOUT_ACC_32BIT  # LLVM keeps the registers of the other layout in pairs
-        accumulators = [r for x in before for r in x.to_layout(single).registers.flat]
-        grid = single.registers_shape(shape)
-        kind = ir.IntegerType.get_signless(32) if integers else ir.F32Type.get()
+    @plgpu.inline_mgpu(arg_types=(stage, stage, *([layout] if reused_sums is not None else [])), return_type=result)
+    def start(_: Any, a: Any, b: Any, *reused: Any) -> Any:
+        kinds = ".".join(PTX_TYPES[str(ir.MemRefType(x.type).element_type)] for x in (a, b))
+        acc_layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT  # LLVM keeps the registers of the other layout in pairs
+        accumulators = [r for x in reused for r in x.to_layout(acc_layout).registers.flat]
+        grid = acc_layout.registers_shape(shape)
+        kind = ir.IntegerType.get_signless(32) if is_int8 else ir.F32Type.get()
         count, register = int(np.prod(grid)), ir.VectorType.get((1,), kind)
-        form, signs, letter = ("s32", "", "r") if integers else ("f32", ", 1, 1", "f")
+        sum_type, signs, letter = ("s32", "", "r") if is_int8 else ("f32", ", 1, 1", "f")
         sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
         addresses = [f"${count + len(accumulators) + i}" for i in range(2)]
         lines = ["{ .reg .pred more; .reg .b32 low; .reg .b64 da, db;", "wgmma.fence.sync.aligned;"]
-        for i, part in enumerate(parts):
+        for i, part in enumerate(k_parts):
             for descriptor, address in zip(("da", "db"), addresses, strict=True):
                 lines.append(
-                    f"add.u32 low, {address}, {part * DEPTH >> 4}; mov.b64 {descriptor}, {{low, {DESCRIPTOR}}};"
+                    f"add.u32 low, {address}, {part * K_PART >> 4}; mov.b64 {descriptor}, {{low, {DESCRIPTOR_HIGH}}};"
                 )
             lines.append(f"setp.ne.u32 more, {min(i, 1)}, 0;")  # the first adds to nothing
-            product = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{DEPTH}.{form}.{kinds}"
+            product = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{K_PART}.{sum_type}.{kinds}"
             lines.append(f"{product} {sums}, da, db, more{signs};")
         lines.append("wgmma.commit_group.sync.aligned; }")
         constraints = [f"={letter}"] * count + [str(i) for i in range(len(accumulators))] + ["r", "r"]
@@ -77,10 +79,10 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
             "\n".join(lines), ",".join(constraints), asm_dialect=0, has_side_effects=True,
         )  # fmt: skip
         registers = np.array([llvm.extractvalue(register, out, [i]) for i in range(count)], object).reshape(grid)
-        started = mgpu.FragmentedArray(_registers=registers, _layout=single, _is_signed=True if integers else None)
+        started = mgpu.FragmentedArray(_registers=registers, _layout=acc_layout, _is_signed=True if is_int8 else None)
         return started.to_layout(mgpu.WGMMA_LAYOUT)
 
-    return start(a, b, *([before] if before is not None else []))
+    return start(a, b, *([reused_sums] if reused_sums is not None else []))
 
 
 def _address(reference: Any) -> Any:
@@ -104,7 +106,13 @@ def finish_product(sums: jax.Array, in_flight: int = 0) -> jax.Array:
 
 
 def multiply_rows(
-    share: Share, slot: Any, top: int, before: jax.Array, beside: Callable[[], Any], *, interpreted: bool
+    pipeline: WarpgroupPipeline,
+    slot: Any,
+    first_row: int,
+    reused_sums: jax.Array,
+    run_meanwhile: Callable[[], Any],
+    *,
+    is_interpreted: bool,
 ) -> tuple[jax.Array, Any]:
     """Products of 64 rows of a slice, and what `beside` returns, called while they are computed.
 
@@ -119,17 +127,17 @@ def multiply_rows(
     Returns:
         (64, cols) sums of 128 products, and what `beside` returned.
     """
-    a = share.a(slot, top, 64)
-    if not interpreted:
-        sums = start_product(a, share.b(slot, transposed=False), before=before)
-        result = beside()
+    a = pipeline.a(slot, first_row, 64)
+    if not is_interpreted:
+        sums = start_product(a, pipeline.b(slot, transposed=False), reused_sums=reused_sums)
+        result = run_meanwhile()
         return finish_product(sums), result
 
     def scoped(sums: Any) -> Any:
-        plgpu.wgmma(sums, a, share.b(slot))
-        result = beside()
+        plgpu.wgmma(sums, a, pipeline.b(slot))
+        result = run_meanwhile()
         return plgpu.wgmma_accumulator_load(sums, wait_n=0), result
 
-    rows, cols = before.shape
-    product: tuple[jax.Array, Any] = pl.run_scoped(scoped, plgpu.ACC((rows, cols), before.dtype))
+    rows, cols = reused_sums.shape
+    product: tuple[jax.Array, Any] = pl.run_scoped(scoped, plgpu.ACC((rows, cols), reused_sums.dtype))
     return product

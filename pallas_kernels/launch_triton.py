@@ -40,11 +40,11 @@ TARGET = "__gpu$xla.gpu.ptx"
 NAME = "fp8jax"  # of our calls, among those of others
 _LOGGER = logging.getLogger("fp8jax")
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
-_ARRAY = "array"
+_ARRAY_KIND = "array"
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """A kernel's parameter: an array, or an integer of a type as `i32`."""
 
     kind: str
@@ -59,48 +59,50 @@ class Launch:
     x: int
     y: int
     z: int
-    parameters: list[Parameter]
+    parameters: list[KernelParameter]
 
     def to_proto(self, *_: Any) -> bytes:
-        raise _Seen(self)
+        raise _LaunchCaptured(self)
 
 
-class _Seen(Exception):
+class _LaunchCaptured(Exception):
     """Carries a launch out of jax-triton's lowering, before it writes a call."""
 
 
-_watching = threading.local()
+_capture = threading.local()
 
 
-def _watched(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: (instead if getattr(_watching, "on", False) else original)(*args, **kwargs)
+def _intercept(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: (replacement if getattr(_capture, "on", False) else original)(*args, **kwargs)
 
 
 def install() -> None:
     """Lets `launch` see what jax-triton's lowering makes; calls of others are made as before."""
-    of_jaxlib = triton_lib.triton_kernel_call_lib
-    seen: dict[str, Any] = {
-        "create_array_parameter": lambda *_: Parameter(_ARRAY),
-        "create_scalar_parameter": lambda value, dtype: Parameter(dtype, value),
+    jaxlib_module = triton_lib.triton_kernel_call_lib
+    replacements: dict[str, Any] = {
+        "create_array_parameter": lambda *_: KernelParameter(_ARRAY_KIND),
+        "create_scalar_parameter": lambda value, dtype: KernelParameter(dtype, value),
         "TritonKernelCall": Launch,
     }
-    seen = {name: _watched(getattr(of_jaxlib, name), instead) for name, instead in seen.items()}
-    triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**vars(of_jaxlib) | seen)
+    replacements = {
+        name: _intercept(getattr(jaxlib_module, name), replacement) for name, replacement in replacements.items()
+    }
+    triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**vars(jaxlib_module) | replacements)
 
 
-def launch(lower: Callable[[], Any]) -> Launch | None:
+def capture_launch(lower: Callable[[], Any]) -> Launch | None:
     """What jax-triton would call, from its lowering of a kernel's call; None, which is told, where that is not seen."""
-    _watching.on = True
+    _capture.on = True
     try:
         lower()
         reason = "its lowering makes no single launch"
-    except _Seen as seen:
+    except _LaunchCaptured as seen:
         return seen.args[0]  # type: ignore[no-any-return]
     except Exception as error:  # Of jax-triton's own, if it is wrong by itself: it comes again where the call is made.
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finally:
-        _watching.on = False
-    _tell(f"kernels are launched by jax-triton's calls: this jax-triton cannot be asked for less ({reason})")
+        _capture.on = False
+    _warn_once(f"kernels are launched by jax-triton's calls: this jax-triton cannot be asked for less ({reason})")
     return None
 
 
@@ -113,35 +115,42 @@ def call(context: Any, operands: Sequence[Any], aliases: dict[int, int], lower: 
         aliases: by operand the result that takes its place.
         lower: jax-triton's lowering of it.
     """
-    if chosen() == "triton" or _failed or (found := launch(lower)) is None:
+    if get_launcher() == "triton" or _failure_reasons or (captured := capture_launch(lower)) is None:
         return None
-    name, warps, clusters, shared, code, *_ = stored_triton.parts(found.kernel)
-    kinds = tuple(p.kind for p in found.parameters)
+    name, warps, clusters, shared, code, *_ = stored_triton.kernel_parts(captured.kernel)
+    kinds = tuple(p.kind for p in captured.parameters)
     results = len(context.avals_out)
-    in_place = tuple(i in aliases.values() for i in range(results))
-    adapted = declared(code, 32 * warps, kinds, len(operands), in_place) if clusters == 1 else None
-    if adapted is None:
-        _tell(f"the kernel {name} is launched by jax-triton's call: its PTX has another form than is known here")
+    is_in_place = tuple(i in aliases.values() for i in range(results))
+    kernel = redeclare_parameters(code, 32 * warps, kinds, len(operands), is_in_place) if clusters == 1 else None
+    if kernel is None:
+        _warn_once(f"the kernel {name} is launched by jax-triton's call: its PTX has another form than is known here")
         return None
-    numbers = packed(found.parameters) if adapted.numbers else None
-    if numbers is not None:
-        context = context.replace(avals_in=[*context.avals_in, jax.core.ShapedArray(numbers.shape, numbers.dtype)])
-        operands = [*operands, mlir.ir_constant(numbers)]
+    integers = pack_integers(captured.parameters) if kernel.has_integers else None
+    if integers is not None:
+        context = context.replace(avals_in=[*context.avals_in, jax.core.ShapedArray(integers.shape, integers.dtype)])
+        operands = [*operands, mlir.ir_constant(integers)]
     rule = jax.ffi.ffi_lowering(TARGET, api_version=4, operand_output_aliases=aliases)
-    sizes = {"grid_x": found.x, "grid_y": found.y, "grid_z": found.z, "block_x": 32 * warps, "block_y": 1, "block_z": 1}
+    sizes = {
+        "grid_x": captured.x,
+        "grid_y": captured.y,
+        "grid_z": captured.z,
+        "block_x": 32 * warps,
+        "block_y": 1,
+        "block_z": 1,
+    }
     return rule(
         context, *operands,
-        name=name, kernel_type="ptx", kernel_data=adapted.code,
+        name=name, kernel_type="ptx", kernel_data=kernel.code,
         shared_mem_bytes=np.int32(shared), output_indices=[np.int32(len(operands) + i) for i in range(results)],
         **{of: np.int32(size) for of, size in sizes.items()},
     )  # fmt: skip
 
 
-def packed(parameters: Sequence[Parameter]) -> np.ndarray:
+def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
     """A kernel's integers, each at a place that its size divides, as words of 32 bits."""
     content = bytearray()
     for p in parameters:
-        if p.kind != _ARRAY:
+        if p.kind != _ARRAY_KIND:
             size = _BYTES[p.kind]
             content += bytes(-len(content) % size)
             content += (p.value % (1 << 8 * size)).to_bytes(size, "little")
@@ -149,20 +158,20 @@ def packed(parameters: Sequence[Parameter]) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Declared:
+class RedeclaredKernel:
     """PTX whose parameters are a call's operands, then its integers where it reads any (`numbers`), then results."""
 
     code: str
-    numbers: bool
+    has_integers: bool
 
 
-_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(\n?([^)]*)\)", re.MULTILINE)
+_ENTRY_POINT = re.compile(r"^\.visible \.entry (\w+)\(\n?([^)]*)\)", re.MULTILINE)
 
 
 @functools.cache
-def declared(
-    code: str, threads: int, kinds: tuple[str, ...], operands: int, in_place: tuple[bool, ...]
-) -> Declared | None:
+def redeclare_parameters(
+    code: str, threads: int, kinds: tuple[str, ...], num_operands: int, is_in_place: tuple[bool, ...]
+) -> RedeclaredKernel | None:
     """A kernel's code with its parameters declared anew; None where it is not of the form known here.
 
     Args:
@@ -173,45 +182,48 @@ def declared(
         in_place: for each result whether it takes an operand's place. It has a parameter of its own in kernels of
             jax-triton 0.3, none since 0.4.
     """
-    entry, width = _ENTRY.search(code), re.search(r"^\.reqntid (\d+)\b", code, re.MULTILINE)
-    if entry is None or width is None or int(width[1]) != threads:
+    entry, block_size = _ENTRY_POINT.search(code), re.search(r"^\.reqntid (\d+)\b", code, re.MULTILINE)
+    if entry is None or block_size is None or int(block_size[1]) != threads:
         return None
-    given = [line.strip() for line in entry[2].split(",") if line.strip()]
-    names = [line.split()[-1] for line in given]
+    declarations = [line.strip() for line in entry[2].split(",") if line.strip()]
+    names = [line.split()[-1] for line in declarations]
     body = code[entry.end() :]
-    read = {name for name in re.findall(r"\b\w+_param_\d+\b", body)}
-    if len(names) < len(kinds) or read & set(names[len(kinds) :]) or not read <= set(names):
+    used_names = {name for name in re.findall(r"\b\w+_param_\d+\b", body)}
+    if len(names) < len(kinds) or used_names & set(names[len(kinds) :]) or not used_names <= set(names):
         return None
-    arrays = [line for line, kind in zip(given, kinds, strict=False) if kind == _ARRAY]
-    results = arrays[operands:]
-    if len(results) == in_place.count(False):
-        own = iter(results)
-        results = [f".param .u64 {entry[1]}_unread_{i}" if there else next(own) for i, there in enumerate(in_place)]
-    elif len(results) != len(in_place):
+    arrays = [line for line, kind in zip(declarations, kinds, strict=False) if kind == _ARRAY_KIND]
+    results = arrays[num_operands:]
+    if len(results) == is_in_place.count(False):
+        new_results = iter(results)
+        results = [
+            f".param .u64 {entry[1]}_unread_{i}" if is_aliased else next(new_results)
+            for i, is_aliased in enumerate(is_in_place)
+        ]
+    elif len(results) != len(is_in_place):
         return None
-    at, array = 0, f"{entry[1]}_numbers"
+    offset, array = 0, f"{entry[1]}_numbers"
     for name, kind in zip(names, kinds, strict=False):
-        if kind == _ARRAY:
+        if kind == _ARRAY_KIND:
             continue
         if (size := _BYTES.get(kind)) is None:
             return None
-        at += -at % size
-        of, bits = re.escape(name), 8 * size
-        load = re.compile(rf"^ld\.param\.[bus]{bits}\s+(%\w+), \[{of}\];$", re.MULTILINE)
-        body = load.sub(rf"ld.param.b64 %numbers, [{array}];\nld.global.nc.b{bits} \1, [%numbers+{at}];", body)
-        if re.search(rf"\b{of}\b", body):
+        offset += -offset % size
+        pattern, bits = re.escape(name), 8 * size
+        load = re.compile(rf"^ld\.param\.[bus]{bits}\s+(%\w+), \[{pattern}\];$", re.MULTILINE)
+        body = load.sub(rf"ld.param.b64 %numbers, [{array}];\nld.global.nc.b{bits} \1, [%numbers+{offset}];", body)
+        if re.search(rf"\b{pattern}\b", body):
             return None
-        at += size
-    numbers = array in body
-    if numbers:
+        offset += size
+    has_integers = array in body
+    if has_integers:
         body = body.replace("\n{\n", "\n{\n.reg .b64 %numbers;\n", 1)
-    lines = [*arrays[:operands], *[f".param .u64 {array}"] * numbers, *results]
-    return Declared(
-        code[: entry.start()] + f".visible .entry {entry[1]}(\n" + ",\n".join(lines) + "\n)" + body, numbers
+    lines = [*arrays[:num_operands], *[f".param .u64 {array}"] * has_integers, *results]
+    return RedeclaredKernel(
+        code[: entry.start()] + f".visible .entry {entry[1]}(\n" + ",\n".join(lines) + "\n)" + body, has_integers
     )
 
 
-def chosen() -> str:
+def get_launcher() -> str:
     """Who launches kernels, by the environment: `xla` or `triton`.
 
     Raises:
@@ -223,38 +235,38 @@ def chosen() -> str:
     return value
 
 
-_failed: list[str] = []
+_failure_reasons: list[str] = []
 
 
-def try_out(small: Callable[[], None]) -> None:
+def check_launch(run_small_kernel: Callable[[], None]) -> None:
     """Takes jax-triton's calls from now on where XLA's would be slow or do not work, and warns; by `small`, a kernel.
 
     Nothing is tried where the environment variable is set: what it says holds.
     """
-    if os.environ.get(VARIABLE) or chosen() == "triton" or _failed:
+    if os.environ.get(VARIABLE) or get_launcher() == "triton" or _failure_reasons:
         return
-    reason = forgetful()
+    reason = missing_driver_cache()
     if reason is None:
         try:
-            small()
+            run_small_kernel()
         except Exception as error:  # XLA's errors are of many kinds; any means that its call is not for here.
             reason = f"XLA's own calls of PTX fail ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     if reason is not None:
-        _failed.append(reason)
-        _tell(f"kernels are launched by jax-triton's calls: {reason}. Each step takes the host longer")
+        _failure_reasons.append(reason)
+        _warn_once(f"kernels are launched by jax-triton's calls: {reason}. Each step takes the host longer")
 
 
-def forgetful() -> str | None:
+def missing_driver_cache() -> str | None:
     """Why the GPU's driver keeps no assembled kernels, and would assemble one for each of its calls; or None."""
     if os.environ.get("CUDA_CACHE_DISABLE", "0") not in ("", "0"):
         return "CUDA_CACHE_DISABLE is set, so that the driver would assemble a kernel again for each of its calls"
     folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser("~/.nv/ComputeCache"))
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK):
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
         return f"the driver cannot keep assembled kernels in {folder}; CUDA_CACHE_PATH names another folder"
     return None
 
 
 @functools.cache
-def _tell(what: str) -> None:
-    _LOGGER.warning("%s", what)
+def _warn_once(message: str) -> None:
+    _LOGGER.warning("%s", message)

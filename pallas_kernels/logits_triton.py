@@ -18,35 +18,35 @@ from pallas_kernels.quantize_triton import PLAIN_DTYPES
 from pallas_kernels.scaling_triton import Coding
 
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
-_ROWS, _COLUMNS = 4, 2048  # of a program that sums exponentials
+_BLOCK_M, _BLOCK_N = 4, 2048  # of a program that sums exponentials
 
 
 @triton.jit
 def _exponentials(
-    z_ptr: tl.tensor, tops_ptr: tl.tensor, sums_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    z_ptr: tl.tensor, max_ptr: tl.tensor, sums_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of WIDE columns of HIGH rows the largest logit of each row, and the sum of exponentials below that."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
-    m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     first = top.to(tl.int64) * N + left
-    at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    z = codec.fp32(device.load_plain(z_ptr + first, at, device.inside(m, n, M, N), MASKED))
+    offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    z = codec.to_fp32(device.load_raw(z_ptr + first, offsets, device.tile_mask(m, n, M, N), MASKED))
     if MASKED:
-        z = tl.where(device.inside(m, n, M, N), z, float("-inf"))
+        z = tl.where(device.tile_mask(m, n, M, N), z, float("-inf"))
     largest = tl.reduce(z, 1, operations.larger_or_nan)
     # NaN and infinities come out as they do where nothing is subtracted.
-    base = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
-    total = tl.sum(tl.exp(z - base[:, None]), 1)
-    place = m * ACROSS + program % ACROSS
-    tl.store(tops_ptr + place, largest, mask=m < M)
-    tl.store(sums_ptr + place, total, mask=m < M)
+    finite_max = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
+    total = tl.sum(tl.exp(z - finite_max[:, None]), 1)
+    part_offsets = m * TILES_N + program % TILES_N
+    tl.store(max_ptr + part_offsets, largest, mask=m < M)
+    tl.store(sums_ptr + part_offsets, total, mask=m < M)
 
 
-def exponentials(z: Array, *, compute_capability: int | None = None) -> tuple[Array, Array]:
+def max_and_sum_exp(z: Array, *, compute_capability: int | None = None) -> tuple[Array, Array]:
     """The largest logit of each row, or NaN, and the sum of exponentials of what the row's logits are below it.
 
     Args:
@@ -56,57 +56,60 @@ def exponentials(z: Array, *, compute_capability: int | None = None) -> tuple[Ar
         Two fp32 (M,); below a largest one that is not finite nothing is subtracted.
     """
     m, n = z.shape
-    across = -(-n // _COLUMNS)
-    parts = jax.ShapeDtypeStruct((m, across), jnp.float32)
-    tops, sums = call_triton.call(
-        z, kernel=_exponentials, results=[parts, parts], programs=-(-m // _ROWS) * across, warps=8,
-        compute_capability=compute_capability, M=m, N=n, HIGH=_ROWS, WIDE=_COLUMNS,
+    tiles_n = -(-n // _BLOCK_N)
+    parts = jax.ShapeDtypeStruct((m, tiles_n), jnp.float32)
+    part_max, sums = call_triton.call(
+        z, kernel=_exponentials, out_shapes=[parts, parts], num_programs=-(-m // _BLOCK_M) * tiles_n, num_warps=8,
+        compute_capability=compute_capability, M=m, N=n, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
     )  # fmt: skip
-    top = jnp.max(tops, 1)
+    row_max = jnp.max(part_max, 1)
     finite = lambda x: jnp.where(jnp.isfinite(x), x, 0.0)  # noqa: E731
-    return top, jnp.sum(sums * jnp.exp(jnp.minimum(finite(tops) - finite(top)[:, None], 0.0)), 1)
+    return row_max, jnp.sum(sums * jnp.exp(jnp.minimum(finite(part_max) - finite(row_max)[:, None], 0.0)), 1)
 
 
 @triton.jit
 def _cotangents(
     z_ptr: tl.tensor, lse_ptr: tl.tensor, labels_ptr: tl.tensor, weights_ptr: tl.tensor, row_scale_ptr: tl.tensor,
-    column_scale_ptr: tl.tensor, rows_ptr: tl.tensor, columns_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DTYPE: tl.constexpr, STEEPER: tl.constexpr, HIT: tl.constexpr, REST: tl.constexpr,
+    column_scale_ptr: tl.tensor, row_codes_ptr: tl.tensor, column_codes_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_CODING: tl.constexpr,
+    COLUMN_CODING: tl.constexpr, DTYPE: tl.constexpr, TWO_Z_LOSS: tl.constexpr, LABEL_WEIGHT: tl.constexpr, OTHER_WEIGHT: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of HIGH rows, every fourth of which a slice has, as of the kernel that quantizes, and WIDE columns."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    R: tl.constexpr = HIGH // 4
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    R: tl.constexpr = BLOCK_M // 4
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
-    i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
+    i, n = tl.arange(0, R), left + tl.arange(0, BLOCK_N)
     m0 = top + 4 * i
-    at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    zs = slicing.load_slices(z_ptr + first, at0, N, m0, n, M, N, MASKED)
-    by_rows, by_columns = device.inverse(tl.load(row_scale_ptr)), device.inverse(tl.load(column_scale_ptr))
-    words = tl.zeros((R, WIDE), tl.uint32)
+    slice_offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    zs = slicing.load_slices(z_ptr + first, slice_offsets, N, m0, n, M, N, MASKED)
+    row_inverse_scale, column_inverse_scale = (
+        device.reciprocal(tl.load(row_scale_ptr)),
+        device.reciprocal(tl.load(column_scale_ptr)),
+    )
+    words = tl.zeros((R, BLOCK_N), tl.uint32)
     for j in tl.static_range(4):
         m = m0 + j
         lse = tl.load(lse_ptr + m, mask=m < M, other=0.0)[:, None]
         label = tl.load(labels_ptr + m, mask=m < M, other=-1)[:, None]
         weight = tl.load(weights_ptr + m, mask=m < M, other=0.0)[:, None]
-        d = tl.exp(codec.fp32(zs[j], False) - lse)
-        if STEEPER > 0:
-            d = d * (1 + STEEPER * lse)
-        d = d - tl.where(n[None, :] == label, HIT, 0.0)
-        if REST > 0:
-            d = d - REST
-        d = operations.narrowed(tl.where(weight == 0, 0.0, d * weight), DTYPE)
-        codes = device.encode(d, device.scaled(d, by_rows, ROWS), 0, ROWS)
-        device.store(rows_ptr + first, at0 + j * N, codes, device.inside(m, n, M, N), MASKED)
-        codes = device.encode(d, device.scaled(d, by_columns, COLUMNS), 0, COLUMNS)
-        words = slicing.insert(words, codes, j, N % 4 == 0)
-    slicing.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+        d = tl.exp(codec.to_fp32(zs[j], False) - lse)
+        if TWO_Z_LOSS > 0:
+            d = d * (1 + TWO_Z_LOSS * lse)
+        d = d - tl.where(n[None, :] == label, LABEL_WEIGHT, 0.0)
+        if OTHER_WEIGHT > 0:
+            d = d - OTHER_WEIGHT
+        d = operations.round_to_dtype(tl.where(weight == 0, 0.0, d * weight), DTYPE)
+        codes = device.encode(d, device.apply_inverse_scale(d, row_inverse_scale, ROW_CODING), 0, ROW_CODING)
+        device.store(row_codes_ptr + first, slice_offsets + j * N, codes, device.tile_mask(m, n, M, N), MASKED)
+        codes = device.encode(d, device.apply_inverse_scale(d, column_inverse_scale, COLUMN_CODING), 0, COLUMN_CODING)
+        words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+    slicing.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
 
 
-def cotangent_codes(
+def quantize_cotangents(
     z: Array,
     lse: Array,
     labels: Array,
@@ -115,9 +118,9 @@ def cotangent_codes(
     rows: Coding,
     columns: Coding,
     scales: Sequence[Array],
-    steeper: float = 0.0,
-    hit: float = 1.0,
-    rest: float = 0.0,
+    two_z_loss: float = 0.0,
+    label_weight: float = 1.0,
+    other_weight: float = 0.0,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
     """Codes of weights (exp(z - lse) (1 + steeper lse) - hit [label] - rest), rounded to the dtype of `z` before.
@@ -133,12 +136,16 @@ def cotangent_codes(
         Codes (M, N) and (N, M) in their dtypes.
     """
     launch, (m, n) = quantize_triton.QuantizeLaunch(128, 64, 4), z.shape
-    kinds: Any = {"ROWS": rows.static, "COLUMNS": columns.static, "DTYPE": PLAIN_DTYPES.index(z.dtype)}
-    made = quantize_triton.call(
+    constexprs: Any = {
+        "ROW_CODING": rows.constants,
+        "COLUMN_CODING": columns.constants,
+        "DTYPE": PLAIN_DTYPES.index(z.dtype),
+    }
+    codes = quantize_triton.call(
         _cotangents, [z, lse, labels, weights, *(s.reshape(1) for s in scales)],
         [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((m, n), (n, m))],
-        -(-m // launch.rows) * -(-n // launch.columns), launch, compute_capability,
-        STEEPER=steeper, HIT=hit, REST=rest, **kinds,
+        -(-m // launch.block_m) * -(-n // launch.block_n), launch, compute_capability,
+        TWO_Z_LOSS=two_z_loss, LABEL_WEIGHT=label_weight, OTHER_WEIGHT=other_weight, **constexprs,
     )  # fmt: skip
-    first, second = (jax.lax.bitcast_convert_type(x, c.dtype) for x, c in zip(made, (rows, columns), strict=True))
+    first, second = (jax.lax.bitcast_convert_type(x, c.dtype) for x, c in zip(codes, (rows, columns), strict=True))
     return first, second

@@ -12,26 +12,26 @@ from pallas_kernels import codec_triton as codec
 
 
 @triton.jit
-def joined(high: tl.tensor, rest: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+def join_master(block_m: tl.tensor, remainder: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     """The fp32 value of a bf16 high part and its remainder."""
-    word = high.to(tl.int16, bitcast=True).to(tl.int32)
-    place = ((word & 0x7FFF) << BITS) + rest.to(tl.int32)
-    sign = ((word & 0x8000) << 16) ^ (place & -0x80000000)
-    return codec.from_bits((tl.abs(place) << (16 - BITS)) | sign)
+    word = block_m.to(tl.int16, bitcast=True).to(tl.int32)
+    magnitude = ((word & 0x7FFF) << BITS) + remainder.to(tl.int32)
+    sign = ((word & 0x8000) << 16) ^ (magnitude & -0x80000000)
+    return codec.from_bits((tl.abs(magnitude) << (16 - BITS)) | sign)
 
 
 @triton.jit
-def split(x: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def split_master(x: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The bf16 high part of fp32 and its remainder, int32; with 8 bits the master is rounded, ties to even."""
-    word = codec.bits(x)
+    word = codec.float_bits(x)
     magnitude = word & 0x7FFFFFFF
-    place = magnitude
+    rounded = magnitude
     if BITS == 8:
-        place = (magnitude + 0x7F + ((magnitude >> 8) & 1)) >> 8
-    place = tl.where(magnitude > 0x7F800000, 0x7FC0 << BITS, place)
-    top = (place + (1 << (BITS - 1))) >> BITS
-    left = place - (top << BITS)
+        rounded = (magnitude + 0x7F + ((magnitude >> 8) & 1)) >> 8
+    rounded = tl.where(magnitude > 0x7F800000, 0x7FC0 << BITS, rounded)
+    top = (rounded + (1 << (BITS - 1))) >> BITS
+    remainder = rounded - (top << BITS)
     sign = (word >> 16) & 0x8000
-    left = tl.where((top == 0) & (sign != 0), -left, left)
-    code = top | tl.where((top == 0) & (place > 0), 0, sign)
-    return code.to(tl.int16).to(tl.bfloat16, bitcast=True), left
+    remainder = tl.where((top == 0) & (sign != 0), -remainder, remainder)
+    code = top | tl.where((top == 0) & (rounded > 0), 0, sign)
+    return code.to(tl.int16).to(tl.bfloat16, bitcast=True), remainder

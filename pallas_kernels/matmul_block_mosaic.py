@@ -52,74 +52,79 @@ def matmul_block(
     blocks = hopper.ceil_div(k, hopper.K_STEP)
     epilogue = hopper.Epilogue(bias=bias, residual=residual)
     hopper.check_epilogue(epilogue, m, n)
-    by_column = b_scale.shape == (n, blocks) and n > 1
+    has_column_scales = b_scale.shape == (n, blocks) and n > 1
     hopper.check_array("a_scale", a_scale, (m, blocks), (jnp.float32,))
-    if not by_column:
+    if not has_column_scales:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     tile = tile or best_tile(m, n)
-    streams = [hopper.Stream.of_slices(a_scale, tile.block_rows, lambda row, _: row)]
-    if by_column:
-        streams.append(hopper.Stream.of_slices(b_scale, tile.block_cols, lambda _, col: col))
+    streams = [hopper.Stream.from_slices(a_scale, tile.block_rows, lambda row, _: row)]
+    if has_column_scales:
+        streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda _, col: col))
     else:
         # A tile that starts within a block reaches into one more.
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
-        streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
-    return hopper.product(
-        _compute(tile, by_column, interpret is not None), a, b, streams, name="fp8_matmul_block", tile=tile,
-        epilogue=epilogue, out_dtype=out_dtype, own_wgmma=True, static=by_column, interpret=interpret,
+        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
+    return hopper.pipelined_matmul(
+        _make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block", tile=tile,
+        epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales, interpret=interpret,
     )  # fmt: skip
 
 
-def _compute(tile: Tile, by_column: bool, interpreted: bool) -> Any:
+def _make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> Any:
     """Products of 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
 
     Between two passes a warpgroup's tensor cores idle. So a pass reads its scales, and the last one awaits the next
     slice, while products are in flight; only the scales of single columns would take too many registers.
     """
-    width = math.gcd(tile.cols, 64 if by_column else 128)  # columns scaled at a time; those of a block share a scale
-    tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
+    width = math.gcd(
+        tile.cols, 64 if has_column_scales else 128
+    )  # columns scaled at a time; those of a block share a scale
+    row_starts, column_starts = range(0, tile.rows, 64), range(0, tile.cols, width)
 
-    def compute(share: hopper.Share, finish: Any) -> None:
-        first_block = lax.div(share.col - share.stage_col, 128)
+    def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+        first_block = lax.div(pipeline.col - pipeline.stage_col, 128)
 
-        def spread(x: jax.Array, axis: int) -> jax.Array:
+        def broadcast(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (64, width), [axis])
 
         def block_scale(i: jax.Array, slot: Any, start: int) -> jax.Array:
-            return share.scale(1, slot, lax.div(share.col + start, 128) - first_block, i)
+            return pipeline.load_slice_scale(1, slot, lax.div(pipeline.col + start, 128) - first_block, i)
 
         def column_scales(slot: Any, start: int) -> jax.Array:
-            return spread(share.scales(1, slot, share.stage_col + start, width, hopper.COLUMN), 1)
+            return broadcast(pipeline.load_scales(1, slot, pipeline.stage_col + start, width, hopper.COLUMN_LAYOUT), 1)
 
         def add_slice(i: jax.Array, slots: list[Any], carry: Any) -> Any:
-            (slot, following), (totals, sums) = slots, carry
+            (slot, next_slot), (totals, sums) = slots, carry
 
             def add_rows(top: int, total: Any, sums: Any) -> tuple[Any, Any]:
-                last = top == tops[-1]
+                is_last = top == row_starts[-1]
 
-                def beside() -> list[jax.Array]:
-                    row = share.scales(0, slot, share.stage_row + top, 64, hopper.ROW)
-                    scales = [spread(row if by_column else row * block_scale(i, slot, start), 0) for start in starts]
-                    if last and not by_column:
-                        share.scales_read()
-                    if last and following is not None:
-                        share.wait(following)
+                def load_scales() -> list[jax.Array]:
+                    row = pipeline.load_scales(0, slot, pipeline.stage_row + top, 64, hopper.ROW_LAYOUT)
+                    scales = [
+                        broadcast(row if has_column_scales else row * block_scale(i, slot, start), 0)
+                        for start in column_starts
+                    ]
+                    if is_last and not has_column_scales:
+                        pipeline.fence_scale_reads()
+                    if is_last and next_slot is not None:
+                        pipeline.wait(next_slot)
                     return scales
 
-                sums, scales = multiply_rows(share, slot, top, sums, beside, interpreted=interpreted)
-                if last and not by_column:
-                    share.release(slot, i + 1)
-                added = []
-                for x, start, scale in zip(total, starts, scales, strict=True):
+                sums, scales = multiply_rows(pipeline, slot, top, sums, load_scales, is_interpreted=is_interpreted)
+                if is_last and not has_column_scales:
+                    pipeline.release(slot, i + 1)
+                new_total = []
+                for x, start, scale in zip(total, column_starts, scales, strict=True):
                     scaled = sums[:, start : start + width] * scale
-                    added.append(x + (scaled * column_scales(slot, start) if by_column else scaled))
-                if last and by_column:
-                    share.scales_read()
-                    share.release(slot, i + 1)
-                return tuple(added), sums
+                    new_total.append(x + (scaled * column_scales(slot, start) if has_column_scales else scaled))
+                if is_last and has_column_scales:
+                    pipeline.fence_scale_reads()
+                    pipeline.release(slot, i + 1)
+                return tuple(new_total), sums
 
             added = []
-            for top, total in zip(tops, totals, strict=True):
+            for top, total in zip(row_starts, totals, strict=True):
                 total, sums = add_rows(top, total, sums)
                 added.append(total)
             return tuple(added), sums
@@ -127,10 +132,16 @@ def _compute(tile: Tile, by_column: bool, interpreted: bool) -> Any:
         def zeros(cols: int) -> jax.Array:
             return plgpu.layout_cast(jnp.zeros((64, cols), jnp.float32), plgpu.Layout.WGMMA)
 
-        share.wait(share.stage)
-        totals = tuple(tuple(zeros(width) for _ in starts) for _ in tops)
-        totals, _ = share.loop(add_slice, (totals, zeros(tile.cols)), following=True)
-        finish([(top, f, x) for top, row in zip(tops, totals, strict=True) for f, x in zip(starts, row, strict=True)])
+        pipeline.wait(pipeline.first_stage)
+        totals = tuple(tuple(zeros(width) for _ in column_starts) for _ in row_starts)
+        totals, _ = pipeline.loop_over_k(add_slice, (totals, zeros(tile.cols)), with_next=True)
+        finish(
+            [
+                (top, f, x)
+                for top, row in zip(row_starts, totals, strict=True)
+                for f, x in zip(column_starts, row, strict=True)
+            ]
+        )
 
     return compute
 
@@ -143,10 +154,10 @@ def best_tile(m: int, n: int) -> Tile:
     least, mostly lead. Not better: clusters, even where each warp releases a stage by itself; two warpgroups side by
     side, starting products in turns or not. Slower: passes of 64 columns, each beside the next, with a in registers.
     """
-    choices = (2.0, Tile(128, 128, stages=3, slots=4, raster=16)), (1.08, Tile(64, 128, stages=5))
+    choices = (2.0, Tile(128, 128, num_stages=3, store_slots=4, band_width=16)), (1.08, Tile(64, 128, num_stages=5))
 
     def cost(choice: tuple[float, Tile]) -> float:
-        tiles = hopper.tiles_each(m, n, choice[1])
+        tiles = hopper.mean_tiles_per_sm(m, n, choice[1])
         return choice[0] * (tiles + math.ceil(tiles)) / 2
 
     return min(choices, key=cost)[1]

@@ -26,7 +26,7 @@ class FallbackResidual(NamedTuple):
 
     codes: jax.Array
     scale: jax.Array
-    used: jax.Array
+    is_fallback: jax.Array
 
 
 def matmul_int8_block(
@@ -70,78 +70,92 @@ def matmul_int8_block(
         raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
     # A tile that starts within a block reaches into one more.
     b_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
-    right = hopper.Stream.of_rows(b_scale, b_rows, lambda _, col: lax.div(col, BLOCK))
+    b_stream = hopper.Stream.from_rows(b_scale, b_rows, lambda _, col: lax.div(col, BLOCK))
 
-    def of_a(scales: jax.Array) -> hopper.Stream:
-        return hopper.Stream.of_rows(scales, 1, lambda row, _: lax.div(row, BLOCK))
+    def a_block_stream(scales: jax.Array) -> hopper.Stream:
+        return hopper.Stream.from_rows(scales, 1, lambda row, _: lax.div(row, BLOCK))
 
-    walk, streams = None, [of_a(a_scale), right]
+    second_operand, streams = None, [a_block_stream(a_scale), b_stream]
     if residual is not None:
         hopper.check_array("residual.codes", residual.codes, a.shape, (jnp.int8,))
         hopper.check_array("residual.scale", residual.scale, blocks, (jnp.float32,))
-        hopper.check_array("residual.used", residual.used, blocks, (jnp.bool_,))
-        again = jnp.where(residual.used, residual.scale, 0)
-        counts = blocks[1] + jnp.sum(again != 0, 1, dtype=jnp.int32)
-        walk = hopper.Walk(residual.codes, again, counts, jnp.argsort(-counts).astype(jnp.int32))
-        streams.append(of_a(again))
-    return hopper.product(
-        _compute(tile, walk is not None, interpret is not None), a, b, streams, name="int8_matmul_block", tile=tile,
-        epilogue=hopper.Epilogue(), out_dtype=out_dtype, own_wgmma=True, walk=walk, interpret=interpret,
+        hopper.check_array("residual.used", residual.is_fallback, blocks, (jnp.bool_,))
+        residual_scale = jnp.where(residual.is_fallback, residual.scale, 0)
+        counts = blocks[1] + jnp.sum(residual_scale != 0, 1, dtype=jnp.int32)
+        second_operand = hopper.SecondOperand(
+            residual.codes, residual_scale, counts, jnp.argsort(-counts).astype(jnp.int32)
+        )
+        streams.append(a_block_stream(residual_scale))
+    return hopper.pipelined_matmul(
+        _make_compute(tile, second_operand is not None, interpret is not None), a, b, streams, name="int8_matmul_block", tile=tile,
+        epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True, second_operand=second_operand, interpret=interpret,
     )  # fmt: skip
 
 
-def _compute(tile: Tile, walks: bool, interpreted: bool) -> Any:
+def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
     """Products of 64 rows after 64, whose int32 sums only wait beside the fp32 accumulators (see the FP8 kernel).
 
     While a product is in flight, its scales are read, and before the last one of a slice the next slice is awaited.
     """
-    tops = range(0, tile.rows, 64)
+    row_starts = range(0, tile.rows, 64)
 
-    def compute(share: hopper.Share, finish: Any) -> None:
-        within = lax.div(share.col, BLOCK) - lax.div(share.col - share.stage_col, BLOCK)
+    def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+        b_block = lax.div(pipeline.col, BLOCK) - lax.div(pipeline.col - pipeline.stage_col, BLOCK)
 
         def add_slice(i: jax.Array, slots: list[Any], carry: Any) -> Any:
-            (slot, following), (totals, sums, step) = slots, carry
-            added = []
-            for top, total in zip(tops, totals, strict=True):
-                last = top == tops[-1]
+            (slot, next_slot), (totals, sums, position) = slots, carry
+            new_totals = []
+            for top, total in zip(row_starts, totals, strict=True):
+                is_last = top == row_starts[-1]
 
-                def beside(last: bool = last) -> tuple[jax.Array, hopper.Step]:
-                    part = step.part if walks else i
-                    scale, next_step = share.scale(0, slot, 0, part), step
-                    if walks:
-                        again = share.scale(2, slot, 0, part)
-                        scale, next_step = lax.select(step.of_second == 1, again, scale), step.following(again)
-                    scale = scale * share.scale(1, slot, within, part)
-                    if last:
-                        share.scales_read()
-                        if following is not None:
-                            share.wait(following)
-                    return scale, next_step
+                def load_scale(is_last: bool = is_last) -> tuple[jax.Array, hopper.SlicePosition]:
+                    k_index = position.part if has_residual else i
+                    scale, next_position = pipeline.load_slice_scale(0, slot, 0, k_index), position
+                    if has_residual:
+                        residual_scale = pipeline.load_slice_scale(2, slot, 0, k_index)
+                        scale, next_position = (
+                            lax.select(position.of_second == 1, residual_scale, scale),
+                            position.following(residual_scale),
+                        )
+                    scale = scale * pipeline.load_slice_scale(1, slot, b_block, k_index)
+                    if is_last:
+                        pipeline.fence_scale_reads()
+                        if next_slot is not None:
+                            pipeline.wait(next_slot)
+                    return scale, next_position
 
-                sums, (scale, next_step) = multiply_rows(share, slot, top, sums, beside, interpreted=interpreted)
-                if last:
-                    share.release(slot, i + 1)
-                added.append(total + sums.astype(jnp.float32) * scale)
-            return tuple(added), sums, next_step
+                sums, (scale, next_step) = multiply_rows(
+                    pipeline, slot, top, sums, load_scale, is_interpreted=is_interpreted
+                )
+                if is_last:
+                    pipeline.release(slot, i + 1)
+                new_totals.append(total + sums.astype(jnp.float32) * scale)
+            return tuple(new_totals), sums, next_step
 
         def zeros(dtype: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.zeros((64, tile.cols), dtype), plgpu.Layout.WGMMA)
 
-        share.wait(share.stage)
-        init = tuple(zeros(jnp.float32) for _ in tops), zeros(jnp.int32), hopper.Step(jnp.int32(0), jnp.int32(0))
-        totals, *_ = share.loop(add_slice, init, following=True)
-        finish([(top, 0, x) for top, x in zip(tops, totals, strict=True)])
+        pipeline.wait(pipeline.first_stage)
+        init = (
+            tuple(zeros(jnp.float32) for _ in row_starts),
+            zeros(jnp.int32),
+            hopper.SlicePosition(jnp.int32(0), jnp.int32(0)),
+        )
+        totals, *_ = pipeline.loop_over_k(add_slice, init, with_next=True)
+        finish([(top, 0, x) for top, x in zip(row_starts, totals, strict=True)])
 
     return compute
 
 
 def best_tile(m: int, n: int) -> Tile:
     """The tile with the least estimated time, as `matmul_block_mosaic.best_tile`: of 128x256, or of 128x128."""
-    choices = (2.0, Tile(128, 128, "N", stages=3, slots=4, raster=16)), (1.08, Tile(64, 128, stages=5))
+    choices = (
+        (2.0, Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16)),
+        (1.08, Tile(64, 128, num_stages=5)),
+    )
 
     def cost(choice: tuple[float, Tile]) -> float:
-        tiles = hopper.tiles_each(m, n, choice[1])
+        tiles = hopper.mean_tiles_per_sm(m, n, choice[1])
         return choice[0] * (tiles + math.ceil(tiles)) / 2
 
     return min(choices, key=cost)[1]

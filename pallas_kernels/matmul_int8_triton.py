@@ -25,45 +25,45 @@ def _multiply(
     a_scale_ptr: tl.tensor,
     b_scale_ptr: tl.tensor,
     residual_ptr: tl.tensor,
-    again_ptr: tl.tensor,
+    residual_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    FALLS: tl.constexpr,
-    BAND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OUT_COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ) -> None:
     """A tile of HIGH rows and WIDE columns, a block's, of (M, COLUMNS); N is the length of the contraction."""
     STEPS: tl.constexpr = (N + 127) // 128
-    TALL: tl.constexpr = (M + HIGH - 1) // HIGH
-    ACROSS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
+    TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES_N: tl.constexpr = (OUT_COLUMNS + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     # Bands of BAND rows of tiles, whose operands stay in the cache.
-    first = program // (BAND * ACROSS) * BAND
-    height = tl.minimum(TALL - first, BAND)
-    within = program % (BAND * ACROSS)
-    top, left = (first + within % height) * HIGH, within // height * WIDE
-    m, n, k = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE), tl.arange(0, 128)
-    a_at = m.to(tl.int64)[:, None] * N + k[None, :]
-    b_at = n.to(tl.int64)[None, :] * N + k[:, None]
+    first_tile_m = program // (GROUP_M * TILES_N) * GROUP_M
+    group_m = tl.minimum(TILES_M - first_tile_m, GROUP_M)
+    program_in_group = program % (GROUP_M * TILES_N)
+    top, left = (first_tile_m + program_in_group % group_m) * BLOCK_M, program_in_group // group_m * BLOCK_N
+    m, n, k = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N), tl.arange(0, 128)
+    a_offsets = m.to(tl.int64)[:, None] * N + k[None, :]
+    b_offsets = n.to(tl.int64)[None, :] * N + k[:, None]
     a_row, b_row = top // 128 * STEPS, left // 128 * STEPS
-    total = tl.zeros((HIGH, WIDE), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS):
-        deep = k + step * 128 < N
-        a_here, b_here = (m < M)[:, None] & deep[None, :], (n < COLUMNS)[None, :] & deep[:, None]
-        a = tl.load(a_ptr + a_at + step * 128, mask=a_here, other=0)
-        b = tl.load(b_ptr + b_at + step * 128, mask=b_here, other=0)
+        k_mask = k + step * 128 < N
+        a_mask, b_mask = (m < M)[:, None] & k_mask[None, :], (n < OUT_COLUMNS)[None, :] & k_mask[:, None]
+        a = tl.load(a_ptr + a_offsets + step * 128, mask=a_mask, other=0)
+        b = tl.load(b_ptr + b_offsets + step * 128, mask=b_mask, other=0)
         scale = tl.load(b_scale_ptr + b_row + step)
-        total += tl.dot(a, b, out_dtype=tl.int32).to(tl.float32) * (tl.load(a_scale_ptr + a_row + step) * scale)
-        if FALLS:
-            again = tl.load(again_ptr + a_row + step)
-            if again != 0:
-                rest = tl.load(residual_ptr + a_at + step * 128, mask=a_here, other=0)
-                total += tl.dot(rest, b, out_dtype=tl.int32).to(tl.float32) * (again * scale)
-    out_at = m.to(tl.int64)[:, None] * COLUMNS + n[None, :]
-    tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=device.inside(m, n, M, COLUMNS))
+        acc += tl.dot(a, b, out_dtype=tl.int32).to(tl.float32) * (tl.load(a_scale_ptr + a_row + step) * scale)
+        if HAS_RESIDUAL:
+            residual_scale = tl.load(residual_scale_ptr + a_row + step)
+            if residual_scale != 0:
+                residual = tl.load(residual_ptr + a_offsets + step * 128, mask=a_mask, other=0)
+                acc += tl.dot(residual, b, out_dtype=tl.int32).to(tl.float32) * (residual_scale * scale)
+    out_offsets = m.to(tl.int64)[:, None] * OUT_COLUMNS + n[None, :]
+    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=device.tile_mask(m, n, M, OUT_COLUMNS))
 
 
 def matmul_int8_block(
@@ -91,15 +91,15 @@ def matmul_int8_block(
     (m, k), n = a.shape, b.shape[0]
     rows, columns, steps = (-(-size // BLOCK) for size in (m, n, k))
     arrays = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
-    wanted = {"a": (m, k), "b": (n, k), "a_scale": (rows, steps), "b_scale": (columns, steps)}
-    for name, shape in wanted.items():
+    expected_shapes = {"a": (m, k), "b": (n, k), "a_scale": (rows, steps), "b_scale": (columns, steps)}
+    for name, shape in expected_shapes.items():
         dtype = jnp.float32 if name.endswith("scale") else jnp.int8
         if arrays[name].shape != shape or arrays[name].dtype != dtype or 0 in shape:
             raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, not {jnp.dtype(dtype)}{shape}")
-    again = jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.used, residual.scale, 0)
-    rest = jnp.zeros((1, 1), jnp.int8) if residual is None else residual.codes
+    residual_scale = jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.used, residual.scale, 0)
+    residual_codes = jnp.zeros((1, 1), jnp.int8) if residual is None else residual.codes
     (out,) = quantize_triton.call(
-        _multiply, [a, b, a_scale, b_scale, rest, again], [jax.ShapeDtypeStruct((m, n), out_dtype)],
-        rows * columns, LAUNCH, compute_capability, COLUMNS=n, FALLS=residual is not None, BAND=8,
+        _multiply, [a, b, a_scale, b_scale, residual_codes, residual_scale], [jax.ShapeDtypeStruct((m, n), out_dtype)],
+        rows * columns, LAUNCH, compute_capability, OUT_COLUMNS=n, HAS_RESIDUAL=residual is not None, GROUP_M=8,
     )  # fmt: skip
     return out  # type: ignore[no-any-return]

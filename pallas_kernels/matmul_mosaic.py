@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 
-PROMOTED = 4  # slices of 128 between promotions to fp32
-LONGEST_INT8 = 2**31 // 128**2 - 1  # of K: no sum of so many products of int8 leaves int32
+SLICES_PER_PROMOTION = 4  # slices of 128 between promotions to fp32
+MAX_INT8_K = 2**31 // 128**2 - 1  # of K: no sum of so many products of int8 leaves int32
 
 
 def matmul(
@@ -52,65 +52,65 @@ def matmul(
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
     """
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
-    integers = a.dtype == jnp.int8
-    hopper.check_operands(a, b, out_dtype, (jnp.int8,) if integers else hopper.FP8_DTYPES)
+    is_int8 = a.dtype == jnp.int8
+    hopper.check_operands(a, b, out_dtype, (jnp.int8,) if is_int8 else hopper.FP8_DTYPES)
     (m, k), n = a.shape, b.shape[0]
-    if integers and k > LONGEST_INT8:
-        raise ValueError(f"K is {k}: int32 holds sums of {LONGEST_INT8} products of int8; multiply parts of K")
-    fast = fast or integers  # these sums lose no bits
+    if is_int8 and k > MAX_INT8_K:
+        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; multiply parts of K")
+    fast = fast or is_int8  # these sums lose no bits
     hopper.check_epilogue(epilogue, m, n)
-    widest = 160 if residual is not None else 192  # of 128 rows: beyond, registers do not hold the epilogue's vectors
-    tile = tile or best_tile(m, n, k, widest, fast)
+    max_cols = 160 if residual is not None else 192  # of 128 rows: beyond, registers do not hold the epilogue's vectors
+    tile = tile or best_tile(m, n, k, max_cols, fast)
     shape = (tile.rows, tile.cols)
 
-    def add_all(share: hopper.Share, finish: Any) -> None:
+    def add_all(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
         def accumulate(acc: Any) -> None:
-            def body(i: jax.Array, slots: list[Any], before: jax.Array) -> jax.Array:
+            def body(i: jax.Array, slots: list[Any], previous_slot: jax.Array) -> jax.Array:
                 (slot,) = slots
-                share.wait(slot)
-                plgpu.wgmma(acc, share.a(slot), share.b(slot))
+                pipeline.wait(slot)
+                plgpu.wgmma(acc, pipeline.a(slot), pipeline.b(slot))
                 plgpu.wgmma_wait(1)
 
                 @pl.when(i > 0)
                 def _previous_slice_is_done() -> None:
-                    share.release(before, i)
+                    pipeline.release(previous_slot, i)
 
                 return slot
 
-            last = share.loop(body, jnp.int32(0))
+            last = pipeline.loop_over_k(body, jnp.int32(0))
             plgpu.wgmma_wait(0)
-            share.release(last, share.k_steps)
+            pipeline.release(last, pipeline.k_steps)
             finish([(0, 0, acc[...])])
 
-        pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.int32 if integers else jnp.float32))
+        pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32))
 
     width = math.gcd(tile.cols, 64)  # in parts, sums need fewer registers at a time
-    starts = range(0, tile.cols, width)
+    column_starts = range(0, tile.cols, width)
 
-    def promote(share: hopper.Share, finish: Any) -> None:
+    def promote(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
         def body(i: jax.Array, slots: list[Any], total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            def several(partial: Any) -> tuple[jax.Array, ...]:
+            def multiply_slices(partial: Any) -> tuple[jax.Array, ...]:
                 for step, slot in enumerate(slots):
-                    share.wait(slot)
-                    plgpu.wgmma(partial, share.a(slot), share.b(slot))
+                    pipeline.wait(slot)
+                    plgpu.wgmma(partial, pipeline.a(slot), pipeline.b(slot))
                     if step:
                         plgpu.wgmma_wait(1)
-                        share.release(slots[step - 1], i + step)
-                done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
-                share.release(slots[-1], i + len(slots))
-                return tuple(x + done[:, f : f + width] for x, f in zip(total, starts, strict=True))
+                        pipeline.release(slots[step - 1], i + step)
+                sums = plgpu.wgmma_accumulator_load(partial, wait_n=0)
+                pipeline.release(slots[-1], i + len(slots))
+                return tuple(x + sums[:, f : f + width] for x, f in zip(total, column_starts, strict=True))
 
-            return pl.run_scoped(several, plgpu.ACC(shape, jnp.float32))
+            return pl.run_scoped(multiply_slices, plgpu.ACC(shape, jnp.float32))
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), plgpu.Layout.WGMMA)
-        total = share.loop(body, tuple(zero for _ in starts), unroll=PROMOTED)
-        finish([(0, first, x) for first, x in zip(starts, total, strict=True)])
+        total = pipeline.loop_over_k(body, tuple(zero for _ in column_starts), unroll=SLICES_PER_PROMOTION)
+        finish([(0, first, x) for first, x in zip(column_starts, total, strict=True)])
 
-    return hopper.product(
+    return hopper.pipelined_matmul(
         add_all if fast else promote,
         a,
         b,
-        name="int8_matmul" if integers else "fp8_matmul" if fast else "fp8_matmul_promoted",
+        name="int8_matmul" if is_int8 else "fp8_matmul" if fast else "fp8_matmul_promoted",
         tile=tile,
         epilogue=epilogue,
         out_dtype=out_dtype,
@@ -118,7 +118,7 @@ def matmul(
     )
 
 
-def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> hopper.Tile:
+def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) -> hopper.Tile:
     """The tile with the least estimated time: waves of tiles times what a tile costs.
 
     A 128-deep step costs a tile its tensor-core cycles, and 1 to 8 % more in the narrower ones. Where warpgroups take
@@ -129,13 +129,15 @@ def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> h
 
     def cost(tile: hopper.Tile) -> float:
         cycles = tile.block_rows * tile.block_cols / 32 * {128: 1.08, 160: 1.04, 192: 1.01}.get(tile.cols, 1.0)
-        return hopper.waves(m, n, tile) * (steps * cycles + 2000 * (tile.split is not None))
+        return hopper.num_waves(m, n, tile) * (steps * cycles + 2000 * (tile.split is not None))
 
     if not fast:  # twice the accumulators: the warpgroups share a tile, at 0.94 to 0.99 of cuBLASLt's fast product
-        return hopper.Tile(64, 128, stages=6, cluster=hopper.pairing(m, 128), lead=2)
-    turns = [
-        hopper.Tile(128, columns, None, stages, cluster=hopper.pairing(n, columns, "N") or hopper.pairing(m, 128))
+        return hopper.Tile(64, 128, num_stages=6, cluster=hopper.choose_cluster(m, 128), lead_slices=2)
+    alternating_tiles = [
+        hopper.Tile(
+            128, columns, None, stages, cluster=hopper.choose_cluster(n, columns, "N") or hopper.choose_cluster(m, 128)
+        )
         for columns, stages in ((128, 6), (160, 5), (192, 4))
-        if columns <= widest
+        if columns <= max_cols
     ]
-    return min([*turns, hopper.Tile()], key=cost)
+    return min([*alternating_tiles, hopper.Tile()], key=cost)

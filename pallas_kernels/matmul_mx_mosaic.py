@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.hopper_wgmma import finish_product, start_product
 
-GROUP = 32
-GROUPS_PER_STEP = hopper.K_STEP // GROUP
+GROUP_SIZE = 32
+GROUPS_PER_STEP = hopper.K_STEP // GROUP_SIZE
 
 
 def matmul_mx(
@@ -53,64 +53,64 @@ def matmul_mx(
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
-    hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP)), (jnp.uint8,))
-    tile = tile or hopper.Tile(64, 128, stages=5, cluster=hopper.pairing(m, 128))
+    hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP_SIZE)), (jnp.uint8,))
+    tile = tile or hopper.Tile(64, 128, num_stages=5, cluster=hopper.choose_cluster(m, 128))
     if tile.rows != 64:
         raise ValueError(f"{tile} has {tile.rows} rows; microscaled products take 64")
-    stream = hopper.Stream.of_slices(_words(a_exponent, k), tile.block_rows, lambda row, _: row)
-    return hopper.product(
-        _compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
-        out_dtype=out_dtype, own_wgmma=True, static=unroll, interpret=interpret,
+    stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda row, _: row)
+    return hopper.pipelined_matmul(
+        _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
+        out_dtype=out_dtype, use_inline_wgmma=True, static_key=unroll, interpret=interpret,
     )  # fmt: skip
 
 
-def _words(exponent: jax.Array, k: int) -> jax.Array:
+def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
     """(M, ceil(K / 32)) bytes -> (M, ceil(K / 128)) int32, four groups a word, the first in the lowest byte."""
     steps = hopper.ceil_div(k, hopper.K_STEP)
     exponent = hopper.pad_axis(exponent, 1, steps * GROUPS_PER_STEP)
     return lax.bitcast_convert_type(exponent.reshape(exponent.shape[0], steps, GROUPS_PER_STEP), jnp.int32)
 
 
-def _compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
-    def start(share: hopper.Share, slot: Any, group: Any) -> jax.Array:
+def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
+    def start(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
-            return start_product(share.a(slot), share.b(slot, transposed=False), [group])
-        return _product_array(share.a(slot), share.b(slot, transposed=False), group)
+            return start_product(pipeline.a(slot), pipeline.b(slot, transposed=False), [group])
+        return _reference_product(pipeline.a(slot), pipeline.b(slot, transposed=False), group)
 
     def finish_one(sums: jax.Array, in_flight: int) -> jax.Array:
         return sums if interpret is not None else finish_product(sums, in_flight)
 
-    def compute(share: hopper.Share, finish: Any) -> None:
+    def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
         def promote(acc: jax.Array, in_flight: int, sums: jax.Array, word: jax.Array, group: int, *slice_: Any) -> Any:
-            done = finish_one(sums, in_flight)
+            finished = finish_one(sums, in_flight)
             if group == GROUPS_PER_STEP - 1:
-                share.release(*slice_)
+                pipeline.release(*slice_)
             byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
             scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
-            return acc + done * lax.broadcast_in_dim(scale, acc.shape, [0])
+            return acc + finished * lax.broadcast_in_dim(scale, acc.shape, [0])
 
         def body(i: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
-            before: Any = None
+            pending: Any = None
             for step, slot in enumerate(slots):
-                share.wait(slot)
-                word = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
+                pipeline.wait(slot)
+                word = pipeline.load_scales(0, slot, pipeline.stage_row, tile.rows, hopper.ROW_LAYOUT)
                 for group in range(GROUPS_PER_STEP):
-                    sums = start(share, slot, group)
+                    sums = start(pipeline, slot, group)
                     if group == 0:
-                        share.scales_read()
+                        pipeline.fence_scale_reads()
                     # Each partial product is promoted while the next one is in flight.
-                    acc = acc if before is None else promote(acc, 1, *before)
-                    before = sums, word, group, slot, i + step + 1
-            return promote(acc, 0, *before)
+                    acc = acc if pending is None else promote(acc, 1, *pending)
+                    pending = sums, word, group, slot, i + step + 1
+            return promote(acc, 0, *pending)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
-        finish([(0, 0, share.loop(body, zero, unroll))])
+        finish([(0, 0, pipeline.loop_over_k(body, zero, unroll))])
 
     return compute
 
 
-def _product_array(a: Any, b: Any, group: int) -> jax.Array:
+def _reference_product(a: Any, b: Any, group: int) -> jax.Array:
     """What `start_product` and `finish_product` compute, in jnp, for the interpreter."""
-    left, right = (x[...].astype(jnp.float32)[:, GROUP * group : GROUP * (group + 1)] for x in (a, b))
+    left, right = (x[...].astype(jnp.float32)[:, GROUP_SIZE * group : GROUP_SIZE * (group + 1)] for x in (a, b))
     plgpu.commit_smem()
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

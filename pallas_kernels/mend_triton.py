@@ -13,45 +13,47 @@ from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
-from pallas_kernels.remake_triton import Operands, kinds_of, pointers
+from pallas_kernels.remake_triton import Operands, operand_arrays, result_kinds
 
 # Enough for every GPU, and as good as nothing where there is nothing to do.
-PROGRAMS = 1024
+NUM_PROGRAMS = 1024
 
 
 @triton.jit
-def _mend(
+def _requantize_if(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, scale_ptr: tl.tensor, wrong_ptr: tl.tensor, codes_ptr: tl.tensor, spare: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
-    KINDS: tl.constexpr, HOW: tl.constexpr, PROGRAMS: tl.constexpr,
+    bias: tl.tensor, scale_ptr: tl.tensor, needs_requantize_ptr: tl.tensor, codes_ptr: tl.tensor, unused: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    KINDS: tl.constexpr, CODING: tl.constexpr, PROGRAMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Every so manieth tile; none where nothing is wrong. The codes are written where they are."""
     MASKED: tl.constexpr = True  # a program may take a tile beyond the last
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    TILES: tl.constexpr = (M + HIGH - 1) // HIGH * ACROSS
-    if tl.load(wrong_ptr) > 0:
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
+    if tl.load(needs_requantize_ptr) > 0:
         p = Operands(
             first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
         )
         for j in range((TILES + PROGRAMS - 1) // PROGRAMS):
             tile = j * PROGRAMS + tl.program_id(0)
-            top, left = tile // ACROSS * HIGH, tile % ACROSS * WIDE
+            top, left = tile // TILES_N * BLOCK_M, tile % TILES_N * BLOCK_N
             start = top.to(tl.int64) * N + left
-            at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-            m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
-            y = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
-            on.put(y, scale_ptr, codes_ptr + start, at, device.inside(m, n, M, N), MASKED, HOW, False)
+            offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+            m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+            y = on.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            on.store_quantized(
+                y, scale_ptr, codes_ptr + start, offsets, device.tile_mask(m, n, M, N), MASKED, CODING, False
+            )
 
 
-def mend(
+def requantize_if(
     operation: Operation,
     kinds: tuple[int, ...],
     operands: Operands,
     codes: Array,
     scale: Array,
-    wrong: Array,
+    needs_requantize: Array,
     *,
     compute_capability: int | None = None,
 ) -> Array:
@@ -62,11 +64,11 @@ def mend(
             `remake_triton.quantize`.
         codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar. wrong: a boolean scalar.
     """
-    inputs: list[Any] = [*pointers(operands), scale.reshape(1, 1), wrong.reshape(1).astype(jnp.int32)]
-    (mended,) = quantize_triton.call(
-        _mend, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
-        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
-        aliases={len(inputs): 0}, OPERATION=operation, KINDS=kinds_of(kinds),
-        HOW=device.Coding("tensor", codes.dtype).static, PROGRAMS=PROGRAMS,
+    inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), needs_requantize.reshape(1).astype(jnp.int32)]
+    (requantized,) = quantize_triton.call(
+        _requantize_if, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
+        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], NUM_PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
+        aliases={len(inputs): 0}, OPERATION=operation, KINDS=result_kinds(kinds),
+        CODING=device.Coding("tensor", codes.dtype).constants, PROGRAMS=NUM_PROGRAMS,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(mended, codes.dtype)
+    return jax.lax.bitcast_convert_type(requantized, codes.dtype)

@@ -18,133 +18,139 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 
 # The longest row that a program holds; how many rows at most share one sum over rows, and how many sums at least, so
 # that a GPU has work for all of its multiprocessors.
-LONGEST, ROWS, SUMS = 16384, 32, 512
+MAX_CHANNELS, MAX_ROWS_PER_SUM, MIN_SUMS = 16384, 32, 512
 # Bytes of operands that may be on their way: what every GPU with FP8 has of shared memory for a program.
-AHEAD = 96 << 10
+PREFETCH_BYTES = 96 << 10
 
 
 @triton.jit
 def _forward(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, to_scale: tl.tensor, codes_ptr: tl.tensor,
-    scales_ptr: tl.tensor, inverse_ptr: tl.tensor, mean_ptr: tl.tensor, peaks_ptr: tl.tensor, result_ptr: tl.tensor,
-    row_scale_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    EPS: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr, BY_ROW: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, result_scale: tl.tensor, codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor, rstd_ptr: tl.tensor, mean_ptr: tl.tensor, amax_ptr: tl.tensor, result_ptr: tl.tensor,
+    row_scale_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EPS: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
-    MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
-    program = device.from_last()
-    m, n = program * HIGH + tl.arange(0, HIGH), tl.arange(0, WIDE)
-    first = program.to(tl.int64) * (HIGH * N)
-    at, here = (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(m, n, M, N)
-    z = codec.fp32(device.load_plain(x_ptr + first, at, here, MASKED))
-    mean = tl.zeros((HIGH,), tl.float32)
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
+    program = device.reversed_program_id()
+    m, n = program * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    first = program.to(tl.int64) * (BLOCK_M * N)
+    offsets, mask = (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], device.tile_mask(m, n, M, N)
+    z = codec.to_fp32(device.load_raw(x_ptr + first, offsets, mask, MASKED))
+    mean = tl.zeros((BLOCK_M,), tl.float32)
     if OPERATION.centered:
         mean = tl.sum(z, 1) / N
         tl.store(mean_ptr + m, mean, mask=m < M)
-        z = tl.where(here, z - mean[:, None], 0.0)
-    inverse = 1 / tl.sqrt_rn(tl.sum(z * z, 1) / N + EPS)
-    tl.store(inverse_ptr + m, inverse, mask=m < M)
+        z = tl.where(mask, z - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt_rn(tl.sum(z * z, 1) / N + EPS)
+    tl.store(rstd_ptr + m, rstd, mask=m < M)
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
-    on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, True)
-    y = on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
-    if TO.kind != "none" and TO.kind != "array":
-        y = on.narrowed(y, OPERATION.dtype)
+    on.store_group_quantized(z, codes_ptr, scales_ptr, first, offsets, m, 0, n, M, N, MASKED, RESIDUAL_CODING, True)
+    y = on.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
+    if OUT_CODING.kind != "none" and OUT_CODING.kind != "array":
+        y = on.round_to_dtype(y, OPERATION.dtype)
     if BY_ROW:
-        on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, True)
-    elif TO.kind != "none":
-        on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
-    top = on.peak_of_finite(y, OPERATION.dtype)
-    if top < float("inf"):
-        tl.store(peaks_ptr + program, top)
+        on.store_rows_quantized(y, row_scale_ptr, result_ptr + first, offsets, m, n, M, N, MASKED, OUT_CODING, True)
+    elif OUT_CODING.kind != "none":
+        on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
+    amax = on.tile_amax_or_nonfinite(y, OPERATION.dtype)
+    if amax < float("inf"):
+        tl.store(amax_ptr + program, amax)
     else:
-        z = codec.fp32(device.load_plain(x_ptr + first, at, here, MASKED))
+        z = codec.to_fp32(device.load_raw(x_ptr + first, offsets, mask, MASKED))
         if OPERATION.centered:
-            z = tl.where(here, z - mean[:, None], 0.0)
-        on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, False)
-        y = on.narrowed(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION.dtype)
+            z = tl.where(mask, z - mean[:, None], 0.0)
+        on.store_group_quantized(
+            z, codes_ptr, scales_ptr, first, offsets, m, 0, n, M, N, MASKED, RESIDUAL_CODING, False
+        )
+        y = on.round_to_dtype(on.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION.dtype)
         if BY_ROW:
-            on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, False)
-        elif TO.kind != "none":
-            on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
-        tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, TO))
+            on.store_rows_quantized(
+                y, row_scale_ptr, result_ptr + first, offsets, m, n, M, N, MASKED, OUT_CODING, False
+            )
+        elif OUT_CODING.kind != "none":
+            on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
+        tl.store(amax_ptr + program, on.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
 
 
 @triton.jit
 def _backward(
-    codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, inverse_ptr: tl.tensor, weight_ptr: tl.tensor,
-    residual_ptr: tl.tensor, dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, peaks_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
-    RESIDUAL: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, HOW: tl.constexpr,
+    codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, rstd_ptr: tl.tensor, weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor, dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, amax_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    RESIDUAL: tl.constexpr, ROWS_PER_STEP: tl.constexpr, NUM_STAGES: tl.constexpr, CODING: tl.constexpr,
 ) -> None:  # fmt: skip
     """HIGH rows, AT_ONCE at a time, the next STAGES - 1 on their way."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     GROUP: tl.constexpr = OPERATION.group
-    WIDTH: tl.constexpr = (N + GROUP - 1) // GROUP
+    GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
     # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
     # of each eight is read in pairs where it is narrower than the four bytes that a copy ahead of time takes.
     PAIRS: tl.constexpr = scales_ptr.dtype.element_ty == tl.bfloat16 and N % (2 * GROUP) == 0
-    program = device.from_last()
-    n, row = tl.multiple_of(tl.arange(0, WIDE), 8), tl.arange(0, AT_ONCE)
-    at, g = (row * N)[:, None] + n[None, :], tl.arange(0, WIDE // 8) * 8 // GROUP
-    dweight = tl.zeros((1, WIDE), tl.float32)
-    dbias = tl.zeros((1, WIDE), tl.float32)
-    top = tl.zeros((1, WIDE), tl.int32)
+    program = device.reversed_program_id()
+    n, row = tl.multiple_of(tl.arange(0, BLOCK_N), 8), tl.arange(0, ROWS_PER_STEP)
+    offsets, g = (row * N)[:, None] + n[None, :], tl.arange(0, BLOCK_N // 8) * 8 // GROUP
+    dweight = tl.zeros((1, BLOCK_N), tl.float32)
+    dbias = tl.zeros((1, BLOCK_N), tl.float32)
+    amax_keys = tl.zeros((1, BLOCK_N), tl.int32)
     if OPERATION.scaled:
-        weight = codec.fp32(tl.load(weight_ptr + n, mask=n < N, other=0.0))[None, :]
-    for j in tl.range(0, HIGH, AT_ONCE, num_stages=STAGES):
-        m = program * HIGH + j + row
-        first = (program * HIGH + j).to(tl.int64) * N
-        here, there = device.inside(m, n, M, N), device.inside(m, g, M, WIDTH)
+        weight = codec.to_fp32(tl.load(weight_ptr + n, mask=n < N, other=0.0))[None, :]
+    for j in tl.range(0, BLOCK_M, ROWS_PER_STEP, num_stages=NUM_STAGES):
+        m = program * BLOCK_M + j + row
+        first = (program * BLOCK_M + j).to(tl.int64) * N
+        mask, group_mask = device.tile_mask(m, n, M, N), device.tile_mask(m, g, M, GROUPS)
         if OPERATION.exact:
             scale = 1.0
         elif PAIRS:
             words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first // (2 * GROUP)
-            pair = device.load_plain(words, (row * (N // (2 * GROUP)))[:, None] + g[None, :] // 2, there, MASKED)
+            pair = device.load_raw(words, (row * (N // (2 * GROUP)))[:, None] + g[None, :] // 2, group_mask, MASKED)
             scale = codec.from_bits(tl.where((g & 1)[None, :] > 0, pair & -0x10000, pair << 16))
         else:
-            scales = scales_ptr + (program * HIGH + j).to(tl.int64) * WIDTH
-            scale = device.load(scales, (row * WIDTH)[:, None] + g[None, :], there, MASKED)
-        inverse = tl.load(inverse_ptr + m, mask=m < M, other=0.0)[:, None]
-        codes = storage.load_codes(codes_ptr, first, at, m, 0, n, M, N, MASKED, OPERATION, True)
-        dy = codec.fp32(device.load_plain(dy_ptr + first, at, here, MASKED))
-        if RESIDUAL and STAGES > 1:
-            residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
+            scales = scales_ptr + (program * BLOCK_M + j).to(tl.int64) * GROUPS
+            scale = device.load(scales, (row * GROUPS)[:, None] + g[None, :], group_mask, MASKED)
+        rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)[:, None]
+        codes = storage.load_codes(codes_ptr, first, offsets, m, 0, n, M, N, MASKED, OPERATION, True)
+        dy = codec.to_fp32(device.load_raw(dy_ptr + first, offsets, mask, MASKED))
+        if RESIDUAL and NUM_STAGES > 1:
+            residual = codec.to_fp32(device.load_raw(residual_ptr + first, offsets, mask, MASKED))
         if OPERATION.exact:
-            normal = codec.fp32(codes[0])
+            x_hat = codec.to_fp32(codes[0])
             if OPERATION.centered:
-                normal = normal - (tl.sum(normal, 1) / N)[:, None]
-            normal = normal * inverse
+                x_hat = x_hat - (tl.sum(x_hat, 1) / N)[:, None]
+            x_hat = x_hat * rstd
         else:
-            normal = storage.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
-        dweight += tl.sum(dy * normal, 0)[None, :]
-        t = dy
+            x_hat = storage.decode_codes(codes, OPERATION) * device.repeat_columns(scale, 8) * rstd
+        dweight += tl.sum(dy * x_hat, 0)[None, :]
+        dx_hat = dy
         if OPERATION.biased:
             dbias += tl.sum(dy, 0)[None, :]
         if OPERATION.scaled:
-            t = dy * weight
-        dx = t - normal * (tl.sum(t * normal, 1) / N)[:, None]
+            dx_hat = dy * weight
+        dx = dx_hat - x_hat * (tl.sum(dx_hat * x_hat, 1) / N)[:, None]
         if OPERATION.centered:
-            dx = dx - (tl.sum(t, 1) / N)[:, None]
-        dx = inverse * dx
-        if RESIDUAL and STAGES == 1:
-            residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
+            dx = dx - (tl.sum(dx_hat, 1) / N)[:, None]
+        dx = rstd * dx
+        if RESIDUAL and NUM_STAGES == 1:
+            residual = codec.to_fp32(device.load_raw(residual_ptr + first, offsets, mask, MASKED))
         if RESIDUAL:
             dx = dx + residual
         rounded = dx.to(dx_ptr.dtype.element_ty)
-        device.store(dx_ptr + first, at, rounded, here, MASKED)
-        top = tl.maximum(top, tl.max(on.ordered(rounded, m, n, M, N, MASKED, HOW), 0)[None, :])
-    tl.store(peaks_ptr + program, device.largest(tl.max(tl.max(top, 1), 0), HOW))
-    place, there = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
+        device.store(dx_ptr + first, offsets, rounded, mask, MASKED)
+        amax_keys = tl.maximum(
+            amax_keys, tl.max(on.masked_magnitude_key(rounded, m, n, M, N, MASKED, CODING), 0)[None, :]
+        )
+    tl.store(amax_ptr + program, device.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
+    sum_offsets, group_mask = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
     if OPERATION.scaled:
-        device.store(dweight_ptr, place, dweight, there, MASKED)
+        device.store(dweight_ptr, sum_offsets, dweight, group_mask, MASKED)
     if OPERATION.biased:
-        device.store(dbias_ptr, place, dbias, there, MASKED)
+        device.store(dbias_ptr, sum_offsets, dbias, group_mask, MASKED)
 
 
-def unsupported(shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
     """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
-    if len(shape) == 2 and shape[1] > LONGEST:
-        return f"rows of {shape[1]} are longer than {LONGEST}"
-    return storage.unsupported(shape, dtype, coding)
+    if len(shape) == 2 and shape[1] > MAX_CHANNELS:
+        return f"rows of {shape[1]} are longer than {MAX_CHANNELS}"
+    return storage.unsupported_reason(shape, dtype, coding)
 
 
 def forward(
@@ -172,27 +178,27 @@ def forward(
         ten bits are packed, uint8 (M, 5 N / 4).
     """
     m, n = x.shape
-    launch = _launch(n)
-    to, dtype = storage.result_of(result)
-    programs, by_row = -(-m // launch.rows), to.kind == "token"
+    launch = _best_launch(n)
+    result_coding, dtype = storage.result_coding(result)
+    programs, by_row = -(-m // launch.block_m), result_coding.kind == "token"
     shapes = [
-        *storage.codes_of((m, n), coding),
+        *storage.code_shapes((m, n), coding),
         jax.ShapeDtypeStruct((m,), jnp.float32),
         jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
         jax.ShapeDtypeStruct((m, n) if result else (1, 1), dtype),
         jax.ShapeDtypeStruct((m if by_row else 1, 1), jnp.float32),
     ]
-    to_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
-    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, to_scale))]
-    codes, scales, inverse, mean, peaks, result_codes, row_scale = quantize_triton.call(
+    result_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
+    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, result_scale))]
+    codes, scales, inverse, mean, tile_amax, result_codes, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
-        HOW=coding.static if coding else device.NONE, TO=to, BY_ROW=by_row,
+        RESIDUAL_CODING=coding.constants if coding else device.NO_CODING, OUT_CODING=result_coding, BY_ROW=by_row,
     )  # fmt: skip
-    quantized: Any = storage.typed(result_codes, result[1]) if result else None
+    quantized: Any = storage.bytes_to_codes(result_codes, result[1]) if result else None
     quantized = (quantized, row_scale) if by_row else quantized
-    of_input = (storage.typed(codes, coding.dtype), scales) if coding else (None, None)
-    return *of_input, inverse, mean if operation.centered else None, jnp.max(peaks), quantized
+    input_codes = (storage.bytes_to_codes(codes, coding.dtype), scales) if coding else (None, None)
+    return *input_codes, inverse, mean if operation.centered else None, jnp.max(tile_amax), quantized
 
 
 def backward(
@@ -219,16 +225,16 @@ def backward(
         magnitude of the first, an fp32 scalar.
     """
     m, n = dy.shape
-    rows, wide = max(1, min(ROWS, m // SUMS)), triton.next_power_of_2(n)
-    launch = QuantizeLaunch(rows, wide, max(4, wide // 512))
-    programs = -(-m // launch.rows)
+    rows, block_n = max(1, min(MAX_ROWS_PER_SUM, m // MIN_SUMS)), triton.next_power_of_2(n)
+    launch = QuantizeLaunch(rows, block_n, max(4, block_n // 512))
+    programs = -(-m // launch.block_m)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
     scales, *optional = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
-    first = codes if operation.exact else storage.typed(codes, jnp.uint8)
+    first = codes if operation.exact else storage.bytes_to_codes(codes, jnp.uint8)
     inputs = [first, scales, dy, inverse, *optional]
-    at_once = 2 if rows % 2 == 0 and wide < 2048 else 1
-    read = (
+    rows_per_step = 2 if rows % 2 == 0 and block_n < 2048 else 1
+    bytes_per_element = (
         first.dtype.itemsize
         + (0 if operation.exact else scales.dtype.itemsize / 8)
         + (0.5 if operation.format == "int10" else 0)
@@ -236,20 +242,20 @@ def backward(
         + (0 if residual is None else residual.dtype.itemsize)
     )
     results = [jax.ShapeDtypeStruct((m, n), dtype), *sums, jax.ShapeDtypeStruct((programs,), jnp.float32)]
-    dx, dweight, dbias, peaks = quantize_triton.call(
+    dx, dweight, dbias, tile_amax = quantize_triton.call(
         _backward, inputs, results, programs, launch, compute_capability, shape=(m, n), OPERATION=operation,
-        RESIDUAL=residual is not None, AT_ONCE=at_once, HOW=device.NONE,
-        STAGES=3 if 2 * at_once * wide * read < AHEAD else 1,
+        RESIDUAL=residual is not None, ROWS_PER_STEP=rows_per_step, CODING=device.NO_CODING,
+        NUM_STAGES=3 if 2 * rows_per_step * block_n * bytes_per_element < PREFETCH_BYTES else 1,
     )  # fmt: skip
     return (
         dx,
         jnp.sum(dweight, 0) if operation.scaled else None,
         jnp.sum(dbias, 0) if operation.biased else None,
-        jnp.max(peaks),
+        jnp.max(tile_amax),
     )
 
 
-def _launch(n: int) -> QuantizeLaunch:
+def _best_launch(n: int) -> QuantizeLaunch:
     """Whole rows, a program about 4,096 elements."""
-    wide = triton.next_power_of_2(n)
-    return QuantizeLaunch(max(1, 4096 // wide), wide, 4 if wide <= 4096 else 8)
+    block_n = triton.next_power_of_2(n)
+    return QuantizeLaunch(max(1, 4096 // block_n), block_n, 4 if block_n <= 4096 else 8)

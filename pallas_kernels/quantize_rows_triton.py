@@ -14,84 +14,86 @@ from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 
 # What a program holds: threads of 32 elements.
-LONGEST, ELEMENTS, GROUP = 32768, 4096, 32
+MAX_COLUMNS, ELEMENTS_PER_PROGRAM, GROUP = 32768, 4096, 32
 
 
 @triton.jit
-def _places(program: tl.tensor, LEFT: tl.constexpr, WIDE: tl.constexpr, HIGH: tl.constexpr, M: tl.constexpr,
+def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, M: tl.constexpr,
             N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Where in a program's rows the WIDE elements from LEFT on are, and which of them there are."""
-    n = LEFT + tl.arange(0, WIDE)
-    return (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(program * HIGH + tl.arange(0, HIGH), n, M, N)
+    n = LEFT + tl.arange(0, BLOCK_N)
+    return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], device.tile_mask(
+        program * BLOCK_M + tl.arange(0, BLOCK_M), n, M, N
+    )
 
 
 @triton.jit
-def _peaks(x: tl.tensor, SIZE: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
-    return device.along_rows(device.ordered(x, HOW), SIZE)
+def _group_keys(x: tl.tensor, SIZE: tl.constexpr, CODING: tl.constexpr) -> tl.tensor:
+    return device.max_along_rows(device.magnitude_key(x, CODING), SIZE)
 
 
 @triton.jit
-def _codes(x: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    y = device.scaled(codec.fp32(x, False), factor, HOW)
-    return device.encode(y, y, 0, HOW)
+def _encode(x: tl.tensor, factor: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
+    y = device.apply_inverse_scale(codec.to_fp32(x, False), factor, CODING)
+    return device.encode(y, y, 0, CODING)
 
 
 @triton.jit
-def _rows(
+def _quantize_rows(
     x_ptr: tl.tensor,
-    level_ptr: tl.tensor,
+    outer_scale_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    REST: tl.constexpr,
-    SIZE: tl.constexpr,
-    LEVEL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_OUTER_SCALE: tl.constexpr,
     BY_ROW: tl.constexpr,
-    HOW: tl.constexpr,
+    CODING: tl.constexpr,
 ) -> None:
     """HIGH rows of at most WIDE + REST columns."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     program = tl.program_id(0)
-    first = program.to(tl.int64) * (HIGH * N)
-    at, here = _places(program, 0, WIDE, HIGH, M, N)
-    x = device.load_plain(x_ptr + first, at, here, MASKED)
-    largest = tl.max(_peaks(x, SIZE, HOW), 1)
-    if REST > 0:
-        at2, here2 = _places(program, WIDE, REST, HIGH, M, N)
-        x2 = device.load_plain(x_ptr + first, at2, here2, True)
-        largest = tl.maximum(largest, tl.max(_peaks(x2, SIZE, HOW), 1))
-    m = program * HIGH + tl.arange(0, HIGH)
-    if LEVEL:
-        level = tl.load(level_ptr + m, mask=m < M, other=1.0) if BY_ROW else tl.load(level_ptr)
-        scale = level * device.from_bits(device.power(largest, device.inverse(level), HOW) << 23)
+    first = program.to(tl.int64) * (BLOCK_M * N)
+    offsets, mask = _row_offsets(program, 0, BLOCK_N, BLOCK_M, M, N)
+    x = device.load_raw(x_ptr + first, offsets, mask, MASKED)
+    keys = tl.max(_group_keys(x, GROUP_SIZE, CODING), 1)
+    if TAIL_N > 0:
+        tail_offsets, tail_mask = _row_offsets(program, BLOCK_N, TAIL_N, BLOCK_M, M, N)
+        tail = device.load_raw(x_ptr + first, tail_offsets, tail_mask, True)
+        keys = tl.maximum(keys, tl.max(_group_keys(tail, GROUP_SIZE, CODING), 1))
+    m = program * BLOCK_M + tl.arange(0, BLOCK_M)
+    if HAS_OUTER_SCALE:
+        outer_scale = tl.load(outer_scale_ptr + m, mask=m < M, other=1.0) if BY_ROW else tl.load(outer_scale_ptr)
+        scale = outer_scale * device.from_bits(device.e8m0_exponent(keys, device.reciprocal(outer_scale), CODING) << 23)
         scale = tl.maximum(scale, device.TINY)
     else:
-        scale = device.to_scale(largest, HOW, tl.float32)
-    factor = device.inverse(scale)[:, None]
-    device.store(codes_ptr + first, at, _codes(x, factor, HOW), here, MASKED)
-    if REST > 0:
-        device.store(codes_ptr + first, at2, _codes(x2, factor, HOW), here2, True)
+        scale = device.scale_from_key(keys, CODING, tl.float32)
+    factor = device.reciprocal(scale)[:, None]
+    device.store(codes_ptr + first, offsets, _encode(x, factor, CODING), mask, MASKED)
+    if TAIL_N > 0:
+        device.store(codes_ptr + first, tail_offsets, _encode(tail, factor, CODING), tail_mask, True)
     tl.store(scales_ptr + m, scale, mask=m < M)
 
 
-def unsupported(shape: tuple[int, ...], dtype: Any, coding: device.Coding) -> str | None:
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: device.Coding) -> str | None:
     """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
-    if len(shape) == 2 and shape[1] > LONGEST:
-        return f"a row of {shape[1]} elements is longer than {LONGEST}"
+    if len(shape) == 2 and shape[1] > MAX_COLUMNS:
+        return f"a row of {shape[1]} elements is longer than {MAX_COLUMNS}"
     if coding.stochastic:
         return "it rounds to nearest"
-    return quantize_triton.unsupported(shape, dtype, (coding,))
+    return quantize_triton.unsupported_reason(shape, dtype, (coding,))
 
 
 def quantize_rows(
     x: Array,
     coding: device.Coding,
     *,
-    level: Array | None = None,
-    warps: int | None = None,
+    outer_scale: Array | None = None,
+    num_warps: int | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
     """Codes of a matrix with one scale a row, in one pass over it.
@@ -109,32 +111,36 @@ def quantize_rows(
     Raises:
         ValueError: the kernel cannot take these; the message says why.
     """
-    reason = unsupported(x.shape, x.dtype, coding)
+    reason = unsupported_reason(x.shape, x.dtype, coding)
     if reason is not None:
         raise ValueError(f"the kernel for rows cannot run: {reason}")
     m, n = x.shape
-    wide, rest = _widths(n)
-    high = triton.next_power_of_2(max(ELEMENTS // (wide + rest), 1))
-    programs = -(-m // high)
+    block_n, tail_n = _block_widths(n)
+    block_m = triton.next_power_of_2(max(ELEMENTS_PER_PROGRAM // (block_n + tail_n), 1))
+    programs = -(-m // block_m)
     shapes = [
         jax.ShapeDtypeStruct((m, n), jnp.uint8),
         jax.ShapeDtypeStruct((m, 1), jnp.float32),
     ]
-    one = jnp.ones((1, 1), jnp.float32) if level is None else level.reshape(-1, 1).astype(jnp.float32)
-    launch = quantize_triton.QuantizeLaunch(high, wide, warps or (8 if high == 1 else 4))
-    run = functools.partial(quantize_triton.call, _rows, [x, one], shapes, programs, launch, compute_capability)
-    codes, scales = run(
-        REST=rest,
-        SIZE=GROUP,
-        LEVEL=level is not None,
-        BY_ROW=one.size > 1,
-        HOW=coding.static,
+    outer_scales = (
+        jnp.ones((1, 1), jnp.float32) if outer_scale is None else outer_scale.reshape(-1, 1).astype(jnp.float32)
+    )
+    launch = quantize_triton.QuantizeLaunch(block_m, block_n, num_warps or (8 if block_m == 1 else 4))
+    launch_kernel = functools.partial(
+        quantize_triton.call, _quantize_rows, [x, outer_scales], shapes, programs, launch, compute_capability
+    )
+    codes, scales = launch_kernel(
+        TAIL_N=tail_n,
+        GROUP_SIZE=GROUP,
+        HAS_OUTER_SCALE=outer_scale is not None,
+        BY_ROW=outer_scales.size > 1,
+        CODING=coding.constants,
     )
     return jax.lax.bitcast_convert_type(codes, coding.dtype), scales
 
 
-def _widths(columns: int) -> tuple[int, int]:
+def _block_widths(columns: int) -> tuple[int, int]:
     """Two powers of two that cover a row, the second perhaps 0: one alone could be nearly twice as long."""
-    whole = max(triton.next_power_of_2(columns), GROUP)
-    rest = max(triton.next_power_of_2(columns - whole // 2), GROUP)
-    return (whole // 2, rest) if whole > GROUP and rest <= whole // 4 else (whole, 0)
+    covering = max(triton.next_power_of_2(columns), GROUP)
+    tail = max(triton.next_power_of_2(columns - covering // 2), GROUP)
+    return (covering // 2, tail) if covering > GROUP and tail <= covering // 4 else (covering, 0)

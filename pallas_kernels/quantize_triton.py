@@ -22,9 +22,9 @@ from pallas_kernels import slices_triton as slicing
 from pallas_kernels.scaling_triton import Coding as Coding
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-GROUPS = (16, 32, 64, 128)
+GROUP_SIZES = (16, 32, 64, 128)
 FP8_CAPABILITY = 89
-ALIGNED = 128  # columns of one of several matrices: those of the widest tile
+COLUMN_ALIGNMENT = 128  # columns of one of several matrices: those of the widest tile
 
 
 class Quantized(NamedTuple):
@@ -35,162 +35,170 @@ class Quantized(NamedTuple):
     microscale: Array | None = None
 
 
-class Cuts(NamedTuple):
+class ColumnOffsets(NamedTuple):
     """Where the second and the third of the matrices begin that lie side by side; of one matrix both are 0."""
 
-    second: int = 0
-    third: int = 0
+    second_start: int = 0
+    third_start: int = 0
 
 
 @triton.jit
 def _quantize(
     x_ptr: tl.tensor,
-    second_ptr: tl.tensor,
-    third_ptr: tl.tensor,
+    x2_ptr: tl.tensor,
+    x3_ptr: tl.tensor,
     row_scale_ptr: tl.tensor,
     column_scale_ptr: tl.tensor,
     noise_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
+    row_codes_ptr: tl.tensor,
     row_scales_ptr: tl.tensor,
     row_powers_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
+    column_codes_ptr: tl.tensor,
     column_scales_ptr: tl.tensor,
     column_powers_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_CODING: tl.constexpr,
+    COLUMN_CODING: tl.constexpr,
     SUMS: tl.constexpr,
-    CUTS: tl.constexpr,
+    COLUMN_OFFSETS: tl.constexpr,
 ) -> None:
     """A tile of HIGH rows and WIDE columns."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    R: tl.constexpr = HIGH // 4
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    R: tl.constexpr = BLOCK_M // 4
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
-    i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
+    i, n = tl.arange(0, R), left + tl.arange(0, BLOCK_N)
     m0 = top + 4 * i
-    at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    source, at, stride = x_ptr + first, at0, N
-    if CUTS.second > 0:
-        last, later = left >= CUTS.third, left >= CUTS.second
-        begin = tl.where(last, CUTS.third, tl.where(later, CUTS.second, 0))
-        width = tl.where(last, N - CUTS.third, tl.where(later, CUTS.third - CUTS.second, CUTS.second))
+    slice_offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    source, source_offsets, stride = x_ptr + first, slice_offsets, N
+    if COLUMN_OFFSETS.second_start > 0:
+        in_third, in_second = left >= COLUMN_OFFSETS.third_start, left >= COLUMN_OFFSETS.second_start
+        source_left = tl.where(
+            in_third, COLUMN_OFFSETS.third_start, tl.where(in_second, COLUMN_OFFSETS.second_start, 0)
+        )
+        width = tl.where(
+            in_third,
+            N - COLUMN_OFFSETS.third_start,
+            tl.where(in_second, COLUMN_OFFSETS.third_start - COLUMN_OFFSETS.second_start, COLUMN_OFFSETS.second_start),
+        )
         stride = tl.multiple_of(width, 64)
-        source = tl.where(last, third_ptr, tl.where(later, second_ptr, x_ptr))
-        source += top.to(tl.int64) * stride + tl.multiple_of(left - begin, 64)
-        at = (4 * i * stride)[:, None] + tl.arange(0, WIDE)[None, :]
-    x0, x1, x2, x3 = slicing.load_slices(source, at, stride, m0, n, M, N, MASKED)
-    xs = (x0, x1, x2, x3)
+        source = tl.where(in_third, x3_ptr, tl.where(in_second, x2_ptr, x_ptr))
+        source += top.to(tl.int64) * stride + tl.multiple_of(left - source_left, 64)
+        source_offsets = (4 * i * stride)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    x0, x1, x2, x3 = slicing.load_slices(source, source_offsets, stride, m0, n, M, N, MASKED)
+    slices = (x0, x1, x2, x3)
     if SUMS:
-        total = (codec.fp32(x0, False) + codec.fp32(x1, False)) + (codec.fp32(x2, False) + codec.fp32(x3, False))
-        tl.store(sums_ptr + (program // ACROSS).to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
-    random1 = tl.zeros((R, WIDE), tl.uint32)
+        total = (codec.to_fp32(x0, False) + codec.to_fp32(x1, False)) + (
+            codec.to_fp32(x2, False) + codec.to_fp32(x3, False)
+        )
+        tl.store(sums_ptr + (program // TILES_N).to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
+    random1 = tl.zeros((R, BLOCK_N), tl.uint32)
     random2 = random1
-    if ROWS.stochastic or COLUMNS.stochastic:
+    if ROW_CODING.stochastic or COLUMN_CODING.stochastic:
         word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
         # By the place in the whole matrix, of which this may be a part.
-        four = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
-        four += tl.load(noise_ptr + 3)
-        if ROWS.stochastic:
-            random1 = device.hashed(four, word1, word2)
-        if (COLUMNS.kind != "none" and COLUMNS.kind != "same") and COLUMNS.stochastic:
-            random2 = device.hashed(four, word2, word1)
-    ordered = tl.zeros((R, WIDE), tl.int32)
-    largest0, ordered = device.slice_maxima(x0, ordered, ROWS, COLUMNS)
-    largest1, ordered = device.slice_maxima(x1, ordered, ROWS, COLUMNS)
-    largest2, ordered = device.slice_maxima(x2, ordered, ROWS, COLUMNS)
-    largest3, ordered = device.slice_maxima(x3, ordered, ROWS, COLUMNS)
-    largest_of = (largest0, largest1, largest2, largest3)
+        noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
+        noise_index += tl.load(noise_ptr + 3)
+        if ROW_CODING.stochastic:
+            random1 = device.hash_bits(noise_index, word1, word2)
+        if (COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same") and COLUMN_CODING.stochastic:
+            random2 = device.hash_bits(noise_index, word2, word1)
+    amax_keys = tl.zeros((R, BLOCK_N), tl.int32)
+    largest0, amax_keys = device.slice_amax_keys(x0, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest1, amax_keys = device.slice_amax_keys(x1, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest2, amax_keys = device.slice_amax_keys(x2, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest3, amax_keys = device.slice_amax_keys(x3, amax_keys, ROW_CODING, COLUMN_CODING)
+    slice_keys = (largest0, largest1, largest2, largest3)
 
     inverse_scale = 1.0
-    if ROWS.kind == "block":
-        SIDE: tl.constexpr = ROWS.size
-        WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
-        largest = device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE)
-        scale = device.to_scale(largest, ROWS, row_scales_ptr.dtype.element_ty)
-        u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
-        there = device.inside(u, v, (M + SIDE - 1) // SIDE, WIDTH)
-        device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, there, MASKED)
-        if COLUMNS.kind == "same":
-            turned = u[:, None] + v[None, :] * ((M + SIDE - 1) // SIDE)
-            device.store(column_scales_ptr, turned, scale, there, MASKED)
-        inverse_scale = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
-    elif ROWS.maxima > 0:
-        scale = device.scale_of_maxima(row_scale_ptr, ROWS)
+    if ROW_CODING.kind == "block":
+        BLOCK: tl.constexpr = ROW_CODING.size
+        GROUPS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
+        largest = device.max_along_rows(device.max_along_columns(amax_keys, BLOCK // 4), BLOCK)
+        scale = device.scale_from_key(largest, ROW_CODING, row_scales_ptr.dtype.element_ty)
+        u, v = top // BLOCK + tl.arange(0, BLOCK_M // BLOCK), left // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
+        group_mask = device.tile_mask(u, v, (M + BLOCK - 1) // BLOCK, GROUPS_N)
+        device.store(row_scales_ptr, u[:, None] * GROUPS_N + v[None, :], scale, group_mask, MASKED)
+        if COLUMN_CODING.kind == "same":
+            transposed = u[:, None] + v[None, :] * ((M + BLOCK - 1) // BLOCK)
+            device.store(column_scales_ptr, transposed, scale, group_mask, MASKED)
+        inverse_scale = device.repeat_columns(device.repeat_rows(device.reciprocal(scale), BLOCK // 4), BLOCK)
+    elif ROW_CODING.num_partials > 0:
+        scale = device.scale_from_partial_amax(row_scale_ptr, ROW_CODING)
         tl.store(row_scales_ptr, scale, mask=program == 0)
-        inverse_scale = device.inverse(scale)
-    elif ROWS.kind != "none" and ROWS.kind != "group" and not ROWS.by_row:
-        inverse_scale = device.inverse(tl.load(row_scale_ptr))
+        inverse_scale = device.reciprocal(scale)
+    elif ROW_CODING.kind != "none" and ROW_CODING.kind != "group" and not ROW_CODING.by_row:
+        inverse_scale = device.reciprocal(tl.load(row_scale_ptr))
 
     factor = 1.0
-    power = 1.0
-    if COLUMNS.kind != "none" and COLUMNS.kind != "same":
-        LONG: tl.constexpr = COLUMNS.size // 4
-        if COLUMNS.kind != "group":
-            if COLUMNS.maxima > 0:
-                scale = device.scale_of_maxima(column_scale_ptr, COLUMNS)
+    inverse_power = 1.0
+    if COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same":
+        GROUP_QUARTER: tl.constexpr = COLUMN_CODING.size // 4
+        if COLUMN_CODING.kind != "group":
+            if COLUMN_CODING.num_partials > 0:
+                scale = device.scale_from_partial_amax(column_scale_ptr, COLUMN_CODING)
                 tl.store(column_scales_ptr, scale, mask=program == 0)
-                factor = device.inverse(scale)
-            elif COLUMNS.by_row:
-                factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
+                factor = device.reciprocal(scale)
+            elif COLUMN_CODING.by_row:
+                factor = device.reciprocal(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
-                factor = device.inverse(tl.load(column_scale_ptr))
-        if COLUMNS.kind == "group" or COLUMNS.kind == "mx":
-            HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
-            g = top // (4 * LONG) + tl.arange(0, R // LONG)
-            place = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
-            if COLUMNS.scales_turned:
-                place = n[None, :] + g.to(tl.int64)[:, None] * N
-            there = device.inside(g, n, HEIGHT, N)
-            largest = device.along_columns(ordered, LONG)
-            if COLUMNS.kind == "group":
-                scale = device.to_scale(largest, COLUMNS, column_scales_ptr.dtype.element_ty)
-                device.store(column_scales_ptr, place, scale, there, MASKED)
-                factor = device.over_rows(device.inverse(scale), LONG)
+                factor = device.reciprocal(tl.load(column_scale_ptr))
+        if COLUMN_CODING.kind == "group" or COLUMN_CODING.kind == "mx":
+            GROUPS_M: tl.constexpr = (M + 4 * GROUP_QUARTER - 1) // (4 * GROUP_QUARTER)
+            g = top // (4 * GROUP_QUARTER) + tl.arange(0, R // GROUP_QUARTER)
+            group_offsets = n.to(tl.int64)[None, :] * GROUPS_M + g[:, None]
+            if COLUMN_CODING.scales_transposed:
+                group_offsets = n[None, :] + g.to(tl.int64)[:, None] * N
+            group_mask = device.tile_mask(g, n, GROUPS_M, N)
+            largest = device.max_along_columns(amax_keys, GROUP_QUARTER)
+            if COLUMN_CODING.kind == "group":
+                scale = device.scale_from_key(largest, COLUMN_CODING, column_scales_ptr.dtype.element_ty)
+                device.store(column_scales_ptr, group_offsets, scale, group_mask, MASKED)
+                factor = device.repeat_rows(device.reciprocal(scale), GROUP_QUARTER)
             else:
-                byte = device.power(largest, factor, COLUMNS)
-                device.store(column_powers_ptr, place, byte.to(tl.uint8), there, MASKED)
-                power = device.over_rows(device.of_power(byte), LONG)
+                byte = device.e8m0_exponent(largest, factor, COLUMN_CODING)
+                device.store(column_powers_ptr, group_offsets, byte.to(tl.uint8), group_mask, MASKED)
+                inverse_power = device.repeat_rows(device.inverse_of_exponent(byte), GROUP_QUARTER)
 
-    words = tl.zeros((R, WIDE), tl.uint32)
+    words = tl.zeros((R, BLOCK_N), tl.uint32)
     for j in tl.static_range(4):
-        x, m, here = codec.fp32(xs[j], False), m0 + j, device.inside(m0 + j, n, M, N)
-        if ROWS.kind != "none":
-            y = device.scale_along_rows(
-                x, largest_of[j], m, left, inverse_scale, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED,
-                ROWS,
+        x, m, mask = codec.to_fp32(slices[j], False), m0 + j, device.tile_mask(m0 + j, n, M, N)
+        if ROW_CODING.kind != "none":
+            y = device.scale_rows(
+                x, slice_keys[j], m, left, inverse_scale, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED,
+                ROW_CODING,
             )  # fmt: skip
-            codes = device.encode(x, y, device.noise(random1, j), ROWS)
-            if ROWS.written:
-                device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
-        if COLUMNS.kind != "none" and COLUMNS.kind != "same":
-            if COLUMNS.kind == "mx":
-                x = device.times_power(x, power, COLUMNS)
-            y = device.scaled(x, factor, COLUMNS)
-            codes = device.encode(x, y, device.noise(random2, j), COLUMNS)
-        if COLUMNS.kind != "none":
-            words = slicing.insert(words, codes, j, N % 4 == 0)
-    if COLUMNS.kind != "none":
-        slicing.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+            codes = device.encode(x, y, device.rotate_noise(random1, j), ROW_CODING)
+            if ROW_CODING.writes_codes:
+                device.store(row_codes_ptr + first, slice_offsets + j * N, codes, mask, MASKED)
+        if COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same":
+            if COLUMN_CODING.kind == "mx":
+                x = device.apply_inverse_power(x, inverse_power, COLUMN_CODING)
+            y = device.apply_inverse_scale(x, factor, COLUMN_CODING)
+            codes = device.encode(x, y, device.rotate_noise(random2, j), COLUMN_CODING)
+        if COLUMN_CODING.kind != "none":
+            words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+    if COLUMN_CODING.kind != "none":
+        slicing.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeLaunch:
     """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
 
-    rows: int = 128
-    columns: int = 128
-    warps: int = 8
-    stages: int = 1
+    block_m: int = 128
+    block_n: int = 128
+    num_warps: int = 8
+    num_stages: int = 1
 
 
-def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
     """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
     if len(shape) != 2 or 0 in shape:
         return f"it takes matrices that are not empty, not shape {shape}"
@@ -205,18 +213,20 @@ def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None
             return f"it makes codes in float8_e4m3fn, float8_e5m2 or int8, not {jnp.dtype(coding.dtype)}"
         if coding.kind == "mx" and coding.dtype == jnp.int8:
             return "microscaling is of floating codes"
-        if coding.kind in ("group", "block", "mx") and coding.size not in GROUPS:
-            return f"a {coding.kind} of {coding.size} is none of {', '.join(map(str, GROUPS))}"
+        if coding.kind in ("group", "block", "mx") and coding.size not in GROUP_SIZES:
+            return f"a {coding.kind} of {coding.size} is none of {', '.join(map(str, GROUP_SIZES))}"
     return None
 
 
-def unfit_beside(matrices: Sequence[Any]) -> str | None:
+def unsupported_packed_reason(matrices: Sequence[Any]) -> str | None:
     """Why the kernel cannot take matrices as one that they are side by side, or None."""
     if len(matrices) == 1:
         return None
-    if not 1 < len(matrices) < 4 or any(x.shape[1] % ALIGNED or not x.shape[1] for x in matrices):
+    if not 1 < len(matrices) < 4 or any(x.shape[1] % COLUMN_ALIGNMENT or not x.shape[1] for x in matrices):
         widths = ", ".join(str(x.shape[1]) for x in matrices)
-        return f"it takes two or three matrices side by side, of multiples of {ALIGNED} columns, not of {widths}"
+        return (
+            f"it takes two or three matrices side by side, of multiples of {COLUMN_ALIGNMENT} columns, not of {widths}"
+        )
     if len({(x.shape[0], x.dtype) for x in matrices}) > 1:
         return "matrices side by side have the same rows and dtype"
     return None
@@ -229,8 +239,8 @@ def quantize(
     *,
     row_scale: Array | None = None,
     column_scale: Array | None = None,
-    maxima: Array | None = None,
-    up: bool = False,
+    partial_amax: Array | None = None,
+    round_up_bf16: bool = False,
     words: Array | None = None,
     place: Array | None = None,
     sums: bool = False,
@@ -262,129 +272,147 @@ def quantize(
     Raises:
         ValueError: the kernel cannot take these; the message says why.
     """
-    written = rows is not None
+    writes_rows = rows is not None
     if isinstance(columns, Coding) and columns.kind == "block":
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             options: Any = {"words": words, "place": place, "launch": launch, "compute_capability": compute_capability}
-            own: Any = {"row_scale": row_scale, "maxima": maxima, "up": up, "sums": sums}
-            first, _, total = quantize(x, rows, None, **own, **options)
-            return first, quantize(x, None, columns, **options)[1], total
+            row_options: Any = {
+                "row_scale": row_scale,
+                "partial_amax": partial_amax,
+                "round_up_bf16": round_up_bf16,
+                "sums": sums,
+            }
+            first, _, column_sums = quantize(x, rows, None, **row_options, **options)
+            return first, quantize(x, None, columns, **options)[1], column_sums
         rows, columns = columns, "same"
-    same = columns == "same"
-    coding = rows if same else columns
+    is_same = columns == "same"
+    coding = rows if is_same else columns
     assert coding != "same"
     matrices = [*x] if isinstance(x, Sequence) else [x]
     (m, n), dtype = (matrices[0].shape[0], sum(y.shape[1] for y in matrices)), matrices[0].dtype
-    reason = unsupported((m, n), dtype, (rows, coding)) or unfit_beside(matrices)
+    reason = unsupported_reason((m, n), dtype, (rows, coding)) or unsupported_packed_reason(matrices)
     if reason is not None:
         raise ValueError(f"the quantize kernel cannot run: {reason}")
-    if same and (rows is None or rows.kind not in ("tensor", "block")):
+    if is_same and (rows is None or rows.kind not in ("tensor", "block")):
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
     if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
         raise ValueError("stochastic rounding needs words")
-    launch = launch or _best(rows, coding, same, dtype)
-    shapes = [*_shapes(rows, (m, n), written=written), *_shapes(coding, (n, m))]
-    one = jnp.ones((1, 1), jnp.float32)
-    scales = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
+    launch = launch or _best_launch(rows, coding, is_same, dtype)
+    shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
+    placeholder = jnp.ones((1, 1), jnp.float32)
+    scales = [placeholder if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
     by_row = [s.shape[0] > 1 for s in scales]
-    statics = [
-        device.NONE if c is None else c.static._replace(by_row=b, scales_turned=_scales_turned(c))
+    constants = [
+        device.NO_CODING if c is None else c.constants._replace(by_row=b, scales_transposed=_scales_transposed(c))
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
-    computed = [
-        maxima is not None and c is not None and c.kind == "tensor" and s is None and not (same and i)
+    has_computed_scale = [
+        partial_amax is not None and c is not None and c.kind == "tensor" and s is None and not (is_same and i)
         for i, (c, s) in enumerate(zip((rows, coding), (row_scale, column_scale), strict=True))
     ]
-    for i in (i for i, here in enumerate(computed) if here):
-        assert maxima is not None
-        scales[i] = maxima
-        statics[i] = statics[i]._replace(maxima=maxima.size, spread=triton.next_power_of_2(maxima.size), up=up)
-    if same:
-        statics[1] = statics[1]._replace(kind="same")
-    statics[0] = statics[0]._replace(written=written)
+    for i in (i for i, mask in enumerate(has_computed_scale) if mask):
+        assert partial_amax is not None
+        scales[i] = partial_amax
+        constants[i] = constants[i]._replace(
+            num_partials=partial_amax.size,
+            num_partials_pow2=triton.next_power_of_2(partial_amax.size),
+            round_up_bf16=round_up_bf16,
+        )
+    if is_same:
+        constants[1] = constants[1]._replace(kind="same")
+    constants[0] = constants[0]._replace(writes_codes=writes_rows)
     noise = jnp.zeros(4, jnp.uint32)
     if words is not None:
         noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
-    down = -(-m // launch.rows)
-    shapes.append(jax.ShapeDtypeStruct((down, n) if sums else (1, 1), jnp.float32))
-    if len(matrices) > 1 and ALIGNED % launch.columns:
-        raise ValueError(f"the quantize kernel cannot run: tiles of {launch.columns} columns, not a part of {ALIGNED}")
-    ends = [*itertools.accumulate(y.shape[1] for y in matrices)]
-    cuts, others = (Cuts(*ends[:2]), [matrices[1], matrices[-1]]) if len(matrices) > 1 else (Cuts(), [one, one])
-    *parts, partial = call(
-        _quantize, [matrices[0], *others, *scales, noise], shapes, down * -(-n // launch.columns), launch,
-        compute_capability, shape=(m, n), ROWS=statics[0], COLUMNS=statics[1], SUMS=sums, CUTS=cuts,
+    tiles_m = -(-m // launch.block_m)
+    shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
+    if len(matrices) > 1 and COLUMN_ALIGNMENT % launch.block_n:
+        raise ValueError(
+            f"the quantize kernel cannot run: tiles of {launch.block_n} columns, not a part of {COLUMN_ALIGNMENT}"
+        )
+    column_ends = [*itertools.accumulate(y.shape[1] for y in matrices)]
+    column_offsets, other_matrices = (
+        (ColumnOffsets(*column_ends[:2]), [matrices[1], matrices[-1]])
+        if len(matrices) > 1
+        else (ColumnOffsets(), [placeholder, placeholder])
+    )
+    *outputs, partial_sums = call(
+        _quantize, [matrices[0], *other_matrices, *scales, noise], shapes, tiles_m * -(-n // launch.block_n), launch,
+        compute_capability, shape=(m, n), ROW_CODING=constants[0], COLUMN_CODING=constants[1], SUMS=sums, COLUMN_OFFSETS=column_offsets,
     )  # fmt: skip
-    first, second = _quantized(rows, parts[:3], computed[0]), _quantized(coding, parts[3:], computed[1])
-    if same and computed[0] and first is not None and second is not None:
+    first, second = (
+        _to_quantized(rows, outputs[:3], has_computed_scale[0]),
+        _to_quantized(coding, outputs[3:], has_computed_scale[1]),
+    )
+    if is_same and has_computed_scale[0] and first is not None and second is not None:
         second = second._replace(scale=first.scale)
-    return (first if written else None), second, jnp.sum(partial, 0) if sums else None
+    return (first if writes_rows else None), second, jnp.sum(partial_sums, 0) if sums else None
 
 
-def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> QuantizeLaunch:
+def _best_launch(rows: Coding | None, columns: Coding | None, is_same: bool, dtype: Any) -> QuantizeLaunch:
     """Measured on an H200: what has more to keep in registers takes smaller programs, or, not in bf16, more threads."""
     warps = 4 if dtype == jnp.bfloat16 else 8
     kinds = {c.kind for c in (rows, columns) if c is not None}
     if "block" in kinds:
-        return QuantizeLaunch(warps=4)
+        return QuantizeLaunch(num_warps=4)
     if "group" in kinds and columns is not None:
-        return QuantizeLaunch(warps=warps)
-    if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not same):
+        return QuantizeLaunch(num_warps=warps)
+    if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not is_same):
         return QuantizeLaunch(128, max(64, rows.size if rows else 0), warps)
-    if same and dtype == jnp.float32:
-        return QuantizeLaunch(64, warps=8)  # of weights: 27.0 us on an H100 where 128 rows and 16 warps take 28.8
-    return QuantizeLaunch(warps=16 if same else 8)
+    if is_same and dtype == jnp.float32:
+        return QuantizeLaunch(64, num_warps=8)  # of weights: 27.0 us on an H100 where 128 rows and 16 warps take 28.8
+    return QuantizeLaunch(num_warps=16 if is_same else 8)
 
 
-def _scales_turned(how: Coding) -> bool:
+def _scales_transposed(coding: Coding) -> bool:
     """Whether scales are written transposed, as products of groups read them: a transposition later is a kernel."""
-    return how.kind == "group" and how.size == 128
+    return coding.kind == "group" and coding.size == 128
 
 
-def _shapes(how: Coding | None, shape: tuple[int, int], written: bool = True) -> list[Any]:
+def _output_shapes(coding: Coding | None, shape: tuple[int, int], writes_codes: bool = True) -> list[Any]:
     """Of codes, scales and powers; of those that are not made, of one element."""
-    one = (1, 1)
-    if how is None:
-        return [jax.ShapeDtypeStruct(one, dtype) for dtype in (jnp.uint8, jnp.float32, jnp.uint8)]
-    count = (-(-shape[0] // how.size) if how.kind == "block" else shape[0], -(-shape[1] // max(how.size, 1)))
-    scales = count if how.kind in ("group", "block") else one
+    placeholder = (1, 1)
+    if coding is None:
+        return [jax.ShapeDtypeStruct(placeholder, dtype) for dtype in (jnp.uint8, jnp.float32, jnp.uint8)]
+    count = (-(-shape[0] // coding.size) if coding.kind == "block" else shape[0], -(-shape[1] // max(coding.size, 1)))
+    scales = count if coding.kind in ("group", "block") else placeholder
     return [
-        jax.ShapeDtypeStruct(shape if written else one, jnp.uint8),
-        jax.ShapeDtypeStruct(scales[::-1] if _scales_turned(how) else scales, how.scale_dtype),
-        jax.ShapeDtypeStruct(count if how.kind == "mx" else one, jnp.uint8),
+        jax.ShapeDtypeStruct(shape if writes_codes else placeholder, jnp.uint8),
+        jax.ShapeDtypeStruct(scales[::-1] if _scales_transposed(coding) else scales, coding.scale_dtype),
+        jax.ShapeDtypeStruct(count if coding.kind == "mx" else placeholder, jnp.uint8),
     ]
 
 
-def _quantized(how: Coding | None, parts: Any, computed: bool) -> Quantized | None:
-    if how is None:
+def _to_quantized(coding: Coding | None, outputs: Any, has_computed_scale: bool) -> Quantized | None:
+    if coding is None:
         return None
-    codes = jax.lax.bitcast_convert_type(parts[0], how.dtype)
-    scale = parts[1] if computed or how.kind in ("group", "block") else None
-    if scale is not None and _scales_turned(how):
+    codes = jax.lax.bitcast_convert_type(outputs[0], coding.dtype)
+    scale = outputs[1] if has_computed_scale or coding.kind in ("group", "block") else None
+    if scale is not None and _scales_transposed(coding):
         scale = scale.T
-    return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
+    return Quantized(codes, scale, outputs[2] if coding.kind == "mx" else None)
 
 
 def call(
-    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch, capability: int | None,
-    aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None, **static: Any,
+    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch, compute_capability: int | None,
+    aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None, **constexprs: Any,
 ) -> Any:  # fmt: skip
     """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs.
 
     `shape` is the matrix's where it is packed.
     """
     m, n = shape or inputs[0].shape
-    tile = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
+    tile = {"M": m, "N": n, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n}
     return call_triton.call(
         *inputs,
         kernel=kernel,
-        results=shapes,
-        programs=grid,
-        warps=launch.warps,
-        stages=launch.stages,
-        compute_capability=capability,
+        out_shapes=shapes,
+        num_programs=grid,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        compute_capability=compute_capability,
         aliases=aliases,
         **tile,
-        **static,
+        **constexprs,
     )

@@ -13,8 +13,8 @@ from pallas_kernels import call_triton
 from pallas_kernels.quantize_triton import PLAIN_DTYPES
 
 FP8_CAPABILITY = 89
-ARRAYS = 32  # of a launch
-PIECE = 65_536
+ARRAYS_PER_LAUNCH = 32  # of a launch
+PIECE_SIZE = 65_536
 
 
 @triton.jit
@@ -26,29 +26,33 @@ def _squares(
     x18: tl.tensor, x19: tl.tensor, x20: tl.tensor, x21: tl.tensor, x22: tl.tensor, x23: tl.tensor,
     x24: tl.tensor, x25: tl.tensor, x26: tl.tensor, x27: tl.tensor, x28: tl.tensor, x29: tl.tensor,
     x30: tl.tensor, x31: tl.tensor,
-    same_ptr: tl.tensor, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    unused: tl.tensor, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """The table has for each array the programs up to its end, how much its last piece holds, and where sums begin."""
     program = tl.program_id(0)
     ends = tl.load(table_ptr + tl.arange(0, 32))
-    leaf = tl.sum((ends <= program).to(tl.int32), 0)
+    array_index = tl.sum((ends <= program).to(tl.int32), 0)
     start = tl.max(tl.where(ends <= program, ends, 0), 0)
-    end, rest, first = tl.load(table_ptr + leaf), tl.load(table_ptr + 32 + leaf), tl.load(table_ptr + 64)
+    end, last_size, first = (
+        tl.load(table_ptr + array_index),
+        tl.load(table_ptr + 32 + array_index),
+        tl.load(table_ptr + 64),
+    )
     arrays = (
         x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15, x16, x17, x18, x19, x20, x21, x22, x23,
         x24, x25, x26, x27, x28, x29, x30, x31,
     )  # fmt: skip
     x = x0
     for j in tl.static_range(1, 32):
-        if leaf == j:
+        if array_index == j:
             x = arrays[j]
     x += (program - start).to(tl.int64) * PIECE
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    there = tl.where(program + 1 == end, rest, PIECE)
-    if there < PIECE:
+    count = tl.where(program + 1 == end, last_size, PIECE)
+    if count < PIECE:
         for i in range(0, PIECE, BLOCK):
-            value = tl.load(x + i + lanes, mask=i + lanes < there, other=0.0).to(tl.float32)
+            value = tl.load(x + i + lanes, mask=i + lanes < count, other=0.0).to(tl.float32)
             total += value * value
     else:
         for i in range(0, PIECE, BLOCK):
@@ -58,7 +62,7 @@ def _squares(
 
 
 def sum_of_squares(
-    arrays: Sequence[Array], *, piece: int = PIECE, block: int = 4096, compute_capability: int | None = None
+    arrays: Sequence[Array], *, piece: int = PIECE_SIZE, block: int = 4096, compute_capability: int | None = None
 ) -> Array:
     """The sum of the squares of all elements of arrays, an fp32 scalar, summed in fp32 in an order of its own.
 
@@ -76,18 +80,20 @@ def sum_of_squares(
             raise ValueError(f"the kernel sums squares of fp32, bf16 and fp16, not {x.dtype}")
         if x.size:
             kinds.setdefault(np.dtype(x.dtype), []).append(x.reshape(-1))
-    calls = [own[i : i + ARRAYS] for own in kinds.values() for i in range(0, len(own), ARRAYS)]
-    pieces = [[-(-x.size // piece) for x in own] for own in calls]
+    array_groups = [
+        group[i : i + ARRAYS_PER_LAUNCH] for group in kinds.values() for i in range(0, len(group), ARRAYS_PER_LAUNCH)
+    ]
+    pieces = [[-(-x.size // piece) for x in own] for own in array_groups]
     count = sum(map(sum, pieces))
     sums, first = jnp.zeros((count,), jnp.float32), 0
-    for own, programs in zip(calls, pieces, strict=True):
-        spare = ARRAYS - len(own)
+    for own, programs in zip(array_groups, pieces, strict=True):
+        num_padding = ARRAYS_PER_LAUNCH - len(own)
         ends = np.cumsum(programs)
-        rests = [x.size - (n - 1) * piece for x, n in zip(own, programs, strict=True)]
-        table = np.array([*ends, *[ends[-1]] * spare, *rests, *[0] * spare, first], np.int32)
+        last_sizes = [x.size - (n - 1) * piece for x, n in zip(own, programs, strict=True)]
+        table = np.array([*ends, *[ends[-1]] * num_padding, *last_sizes, *[0] * num_padding, first], np.int32)
         (sums,) = call_triton.call(
-            sums, jnp.asarray(table), *own, *[own[0]] * spare, kernel=_squares,
-            results=[jax.ShapeDtypeStruct((count,), jnp.float32)], programs=int(ends[-1]), warps=8,
+            sums, jnp.asarray(table), *own, *[own[0]] * num_padding, kernel=_squares,
+            out_shapes=[jax.ShapeDtypeStruct((count,), jnp.float32)], num_programs=int(ends[-1]), num_warps=8,
             compute_capability=compute_capability, aliases={0: 0}, PIECE=piece, BLOCK=block,
         )  # fmt: skip
         first += int(ends[-1])

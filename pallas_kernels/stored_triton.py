@@ -33,40 +33,42 @@ VARIABLE = "FP8JAX_KERNEL_CACHE"
 _LOGGER = logging.getLogger("fp8jax")
 
 
-def folder() -> pathlib.Path | None:
+def cache_folder() -> pathlib.Path | None:
     """Where compiled kernels are kept, or None."""
     path = os.environ.get(VARIABLE)
     if path is not None:
         return pathlib.Path(path).expanduser() if path else None
-    of_jax = jax.config.jax_compilation_cache_dir
-    if of_jax and "://" not in of_jax:
-        return pathlib.Path(of_jax).expanduser() / "fp8jax-triton"
+    jax_cache = jax.config.jax_compilation_cache_dir
+    if jax_cache and "://" not in jax_cache:
+        return pathlib.Path(jax_cache).expanduser() / "fp8jax-triton"
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fp8jax" / "triton"
 
 
-def cached(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def load_or_compile(key: Any, compile_kernel: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `make` returns, from the file for these parts, or made now and written there.
 
     Args:
         parts: all that the result depends on, by their `repr`.
         make: returns what JSON can hold.
     """
-    where = folder()
-    if where is None:
-        return make()
+    folder_path = cache_folder()
+    if folder_path is None:
+        return compile_kernel()
     versions = (triton.__version__, jax_triton.__version__, jaxlib.version.__version__, "bare PTX, without indents")
-    path = where / f"{hashlib.sha256(repr((versions, parts)).encode()).hexdigest()}.json"
+    path = folder_path / f"{hashlib.sha256(repr((versions, key)).encode()).hexdigest()}.json"
     try:
         return _read(path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         _LOGGER.warning("%s is damaged (%s): the kernel is compiled again", path, error)
-    kernel = make()
+    kernel = compile_kernel()
     try:
         _write(path, kernel)
     except OSError as error:
-        _LOGGER.warning("compiled kernels cannot be kept in %s (%s); %s names another folder", where, error, VARIABLE)
+        _LOGGER.warning(
+            "compiled kernels cannot be kept in %s (%s); %s names another folder", folder_path, error, VARIABLE
+        )
     return kernel
 
 
@@ -93,75 +95,75 @@ def _digest(kernel: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kernel, sort_keys=True).encode()).hexdigest()
 
 
-_KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
+_TRITON_KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
 # Lines `.loc` and `.file`, sections for debuggers, and comments. Labels stay: they bound what the assembler reorders.
-_OF_SOURCE = re.compile(
+_DEBUG_LINES = re.compile(
     r"""^[ \t]*\.(?:loc|file)\b.*\n | ^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}[ \t]*\n?
     | ^[ \t]*//.*\n | [ \t]*//.*$ | ^[ \t]+""",
     re.MULTILINE | re.VERBOSE,
 )
 # Compiled kernels of this process by their identity, each with what it was made of.
-_made_of: dict[int, tuple[Any, list[Any]]] = {}
+_parts_by_id: dict[int, tuple[Any, list[Any]]] = {}
 
 
-def _note(*arguments: Any) -> Any:
+def _compile_and_record(*arguments: Any) -> Any:
     """Makes a compiled kernel, as jax-triton does but of bare PTX and without Triton's code, and notes of what."""
-    name, warps, clusters, shared, binary, _, *rest = arguments
-    return _made([name, warps, clusters, shared, bare(binary), "", *rest])
+    name, warps, clusters, shared, binary, _, *other_arguments = arguments
+    return _make_kernel([name, warps, clusters, shared, strip_debug_info(binary), "", *other_arguments])
 
 
-def _made(parts: list[Any]) -> Any:
-    kernel = _KERNEL(*parts)
-    _made_of[id(kernel)] = kernel, parts
+def _make_kernel(parts: list[Any]) -> Any:
+    kernel = _TRITON_KERNEL(*parts)
+    _parts_by_id[id(kernel)] = kernel, parts
     return kernel
 
 
-def parts(kernel: Any) -> list[Any]:
+def kernel_parts(kernel: Any) -> list[Any]:
     """What a compiled kernel was made of: name, warps, clusters, bytes of shared memory, bare PTX, and the rest."""
-    return _made_of[id(kernel)][1]
+    return _parts_by_id[id(kernel)][1]
 
 
-def bare(ptx: str) -> str:
+def strip_debug_info(ptx: str) -> str:
     """PTX without comments, indents and what tells the lines of its source; it becomes the same machine code."""
-    return _OF_SOURCE.sub("", ptx).replace(" \t", " ").replace("\t", " ")
+    return _DEBUG_LINES.sub("", ptx).replace(" \t", " ").replace("\t", " ")
 
 
 def install() -> None:
     """Makes jax-triton keep what it compiles."""
     # The class lies in a module of jaxlib, which others use: ours stands in jax-triton's view of that alone.
-    seen = vars(triton_lib.triton_kernel_call_lib) | {"TritonKernel": _note}
-    triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**seen)
+    module_view = vars(triton_lib.triton_kernel_call_lib) | {"TritonKernel": _compile_and_record}
+    triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**module_view)
     if hasattr(triton_lib, "TritonFunction"):
-        triton_lib.TritonFunction._compile_kernel = _since_04(triton_lib.TritonFunction._compile_kernel)
+        triton_lib.TritonFunction._compile_kernel = _cached_since_04(triton_lib.TritonFunction._compile_kernel)
     else:
-        triton_lib.get_or_create_triton_kernel = _before_04(triton_lib.get_or_create_triton_kernel)
+        triton_lib.get_or_create_triton_kernel = _cached_before_04(triton_lib.get_or_create_triton_kernel)
 
 
-def _since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _cached_since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> Any:
         compiled: list[Any] = []
 
         def make() -> dict[str, Any]:
             compiled.extend(compile_kernel(self, spec, gpu_target, backend, options))
             result = compiled[3]
-            return {"kernel": parts(compiled[0]), "tensors": list(result.tensordesc_meta or ())}
+            return {"kernel": kernel_parts(compiled[0]), "tensors": list(result.tensordesc_meta or ())}
 
-        of = (
+        key = (
             self.fn.cache_key, sorted(spec.signature.items()), spec.specialization, sorted(spec.constants.items()),
             gpu_target, sorted(options.items()),
         )  # fmt: skip
-        stored = cached(of, make)
+        stored = load_or_compile(key, make)
         if compiled:
             return tuple(compiled)
         name, _, _, shared, binary, ttir, *_ = stored["kernel"]
         result = triton_lib.CompilationResult(binary, name, shared, "", "", tensordesc_meta=stored["tensors"])
-        return _made(stored["kernel"]), ttir, backend.parse_options(options), result
+        return _make_kernel(stored["kernel"]), ttir, backend.parse_options(options), result
 
     return call
 
 
-def _before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
-    known: dict[str, Any] = {}
+def _cached_before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
+    kernels: dict[str, Any] = {}
 
     def call(
         backend: Any, platform: str, fn: Any, kinds: Any, scalars: Any, *, compute_capability: Any, **options: Any
@@ -175,16 +177,19 @@ def _before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
                 backend, platform, fn, kinds, scalars, compute_capability=compute_capability, **options
             )
             compiled_now.extend(compiled)
-            return {"kernel": parts(compiled[0]), "attributes": [[*at, those] for at, those in compiled[1].items()]}
+            return {
+                "kernel": kernel_parts(compiled[0]),
+                "attributes": [[*at, those] for at, those in compiled[1].items()],
+            }
 
         options["metaparams"] = dict(sorted(options["metaparams"].items()))
         # A scalar is in the program, not in the kernel, but for None and 1, which it is compiled for.
-        compiled_for = [(i, kind, value if value is None or value == 1 else ...) for i, kind, value in scalars]
-        of = (fn.cache_key, platform, kinds, compiled_for, compute_capability, sorted(options.items()))
-        if (key := repr(of)) not in known:
-            stored = cached(of, make)
+        specialized_scalars = [(i, kind, value if value is None or value == 1 else ...) for i, kind, value in scalars]
+        key_parts = (fn.cache_key, platform, kinds, specialized_scalars, compute_capability, sorted(options.items()))
+        if (key := repr(key_parts)) not in kernels:
+            stored = load_or_compile(key_parts, make)
             attributes = {(i,): those for i, those in stored["attributes"]}
-            known[key] = tuple(compiled_now) if compiled_now else (_made(stored["kernel"]), attributes)
-        return known[key]
+            kernels[key] = tuple(compiled_now) if compiled_now else (_make_kernel(stored["kernel"]), attributes)
+        return kernels[key]
 
     return call

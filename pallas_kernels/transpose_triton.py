@@ -17,32 +17,32 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 def _transpose(
     x_ptr: tl.tensor,
     factor_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
+    transposed_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    HOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CODING: tl.constexpr,
 ) -> None:
     """The transposed copy of a tile of bytes, or of codes times a factor for each row."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
-    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
+    i, n = tl.arange(0, BLOCK_M // 4), left + tl.arange(0, BLOCK_N)
     first = top.to(tl.int64) * N + left
-    at = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    words = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     for j in tl.static_range(4):
-        here = device.inside(top + 4 * i + j, n, M, N)
-        codes = device.load_plain(x_ptr + first, at + j * N, here, MASKED)
-        if HOW.kind != "none":
+        mask = device.tile_mask(top + 4 * i + j, n, M, N)
+        codes = device.load_raw(x_ptr + first, offsets + j * N, mask, MASKED)
+        if CODING.kind != "none":
             m = top + 4 * i + j
-            x = codes.to(tl.float8e5 if HOW.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
+            x = codes.to(tl.float8e5 if CODING.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
             factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
-            codes = device.encode(x, x * factor, 0, HOW)
-        words = slicing.insert(words, codes, j, N % 4 == 0)
-    slicing.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+            codes = device.encode(x, x * factor, 0, CODING)
+        words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+    slicing.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 def transpose(
@@ -66,11 +66,13 @@ def transpose(
     """
     if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
         raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
-    launch = launch or QuantizeLaunch(warps=16)
-    grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
+    launch = launch or QuantizeLaunch(num_warps=16)
+    grid = -(-x.shape[0] // launch.block_m) * -(-x.shape[1] // launch.block_n)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    how = device.NONE if factor is None else device.Coding("tensor", x.dtype).static
+    coding = device.NO_CODING if factor is None else device.Coding("tensor", x.dtype).constants
     factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
-    (turned,) = quantize_triton.call(_transpose, [codes, factor], [shape], grid, launch, compute_capability, HOW=how)
-    return jax.lax.bitcast_convert_type(turned, x.dtype)
+    (transposed,) = quantize_triton.call(
+        _transpose, [codes, factor], [shape], grid, launch, compute_capability, CODING=coding
+    )
+    return jax.lax.bitcast_convert_type(transposed, x.dtype)

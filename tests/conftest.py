@@ -54,7 +54,7 @@ collect_ignore = ["kernels/test_matmul.py"] if jax.__version_info__ < (0, 11) el
 @pytest.fixture
 def inspected() -> Iterator[None]:
     """Gradients are looked at, and no model is trained: statistics of scalings may be lost."""
-    with training.inspected():
+    with training.suppress_training_checks():
         yield
 
 
@@ -69,9 +69,9 @@ def young_heap() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_traces() -> Iterator[None]:
     """What a test puts in place of a part of a kernel's call is in no trace of an earlier test, nor of a later one."""
-    traced.forget()
+    traced.clear_cache()
     yield
-    traced.forget()
+    traced.clear_cache()
 
 
 def pytest_configure() -> None:

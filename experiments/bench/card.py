@@ -57,7 +57,7 @@ class CardSettings:
     @property
     def dtype(self) -> Any:
         """Dtype of the parameters of layers."""
-        return jnp.bfloat16 if self.narrow else fp8jax.formats.get(self.recipe.weights.held).dtype
+        return jnp.bfloat16 if self.narrow else fp8jax.formats.get(self.recipe.weights.param_format).dtype
 
 
 def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[..., jax.Array]:
@@ -93,7 +93,7 @@ class CardArm:
         self.tx = fp8jax.optimizer(recipe, RATE, b2=0.95, weight_decay=0.1)
         layer = _checkpointed(self._layer(recipe), self.settings.offloaded)
         key = jax.random.key(2) if self.settings.narrow else None
-        self.block = fp8jax.release(layer, self.tx, key=key) if self.settings.released else None
+        self.block = fp8jax.fused_backward(layer, self.tx, key=key) if self.settings.released else None
         self.tables = rope_tables(length, model.head_dim, model.rope_theta, model.rope_scaling)
         self._plain = layer
         shapes = jax.eval_shape(self._begun)
@@ -116,7 +116,7 @@ class CardArm:
             leaves = jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(params))
             return rows_on(nnx.merge(graph, leaves)(rows_on(x, self.rows), cos, sin), self.rows)
 
-        return fp8jax.transform(layer, recipe) if recipe.linear.quantized else layer
+        return fp8jax.transform(layer, recipe) if recipe.linear.is_quantized else layer
 
     def _begun(self) -> Any:
         """The first state, from a generator that compiles fast."""
@@ -141,7 +141,7 @@ class CardArm:
             "head": drawn(103, size, config.vocab),
         }
         if self.block is not None:
-            held_layers = self.block.init(layers, "layers", stacked=True)
+            held_layers = self.block.init(layers, "layers", has_layer_axis=True)
             return {"layers": held_layers, "rest": rest, "moments": self.tx.init(rest)}
         params = {"layers": layers, **rest}
         return {"params": params, "moments": self.tx.init(params)}
@@ -159,7 +159,7 @@ class CardArm:
         def loss(layers: Any, rest: Any) -> jax.Array:
             return self._loss(lambda x: block.scan(layers, x, *self.tables), rest, tokens)
 
-        value, (layers, grads) = fp8jax.value_and_updates(loss, argnums=(0, 1))(state["layers"], state["rest"])
+        value, (layers, grads) = fp8jax.value_and_step(loss, argnums=(0, 1))(state["layers"], state["rest"])
         rest, moments = self.tx.step(grads, state["moments"], state["rest"])
         return {"layers": layers, "rest": rest, "moments": moments}, value
 

@@ -13,7 +13,7 @@ import jax
 import fp8jax
 from experiments import plan
 from experiments.models.shape import LlamaConfig
-from fp8jax.ops.chunks import chunks_of
+from fp8jax.ops.chunks import num_chunks
 
 # Arrays of a token in bf16 that live where the most of a layer's backward pass do. With contexts in 8 bits, those as
 # wide as the MLP beside what the layer keeps: gradients of its three and codes of two, along rows and columns. Without,
@@ -74,29 +74,29 @@ class CardPlan:
     def _held(self) -> dict[str, float]:
         """What the state is, as `fp8jax.dist.plan` counts it."""
         stacked = {name: int(name == "layers") for name in self.weights}
-        memory = dict(fp8jax.dist.plan(self.weights, self.recipe, {"fsdp": self.gpus}, stacked=stacked).memory)
+        memory = dict(fp8jax.dist.plan(self.weights, self.recipe, {"fsdp": self.gpus}, layer_axes=stacked).memory)
         parts = ("parameters", "remainders of weights", "master weights", "first moments", "second moments")
         held = {name: memory[name] for name in parts if name in memory}
         size = {name: sum(x.size for x in jax.tree.leaves(tree)) for name, tree in self.weights.items()}
-        rest = fp8jax.formats.get(self.recipe.weights.held).dtype.itemsize
+        rest = fp8jax.formats.get(self.recipe.weights.param_format).dtype.itemsize
         layers = size.pop("layers")
         return held | {"parameters": (layers * self.itemsize + sum(size.values()) * rest) / self.gpus}
 
     def _at_loss(self, tokens: int) -> dict[str, float]:
         vocab, dim = self.model.vocab, self.model.dim
-        chunks = chunks_of(tokens, vocab, False)
+        chunks = num_chunks(tokens, vocab, False)
         logits = (4 + 2) * vocab * (tokens / chunks) + AT_LOSS * 2 * tokens * dim
         # The head's gradient is summed over chunks in fp32.
         return {"loss": logits + (2 if chunks == 1 else 4 + 2) * vocab * dim}
 
     def _in_backward(self, tokens: int) -> dict[str, float]:
         model, recipe = self.model, self.recipe
-        if recipe.context.saved:
+        if recipe.context.residual:
             kept = plan.saved_per_token(model, recipe, False) + 2 * WITH_CODES * model.mlp_dim
         else:
             keys = model.head_dim * model.kv_heads
             kept = 2 * (WIDE * model.mlp_dim + NARROW * model.dim + KEYS * keys)
         layers = self.itemsize * sum(x.size for x in jax.tree.leaves(self.weights["layers"]))
-        head = self.weights["head"].size * fp8jax.formats.get(recipe.weights.held).dtype.itemsize
+        head = self.weights["head"].size * fp8jax.formats.get(recipe.weights.param_format).dtype.itemsize
         gradients = (layers / model.layers if self.released else layers) + head
         return {"gradients": gradients / self.gpus, "one layer's backward pass": tokens * kept}

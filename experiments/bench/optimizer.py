@@ -90,9 +90,9 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
         out = call_triton.call(
             *arrays,
             kernel=_move,
-            results=outputs,
-            programs=g.size // size,
-            warps=warps,
+            out_shapes=outputs,
+            num_programs=g.size // size,
+            num_warps=warps,
             compute_capability=None,
             aliases={i + 1: i for i in range(7)},
             SIZE=size,

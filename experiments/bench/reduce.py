@@ -41,7 +41,7 @@ DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 def reduction(comm: Comm, decode: bool) -> Callable[..., Any]:
     """From every GPU's gradient to the mean."""
-    return functools.partial(all_reduce_gradients, axes=AXIS, comm=comm, decode=decode, min_size=0)
+    return functools.partial(all_reduce_gradients, axes=AXIS, comm=comm, dequantize=decode, min_size=0)
 
 
 def exchange(name: str) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
             sent: dict[str, float] = {}
             for name, (program, shape, dtype) in programs(mesh, elements, kind).items():
                 arrays = jax.jit(functools.partial(_values, shape, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))()
-                sent[name] = sum(one.sent for one in collectives(program.as_text()))
+                sent[name] = sum(one.sent_bytes for one in collectives(program.as_text()))
                 ready[name] = functools.partial(program, arrays)
                 jax.block_until_ready(ready[name]())
             times = timing.seconds(ready, options.rounds, options.burst)

@@ -27,18 +27,18 @@ from fp8jax.optim.weight_bounds import WeightBounds
 
 JIT, DELAYED, AUTOMATIC = "just in time", "delayed", "automatic"
 LAYERS, RATE = 32, 3e-4
-LIMIT = fp8jax.adam_limit(RATE, 0.9, 0.95, 0.1)
+LIMIT = fp8jax.max_adam_step(RATE, 0.9, 0.95, 0.1)
 ALONE = "updates added"
 TRACKERS = {
-    "with a limit": (fp8jax.track_weights(limit=LIMIT), 1),
-    "updates measured": (fp8jax.track_weights(), 1),
-    "weights measured (one step of 500)": (fp8jax.track_weights(limit=LIMIT), 500),
+    "with a limit": (fp8jax.track_weight_amax(limit=LIMIT), 1),
+    "updates measured": (fp8jax.track_weight_amax(), 1),
+    "weights measured (one step of 500)": (fp8jax.track_weight_amax(limit=LIMIT), 500),
 }
 
 
 def grow(bound: Array, count: Array) -> Array:
     """The bound after a step, as `track_weights` finds it for a limit."""
-    return Automatic().grow(bound, LIMIT(count, bound), jnp.float32)
+    return Automatic().grow_bound(bound, LIMIT(count, bound), jnp.float32)
 
 
 def scales() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def scales() -> dict[str, Any]:
         JIT: lambda w, history, bound, count: current.scale((), w, formats.E4M3),
         # The largest magnitude of the step is found where codes are made.
         DELAYED: lambda w, history, bound, count: (
-            to_scale(delayed.expected(history), formats.E4M3),
+            to_scale(delayed.expected_amax(history), formats.E4M3),
             delayed.update(history, bound),
         ),
         AUTOMATIC: lambda w, history, bound, count: (
@@ -67,7 +67,7 @@ def codes() -> dict[str, Any]:
 
     def delay(w: Array, history: Array, bound: Array, count: Array) -> Any:
         scale = delayed.scale(history, w, formats.E4M3)
-        return make(w, scale, delayed.update(history, delayed.observe(history, w)))
+        return make(w, scale, delayed.update(history, delayed.collect_stats(history, w)))
 
     return {
         JIT: lambda w, history, bound, count: make(w, None),

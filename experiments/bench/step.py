@@ -102,7 +102,7 @@ class StepArm:
         self.task = Task.build(self.config, optimizer, recipe, seed=0, **how)
         self.shapes = jax.eval_shape(self.task.init)
         self.placed = placed = mesh.state(self.mesh, self.shapes)
-        self.decides = any(part.decides for part in recipe.linear.states.values())
+        self.decides = any(part.is_threshold for part in recipe.linear.states.values())
         self.settled: Any = None
         self.tokens = jax.device_put(
             jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, model.vocab, jnp.int32), rows

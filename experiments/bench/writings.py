@@ -39,7 +39,7 @@ def recipe_of(arm: str) -> fp8jax.Recipe:
         return dataclasses.replace(recipe_of(arm.removesuffix(f", {HEAD}")), head=fp8jax.recipes.HEAD)
     if arm.endswith(f", {JOINED}"):
         recipe = recipe_of(arm.removesuffix(f", {JOINED}"))
-        return dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, joins=True))
+        return dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, fuse_parallel_matmuls=True))
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
 
@@ -74,7 +74,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module], arm: str) -> Training:
 
     def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
-        read = fp8jax.nnx.quantize_weights(model, gradients="bfloat16") if arm.startswith(HELD) else model
+        read = fp8jax.nnx.quantize_weights(model, gradient_dtype="bfloat16") if arm.startswith(HELD) else model
         value, grads = nnx.value_and_grad(lambda read: cross_entropy(read(inputs), labels))(read)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), value

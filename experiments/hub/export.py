@@ -79,7 +79,7 @@ def held_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:
         for path, module in nnx.iter_modules(held):
             if isinstance(module, WeightVariables):
                 layer = path[: path.index("dot_general")]
-                found[".".join([*map(str, layer), "kernel"])] = module.weight().forward
+                found[".".join([*map(str, layer), "kernel"])] = module.unflatten().forward
         return found
 
     return jax.jit(hold)(trained.params, trained.model_state)

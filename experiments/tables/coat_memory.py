@@ -106,7 +106,7 @@ def operators(recipe: fp8jax.Recipe | None) -> dict[str, np.ndarray]:
     norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
     def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return norm(x) if context.saved is None else fp8jax.rms_norm(x, scale, recipe=context)
+        return norm(x) if context.residual is None else fp8jax.rms_norm(x, scale, recipe=context)
 
     def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
         return fp8jax.glu(gate, up, recipe=context)

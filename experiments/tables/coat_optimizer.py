@@ -21,7 +21,7 @@ from experiments.tables.common import Row
 from fp8jax.core import blocks
 from fp8jax.core.recipe import Optimizer
 from fp8jax.optim.compressed_adamw import MIN_SIZE
-from fp8jax.optim.moments import is_compressed
+from fp8jax.optim.moments import should_quantize
 
 FORMATS = ("e4m3", "e5m2", "de8")
 GROUP = 128
@@ -65,7 +65,7 @@ def matrices(mu: Any, nu: Any) -> dict[str, Pairs]:
     first, second, shape = flatten(mu), flatten(nu), spec("mu", "e4m3", True)
     pairs: dict[str, Pairs] = {LAYERS: [], OUTER: []}
     for name, m in first.items():
-        if is_compressed(m.shape, shape, int(MIN_SIZE)):
+        if should_quantize(m.shape, shape, int(MIN_SIZE)):
             pairs[LAYERS if name.startswith("layers.") else OUTER].append((np.asarray(m), np.asarray(second[name])))
     return pairs
 

@@ -146,7 +146,7 @@ def runner(arm: fp8jax.Recipe | Rounding, model: StudyModel, steps: int = STEPS)
             for path, layer in nnx.iter_graph(network):
                 if isinstance(layer, nnx.Linear) and "head" not in path:
                     layer.dot_general = product_of(arm)
-        elif arm.linear.quantized or arm.context.saved is not None:
+        elif arm.linear.is_quantized or arm.context.residual is not None:
             network = fp8jax.nnx.quantize(network, arm)
         if isinstance(arm, Rounding) or arm == ARMS[BASE]:
             tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))

@@ -22,7 +22,7 @@ from experiments.tables import common
 from experiments.tables.common import Row
 from experiments.tables.fp8_lm_precision import make_task
 from experiments.tokenizer import Bytes
-from fp8jax.dist.factor import SATURATED
+from fp8jax.dist.factor import MAX_SATURATED_FRACTION
 
 LLAMA = LlamaConfig(vocab=256, dim=64, layers=4, heads=4, kv_heads=4, mlp_dim=192)
 SEQ, BATCH, STEPS, RATE = 64, 16, 200, 3e-3
@@ -72,7 +72,7 @@ def after(g: np.ndarray) -> Reduced:
 def automatic(g: np.ndarray) -> Reduced:
     """With the factor that the rule of equation 3 comes to: the largest power of two that saturates not too many."""
     mu = 1.0
-    while (total := summed(g, mu)).overflow > SATURATED and mu > 1 / len(g):
+    while (total := summed(g, mu)).overflow > MAX_SATURATED_FRACTION and mu > 1 / len(g):
         mu = max(mu / 2, 1 / len(g))
     return total
 

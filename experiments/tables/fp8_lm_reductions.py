@@ -21,7 +21,7 @@ from experiments.tables import common, fp8_lm_gradients
 from experiments.tables.common import Row
 from experiments.tables.fp8_lm_gradients import Reduced
 from fp8jax.core.comm import Comm
-from fp8jax.dist.factor import SATURATED, Factors
+from fp8jax.dist.factor import MAX_SATURATED_FRACTION, Factors
 from fp8jax.dist.reduce import all_reduce_gradients
 
 VIRTUAL = 8
@@ -59,7 +59,7 @@ def reduced(gradients: Mapping[str, np.ndarray], form: str) -> dict[str, Reduced
     factors = Factors(*({name: jnp.float32(x) for name in tree} for x in (start, 0.0)))
     for _ in range(SETTLING if comm.auto_scale else 1):
         found, factors = step(tree, factors)
-        if max(float(x) for x in factors.saturated.values()) <= SATURATED:
+        if max(float(x) for x in factors.saturated.values()) <= MAX_SATURATED_FRACTION:
             break
     return {name: Reduced(np.asarray(x, np.float64), float(factors.saturated[name])) for name, x in found.items()}
 

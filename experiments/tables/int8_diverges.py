@@ -163,7 +163,7 @@ class Study:
 
         compiled, history = jax.jit(run), []
         fresh = jax.jit(task.init)().model_state
-        if any(part.decides for part in recipe.linear.states.values()):
+        if any(part.is_threshold for part in recipe.linear.states.values()):
             settle = jax.jit(task.observed)
             for i in range(evaluate.SETTLING):
                 fresh = settle(self.params, fresh, self.valid[i % len(self.valid)])

@@ -70,7 +70,7 @@ def shape_of(x: jax.Array, size: int) -> tuple[int, ...]:
 
 def rounded(x: jax.Array, top: Any, block: tuple[int, ...], key: jax.Array | None = None) -> jax.Array:
     """Values rounded to integers of this largest one under a scale for each block; stochastically where a key is."""
-    scale = blocks.spread(blocks.reduce(jnp.abs(x), block, jnp.max, 0.0) / top, x.shape, block)
+    scale = blocks.broadcast_blocks(blocks.reduce(jnp.abs(x), block, jnp.max, 0.0) / top, x.shape, block)
     y = x / jnp.where(scale > 0, scale, 1)
     y = jnp.round(y) if key is None else jnp.floor(y + jax.random.uniform(key, x.shape))
     return jnp.where(top >= EXACT, x, y * scale)
@@ -97,7 +97,7 @@ def with_fallback(
 ) -> jax.Array:
     """`rounded`, with the residual of the blocks whose measure is among the largest, a share `rate` of all."""
     base = rounded(x, top, block, key)
-    used = blocks.spread(top_share(measures(x, base, block)[criterion], rate), x.shape, block)
+    used = blocks.broadcast_blocks(top_share(measures(x, base, block)[criterion], rate), x.shape, block)
     rest = rounded(x - base, top, block, key)
     return jnp.where(used & (top < EXACT), base + rest, base)
 

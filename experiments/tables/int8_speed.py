@@ -116,7 +116,7 @@ def products(size: int, rounds: int, burst: float) -> list[Row]:
     for side in SIDES:
         name, spec = f"blocks of {side}", f"int8:block{side}"
         pair = fp8jax.quantize(x, spec), fp8jax.quantize(w, spec)
-        with choice.listening() as told:
+        with choice.record_choices() as told:
             jax.eval_shape(block_product, *pair)
         ready |= timing.compiled({name: block_product}, [pair])
         chosen[name] = told[-1][1].impl if told else "xla"

@@ -27,7 +27,7 @@ from experiments.train import make_optimizer
 
 INTERVAL, INTERVALS = 500, (1, 100, 500, 2000)
 OPTIM = Optim(steps=1200, lr=1e-3, warmup=100)
-PART = fp8jax.recipes.Linear("e4m3", "e4m3", "e5m2", w_scaling="automatic", interval=INTERVAL)
+PART = fp8jax.recipes.Linear("e4m3", "e4m3", "e5m2", w_scaling="automatic", weight_amax_interval=INTERVAL)
 LLAMA = LlamaConfig(vocab=256, dim=96, layers=2, heads=4, kv_heads=4, mlp_dim=256)
 BATCH, LENGTH = 8, 48
 SHOWN = "mlp/down"
@@ -80,7 +80,7 @@ def train(optim: Optim = OPTIM, llama: LlamaConfig = LLAMA) -> Record:
         return jnp.concatenate([jnp.max(jnp.abs(leaf), (-2, -1)) for leaf in tree.values()])
 
     def bounds(state: Any) -> Array:
-        bounds_seen = fp8jax.weight_bounds(state.opt_state)
+        bounds_seen = fp8jax.get_weight_amax_bounds(state.opt_state)
         return jnp.concatenate([bounds_seen["layers", *name.split("/"), "kernel"] for name in kernels(state.params)])
 
     @jax.jit
@@ -105,7 +105,7 @@ def train(optim: Optim = OPTIM, llama: LlamaConfig = LLAMA) -> Record:
 
 def follow(record: Record, rule: str, interval: int, optim: Optim = OPTIM) -> np.ndarray:
     """The bounds that a rule gives along a run, fp32 as `Record.largest`."""
-    limit = fp8jax.adam_limit(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
+    limit = fp8jax.max_adam_step(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
     bounds = [record.largest[0]]
     for t, moved in enumerate(record.moved):
         start = record.largest[t] if t % interval == 0 else bounds[-1]
@@ -131,7 +131,7 @@ def adversary(b1: float, b2: float, steps: int = 1700, last: int = 300) -> tuple
     t = np.arange(steps)
     gradients = np.where(t >= steps - last, (b2 / b1) ** np.minimum(t - steps + 1.0, 0), 0.0)
     ratio = float(_largest_updates(jnp.float32(b1), jnp.float32(b2), jnp.asarray(gradients, jnp.float32))[-1])
-    return ratio, float(fp8jax.adam_limit(1.0, b1, b2)(jnp.int32(steps - 1), jnp.zeros([])))
+    return ratio, float(fp8jax.max_adam_step(1.0, b1, b2)(jnp.int32(steps - 1), jnp.zeros([])))
 
 
 def draw(record: Record) -> Figure:

@@ -75,7 +75,7 @@ def moss() -> list[Row]:
     for name in MOSS:
         for how, comm in (("", Comm()), (", 8-bit gradients", Comm("e4m3"))):
             recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
-            sent = plan.of(llama, recipe, {"data": 1, "fsdp": 8}, 0).sent / 1e9
+            sent = plan.of(llama, recipe, {"data": 1, "fsdp": 8}, 0).sent_bytes / 1e9
             theirs = MOSS[name][1] if not how else None
             rows.append(Row(f"{name}{how}", "sent", sent, "GB", paper=theirs, table=table))
     return rows
@@ -87,8 +87,8 @@ def volume() -> list[Row]:
     rows = []
     for name, paper in FP8_LM_VOLUME.items():
         llama, where = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
-        before = plan.of(llama, base, where, 0).sent
-        after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0).sent
+        before = plan.of(llama, base, where, 0).sent_bytes
+        after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0).sent_bytes
         table = "FP8-LM, Table 5: volume related to weights, FSDP over 8"
         rows.append(Row(name, "less than bf16 weights and fp32 gradients", 100 * (1 - after / before), "%",
                          paper=100 * paper, table=table))  # fmt: skip
@@ -103,8 +103,8 @@ def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
         llama, sent = sizes.get(name, VOCAB), {}
         for recipe in ("bf16", "fp8_lm", "fast"):
             how = tensor.travels(fp8jax.recipes.get(recipe))
-            found = fp8jax.dist.crossings(tokens, llama.dim, devices, how, times=2 * llama.layers)
-            sent[recipe] = sum(one.sent for one in found)
+            found = fp8jax.dist.sequence_collectives(tokens, llama.dim, devices, how, times=2 * llama.layers)
+            sent[recipe] = sum(one.sent_bytes for one in found)
         table = f"FP8-LM, Table 7: activations between {devices} devices that share a sequence of {tokens:,} tokens"
         before, after = FP8_LM_ACTIVATIONS.get(name, (None, None))
         rows.append(Row(f"{name}, bf16", "sent", sent["bf16"] / 1e9, "GB a step", paper=before, table=table))

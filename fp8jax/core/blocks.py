@@ -19,7 +19,7 @@ def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
-def covers(length: int, n: int) -> bool:
+def is_whole_axis(length: int, n: int) -> bool:
     """Whether a block of this length holds a whole dimension; False where a symbolic one leaves it open."""
     try:
         return bool(length >= n)
@@ -27,7 +27,7 @@ def covers(length: int, n: int) -> bool:
         return False
 
 
-def as_row(vector: Array, ndim: int) -> Array:
+def expand_to_rank(vector: Array, ndim: int) -> Array:
     """A vector of channels with so many axes, (1, ..., channels), as `jax_numpy_rank_promotion="raise"` asks for."""
     return jnp.expand_dims(vector, tuple(range(ndim - vector.ndim)))
 
@@ -59,7 +59,7 @@ def reduce(x: Array, blocks: Sequence[int], op: Callable[..., Array], initial: f
     return op(x.reshape(split), axis=tuple(axes), initial=initial).reshape(counts(x.shape, blocks))
 
 
-def spread(values: Array, shape: Sequence[int], blocks: Sequence[int]) -> Array:
+def broadcast_blocks(values: Array, shape: Sequence[int], blocks: Sequence[int]) -> Array:
     """Repeats each block's value over its block: the inverse of `reduce`, broadcastable against `shape`."""
     for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)):
         count = values.shape[axis]
@@ -72,16 +72,16 @@ def spread(values: Array, shape: Sequence[int], blocks: Sequence[int]) -> Array:
     return values
 
 
-def names(entry: Any) -> tuple[str, ...]:
+def spec_entry_axes(entry: Any) -> tuple[str, ...]:
     """The mesh axes that an entry of a `PartitionSpec` names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def partition(spec: PartitionSpec, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
+def block_partition_spec(spec: PartitionSpec, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
     """The sharding of block values: that of the array, replicated where the block count does not divide."""
     entries = []
     for n, entry in zip(shape, spec, strict=False):
-        entries.append(entry if n % math.prod(mesh_shape[a] for a in names(entry)) == 0 else None)
+        entries.append(entry if n % math.prod(mesh_shape[a] for a in spec_entry_axes(entry)) == 0 else None)
     return PartitionSpec(*entries)
 
 
@@ -92,7 +92,7 @@ def explicit_axes(x: Array) -> dict[str, int]:
 
 
 def on_logical_array(
-    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, like: Sequence[Sequence[int]]
+    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, out_shapes: Sequence[Sequence[int]]
 ) -> tuple:
     """Calls `fn(x, *args)` on global arrays, also under an Explicit mesh, which splits no sharded axis.
 
@@ -107,5 +107,5 @@ def on_logical_array(
         return fn(x, *args)
     # With the mesh, for arrays lie on one without `jax.set_mesh`, too.
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-    out = tuple(NamedSharding(mesh, partition(spec, shape, axes)) for shape in like)
-    return jax.sharding.auto_axes(fn, axes=tuple(axes), out_sharding=out)(x, *args)
+    out_shardings = tuple(NamedSharding(mesh, block_partition_spec(spec, shape, axes)) for shape in out_shapes)
+    return jax.sharding.auto_axes(fn, axes=tuple(axes), out_sharding=out_shardings)(x, *args)

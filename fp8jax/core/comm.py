@@ -43,7 +43,7 @@ class Comm:
                     f"comm.gradients is {self.gradients!r}; give 'e4m3', or leave both out"
                 )
             return
-        if not formats.get(spec.format).multiplies:
+        if not formats.get(spec.format).is_matmul_format:
             raise ValueError(f"comm.gradients {self.gradients!r}: codes that travel are of 'e4m3', 'e5m2' or 'int8'")
         if spec.granularity not in ("tensor", "group") or spec.axis != -1 or spec.expand:
             raise ValueError(

@@ -44,7 +44,7 @@ class Context:
         ValueError: a spec is malformed or of no use here, or a mode is unknown or has nothing to apply to.
     """
 
-    saved: str | None = None
+    residual: str | None = None
     mode: str = "faithful"
     scales: str = "largest"
 
@@ -53,24 +53,26 @@ class Context:
             raise ValueError(f"unknown context.mode {self.mode!r}; it is one of {', '.join(MODES)}")
         if self.scales not in SCALES:
             raise ValueError(f"unknown context.scales {self.scales!r}; it is one of {', '.join(SCALES)}")
-        if self.saved is None:
+        if self.residual is None:
             if self.scales != "largest":
                 raise ValueError(f"context.scales {self.scales!r} needs a format: give context.saved, as e4m3:group16")
             if self.mode != "faithful":
                 raise ValueError(f"context.mode {self.mode!r} needs a format: give context.saved, such as e4m3:group16")
             return
-        spec = QuantSpec.parse(self.saved)
-        if spec.granularity == "channel" or spec.axis != -1 or spec.stacked:
-            raise ValueError(f"context.saved {self.saved!r} must have scales along the channels, its last axis")
+        spec = QuantSpec.parse(self.residual)
+        if spec.granularity == "channel" or spec.axis != -1 or spec.layer_axes:
+            raise ValueError(f"context.saved {self.residual!r} must have scales along the channels, its last axis")
         if spec.rounding != "nearest":
-            raise ValueError(f"context.saved {self.saved!r} would need a key in every layer; leave out '+stochastic'")
+            raise ValueError(
+                f"context.saved {self.residual!r} would need a key in every layer; leave out '+stochastic'"
+            )
 
     @functools.cached_property
     def spec(self) -> QuantSpec | None:
         """How an input is kept; None as it is."""
-        if self.saved is None:
+        if self.residual is None:
             return None
-        return dataclasses.replace(QuantSpec.parse(self.saved), scale_format="bf16")
+        return dataclasses.replace(QuantSpec.parse(self.residual), scale_format="bf16")
 
     @property
     def lean(self) -> bool:

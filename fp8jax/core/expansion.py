@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.core.formats import BF16, Format, round_to
 
-LOWEST, HIGHEST = 1 / 16, 16.0
+MIN_EXPONENT, MAX_EXPONENT = 1 / 16, 16.0
 DTYPE = BF16.dtype
 
 
@@ -28,18 +28,18 @@ def exponents(largest: Array, smallest: Array, fmt: Format, ratio: float | None 
     """
     spans = largest > smallest
     octaves = jnp.where(spans, jnp.log2(largest) - jnp.log2(smallest), 1.0)
-    exponent = jnp.clip(np.log2(ratio or fmt.expansion_range) / octaves, LOWEST, HIGHEST)
+    exponent = jnp.clip(np.log2(ratio or fmt.expansion_range) / octaves, MIN_EXPONENT, MAX_EXPONENT)
     return round_to(jnp.where(spans, exponent, 1.0), BF16)
 
 
 # Shares of the octaves of a format's normal codes: those that a group takes which gets a new exponent, and the fewest
 # with which it keeps the one it has.
-NEW, FEWEST = 15 / 16, 7 / 8
+TARGET_FILL, MIN_FILL = 15 / 16, 7 / 8
 # The same of codes that are rounded to nearest but for decay: shares of the octaves of `Format.expansion_range`.
-DECAYING_FEWEST, DECAYING_MOST = 0.9, 1.05
+DECAYING_MIN_FILL, DECAYING_MAX_FILL = 0.9, 1.05
 
 
-def steady_exponents(largest: Array, smallest: Array, fmt: Format, previous: Array | None) -> Array:
+def exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, previous: Array | None) -> Array:
     """The exponents of blocks that are rounded stochastically, step after step.
 
     A new exponent moves all codes of a block, and every value that then lies between two is rounded at random: with one
@@ -53,19 +53,19 @@ def steady_exponents(largest: Array, smallest: Array, fmt: Format, previous: Arr
     Returns:
         bf16 exponents; with a new one the range fills `NEW` of the octaves, within the bounds of `exponents`.
     """
-    new = exponents(largest, smallest, fmt, fmt.normal_range**NEW)
+    new = exponents(largest, smallest, fmt, fmt.normal_range**TARGET_FILL)
     if previous is None:
         return new
     octaves = jnp.log2(largest) - jnp.log2(smallest)
-    taken, all_ = previous.astype(jnp.float32) * octaves, np.log2(fmt.normal_range)
-    return jnp.where((taken >= FEWEST * all_) & (taken <= all_), previous, new)
+    used_octaves, format_octaves = previous.astype(jnp.float32) * octaves, np.log2(fmt.normal_range)
+    return jnp.where((used_octaves >= MIN_FILL * format_octaves) & (used_octaves <= format_octaves), previous, new)
 
 
-def decaying_exponents(largest: Array, smallest: Array, fmt: Format, previous: Array) -> Array:
+def decaying_exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, previous: Array) -> Array:
     """As `steady_exponents`, of averages that `Format.encode` rounds as decaying: codes reach into the subnormals."""
     octaves = jnp.log2(largest) - jnp.log2(smallest)
-    taken, all_ = previous.astype(jnp.float32) * octaves, np.log2(fmt.expansion_range)
-    fits = (taken >= DECAYING_FEWEST * all_) & (taken <= DECAYING_MOST * all_)
+    used_octaves, format_octaves = previous.astype(jnp.float32) * octaves, np.log2(fmt.expansion_range)
+    fits = (used_octaves >= DECAYING_MIN_FILL * format_octaves) & (used_octaves <= DECAYING_MAX_FILL * format_octaves)
     return jnp.where(fits, previous, exponents(largest, smallest, fmt))
 
 
@@ -75,7 +75,7 @@ def power(x: Array, unit: ArrayLike, exponent: Array) -> Array:
     return jnp.where(x > 0, powered, x)
 
 
-def interpolated(y: Array, exponent: Array, fmt: Format) -> Array:
+def debias_for_rounding(y: Array, exponent: Array, fmt: Format) -> Array:
     """What to round stochastically in place of y, so that the value is unbiased that the code decodes to.
 
     The codes around y, a and b, decode in proportion to a^(1 / k) and b^(1 / k). Rounding takes b with probability
@@ -87,7 +87,7 @@ def interpolated(y: Array, exponent: Array, fmt: Format) -> Array:
         exponent: k, fp32, broadcastable against y.
         fmt: the format of the codes.
     """
-    below, above = fmt.neighbours(y)
+    below, above = fmt.floor_ceil(y)
     low, high = (power(code, jnp.where(y > 0, y, 1.0), 1 / exponent) for code in (below, above))
-    between = below + (above - below) * ((1 - low) / (high - low))
-    return jnp.where((y > 0) & jnp.isfinite(y), between, y)
+    debiased = below + (above - below) * ((1 - low) / (high - low))
+    return jnp.where((y > 0) & jnp.isfinite(y), debiased, y)

@@ -6,38 +6,38 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from fp8jax.core.qtensor import KEYS, QTensor
+from fp8jax.core.qtensor import METADATA_KEYS, QTensor
 
 MODULE = "flax.serialization"
 
 
-def _by_key(q: QTensor) -> dict[str, Any]:
-    keys = (q.storage_key, *(key.name for key in KEYS))
+def _leaves_by_key(q: QTensor) -> dict[str, Any]:
+    keys = (q.storage_key, *(key.name for key in METADATA_KEYS))
     return dict(zip(keys, q.tree_flatten()[0], strict=True))
 
 
 def _to_state_dict(q: QTensor) -> dict[str, Any]:
     convert = sys.modules[MODULE].to_state_dict
-    return {key: convert(x) for key, x in _by_key(q).items() if x is not None}
+    return {key: convert(x) for key, x in _leaves_by_key(q).items() if x is not None}
 
 
 def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
     convert = sys.modules[MODULE].from_state_dict
-    parts = {key: x for key, x in _by_key(q).items() if x is not None}
-    if set(parts) != set(state):
+    leaves = {key: x for key, x in _leaves_by_key(q).items() if x is not None}
+    if set(leaves) != set(state):
         raise ValueError(
-            f"this state holds {', '.join(state)}, but its template {', '.join(parts)}: "
+            f"this state holds {', '.join(state)}, but its template {', '.join(leaves)}: "
             "it was stored in another way; restore it into a template of its own kind"
         )
-    restored = {key: convert(x, state[key], key) for key, x in parts.items()}
-    return q.tree_unflatten(q.tree_flatten()[1], [restored.get(key) for key in _by_key(q)])
+    restored = {key: convert(x, state[key], key) for key, x in leaves.items()}
+    return q.tree_unflatten(q.tree_flatten()[1], [restored.get(key) for key in _leaves_by_key(q)])
 
 
 def _register(module: ModuleType) -> None:
     module.register_serialization_state(QTensor, _to_state_dict, _from_state_dict, override=True)
 
 
-class _WhenImported:
+class _ImportHook:
     """Finds Flax's serialization where Python does, and registers QTensors there once it is loaded."""
 
     @staticmethod
@@ -61,5 +61,5 @@ def install() -> None:
     """Registers QTensors where Flax is imported already, or when it will be."""
     if hasattr(sys.modules.get(MODULE), "register_serialization_state"):
         _register(sys.modules[MODULE])
-    elif _WhenImported not in sys.meta_path:
-        sys.meta_path.insert(0, _WhenImported)
+    elif _ImportHook not in sys.meta_path:
+        sys.meta_path.insert(0, _ImportHook)

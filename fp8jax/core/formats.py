@@ -84,7 +84,7 @@ class Format:
         return self.bits / 8 if self.packing else float(self.dtype.itemsize)
 
     @property
-    def scaled(self) -> bool:
+    def needs_scale(self) -> bool:
         """Whether tensors in this format need a scale; bf16 and fp32 hold fp32's own range."""
         return self.max < float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
@@ -93,7 +93,7 @@ class Format:
         return self.mantissa_bits > 0
 
     @property
-    def multiplies(self) -> bool:
+    def is_matmul_format(self) -> bool:
         """Whether matrix units take the codes as they are."""
         return self.is_fp8 or (self.dtype == np.int8 and self.bits == 8)
 
@@ -121,7 +121,7 @@ class Format:
         return self.max / self.smallest_normal
 
     def encode(
-        self, y: Array, key: Array | None = None, noise: Array | None = None, fading: Array | None = None
+        self, y: Array, key: Array | None = None, noise: Array | None = None, dither: Array | None = None
     ) -> Array:
         """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible where the format can show them.
 
@@ -141,25 +141,25 @@ class Format:
         Raises:
             ValueError: codes are differentiated; their gradient would be 0.
         """
-        y = derivatives.refuse(derivatives.CODES, y)
+        y = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, y)
         if key is not None:
             noise = jax.random.uniform(key, y.shape, jnp.float32)
         finite = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
         if self.name == "e8m0":
             return encode_e8m0(y, "nearest")
-        if fading is not None:
-            finite = self._faded(finite, fading)
+        if dither is not None:
+            finite = self._dither_decay(finite, dither)
         if self.codebook is not None:
-            return _index(finite, self, noise)
+            return _codebook_index(finite, self, noise)
         if not self.is_float:
-            rounded = jnp.round(finite) if noise is None else _drawn(finite, noise)
+            rounded = jnp.round(finite) if noise is None else _round_stochastic(finite, noise)
             return where(~jnp.isnan(y), rounded, 0).astype(self.dtype)
         if noise is not None:
-            step = _step(finite, self)
-            finite = _drawn(finite / step, noise) * step
+            step = _ulp(finite, self)
+            finite = _round_stochastic(finite / step, noise) * step
         if self.bits < 16 and not self.is_fp8 and noise is None:
             # Some emitters of XLA cast to others than the two by way of fp16, and so round twice.
-            step = _step(finite, self)
+            step = _ulp(finite, self)
             finite = jnp.round(finite * (1 / step)) * step
         if self.inf is None:  # the scale of the block says it
             return jax.lax.optimization_barrier(jnp.where(jnp.isnan(y), 0.0, finite).astype(self.dtype))
@@ -171,13 +171,13 @@ class Format:
         # For `decode`: where XLA casts to another dtype and back it leaves both out, on a GPU.
         return codes if self.is_fp8 else jax.lax.optimization_barrier(codes)
 
-    def _faded(self, y: Array, fading: Array) -> Array:
+    def _dither_decay(self, y: Array, dither: Array) -> Array:
         """Values whose decay rounding to nearest would undo, moved so that it takes them up or down by the noise."""
-        magnitude, moved, lost = jnp.abs(y), fading[0] - 0.5, 1 - fading[1]
+        magnitude, noise_offset, decay_loss = jnp.abs(y), dither[0] - 0.5, 1 - dither[1]
         if self.codebook is not None:
-            below, above = self.neighbours(magnitude)
+            below, above = self.floor_ceil(magnitude)
             width = above - below
-            near = jnp.where(magnitude - below > (0.5 - moved) * width, above, below)
+            dithered = jnp.where(magnitude - below > (0.5 - noise_offset) * width, above, below)
         else:
             # No value falls below the power of two under it, which has a code: those below are closer to each other.
             bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & np.int32(0x7F800000)
@@ -185,54 +185,54 @@ class Format:
             width = jnp.ones_like(y)
             if self.is_float:
                 width = jnp.maximum(power, self.smallest_normal) * np.float32(2.0**-self.mantissa_bits)
-            near = jnp.maximum(magnitude + width * moved, power)
-        return jnp.where(width > 2 * lost * magnitude, jnp.copysign(near, y), y)
+            dithered = jnp.maximum(magnitude + width * noise_offset, power)
+        return jnp.where(width > 2 * decay_loss * magnitude, jnp.copysign(dithered, y), y)
 
-    def neighbours(self, y: Array) -> tuple[Array, Array]:
+    def floor_ceil(self, y: Array) -> tuple[Array, Array]:
         """The values of the codes around fp32 magnitudes, below (or equal) and above."""
         if self.codebook is not None:
-            return _between(y, np.asarray(self.codebook, np.float32))[1:]
-        step = _step(y, self) if self.is_float else 1.0
+            return _bracketing_values(y, np.asarray(self.codebook, np.float32))[1:]
+        step = _ulp(y, self) if self.is_float else 1.0
         below = jnp.floor(y / step) * step
         return below, below + step
 
     def decode(self, codes: Array) -> Array:
         """The fp32 values of codes, in units of the format; raises ValueError where FP8 codes are differentiated."""
         if self.is_fp8:
-            codes = derivatives.refuse(derivatives.VALUES, codes)
+            codes = derivatives.error_if_differentiated(derivatives.CAST_FROM_CODES_ERROR, codes)
         if self.name == "e8m0":
             return decode_e8m0(codes)
         if self.codebook is not None:
             return jnp.take(jnp.asarray(self.codebook, jnp.float32), codes.astype(jnp.int32), axis=0)
-        return fp8_values(codes) if self.is_fp8 else codes.astype(jnp.float32)
+        return decode_fp8(codes) if self.is_fp8 else codes.astype(jnp.float32)
 
 
-def _step(y: Array, fmt: Format) -> Array:
+def _ulp(y: Array, fmt: Format) -> Array:
     """Distance of the codes around values of a floating format; of bf16 no less than fp32's smallest normal."""
     _, exponent = jnp.frexp(jnp.maximum(jnp.abs(y), fmt.smallest_normal))
     return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1 - fmt.mantissa_bits, -126))
 
 
-def _index(y: Array, fmt: Format, noise: Array | None) -> Array:
+def _codebook_index(y: Array, fmt: Format, noise: Array | None) -> Array:
     """Index in a code book, of the nearest value or of one of the two around."""
     values = np.asarray(fmt.codebook, np.float32)
     if noise is None:
         boundaries = (values[1:].astype(np.float64) + values[:-1]) / 2
         index = jnp.searchsorted(jnp.asarray(boundaries, jnp.float32), y, side="left")
     else:
-        below, low, high = _between(y, values)
+        below, low, high = _bracketing_values(y, values)
         index = below + (noise * (high - low) < y - low).astype(below.dtype)
     return jnp.where(jnp.isnan(y), 0, index).astype(fmt.dtype)
 
 
-def _between(y: Array, values: np.ndarray) -> tuple[Array, Array, Array]:
+def _bracketing_values(y: Array, values: np.ndarray) -> tuple[Array, Array, Array]:
     below = jnp.clip(jnp.searchsorted(jnp.asarray(values), y, side="right") - 1, 0, len(values) - 2)
     low, high = (jnp.take(jnp.asarray(values), i) for i in (below, below + 1))
     return below, low, high
 
 
 @jax.jit  # traced once for all codes of a shape
-def fp8_values(codes: Array) -> Array:
+def decode_fp8(codes: Array) -> Array:
     """The fp32 values of FP8 codes, made of bits.
 
     XLA on GPUs takes a cast to 8 bits and back for excess precision and leaves both out: nothing would be rounded.
@@ -256,13 +256,13 @@ def round_to(x: Array, fmt: Format) -> Array:
 
 def round_up(x: Array, fmt: Format) -> Array:
     """As `round_to` of positive values, but to the next number of the format that is no smaller; NaN stays."""
-    lost = FP32.mantissa_bits - fmt.mantissa_bits
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << lost) - 1)
-    up = jax.lax.bitcast_convert_type(bits & -(1 << lost), jnp.float32)
+    dropped_bits = FP32.mantissa_bits - fmt.mantissa_bits
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << dropped_bits) - 1)
+    up = jax.lax.bitcast_convert_type(bits & -(1 << dropped_bits), jnp.float32)
     return round_to(jnp.where(jnp.isnan(x), x, up), fmt)
 
 
-def _drawn(y: Array, noise: Array) -> Array:
+def _round_stochastic(y: Array, noise: Array) -> Array:
     """Integers around y, up or down by noise: beside 10 bits of y fp32 has no place for all of the noise's."""
     below = jnp.floor(y)
     return below + (y - below + noise >= 1).astype(below.dtype)

@@ -21,8 +21,8 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import formats
 
-HIGH, REMAINDERS = ("bf16", "fp16"), ("int8", "int16")
-NAMES = ("fp32", "bf16", "bf16+stochastic", *(f"{high}+{rest}" for high in HIGH for rest in REMAINDERS))
+HIGH_FORMATS, REMAINDER_DTYPES = ("bf16", "fp16"), ("int8", "int16")
+NAMES = ("fp32", "bf16", "bf16+stochastic", *(f"{high}+{rest}" for high in HIGH_FORMATS for rest in REMAINDER_DTYPES))
 # Of fp16 and fp32: mantissa bits, and the difference of the biases of their exponents.
 _FP16_MANTISSA, _FP32_MANTISSA, _BIAS = 10, 23, 127 - 15
 
@@ -46,26 +46,26 @@ class Master:
             raise ValueError(f"unknown master {self.name!r}; it is one of {', '.join(NAMES)}")
 
     @property
-    def held(self) -> formats.Format:
+    def param_format(self) -> formats.Format:
         """The format of the parameters themselves."""
         return formats.get(self.name.partition("+")[0])
 
     @property
     def remainder(self) -> np.dtype | None:
         """The dtype of remainders; None where there are none."""
-        rest = self.name.partition("+")[2]
-        return np.dtype(rest) if rest in REMAINDERS else None
+        remainder_name = self.name.partition("+")[2]
+        return np.dtype(remainder_name) if remainder_name in REMAINDER_DTYPES else None
 
     @property
-    def stochastic(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether new parameters are rounded stochastically."""
         return self.name.endswith("+stochastic")
 
     @property
     def bytes_per_element(self) -> float:
         """Bytes a parameter, both parts together."""
-        rest = self.remainder
-        return self.held.bytes_per_element + (0 if rest is None else rest.itemsize)
+        remainder = self.remainder
+        return self.param_format.bytes_per_element + (0 if remainder is None else remainder.itemsize)
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +95,7 @@ class MasterWeight:
         return join(self.high, self.remainder).astype(dtype)
 
 
-def split(x: Array, high: DTypeLike, remainder: DTypeLike) -> MasterWeight:
+def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> MasterWeight:
     """A value by parts, rounded to nearest, ties to even, where the master has fewer bits than fp32.
 
     fp32 is exact in bf16 and int16; in fp16 and int16 from 2^-17 on, and below that to 2^-41. Above 65,536 a master of
@@ -106,23 +106,27 @@ def split(x: Array, high: DTypeLike, remainder: DTypeLike) -> MasterWeight:
         high: bf16 or fp16.
         remainder: int8 or int16.
     """
-    rest = 8 * jnp.dtype(remainder).itemsize
+    remainder_bits = 8 * jnp.dtype(remainder_dtype).itemsize
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    place = _shifted(magnitude, 16 - rest) if jnp.dtype(high) == jnp.bfloat16 else _of_fp16(x, magnitude, rest)
+    master_bits = (
+        _shift_right_to_even(magnitude, 16 - remainder_bits)
+        if jnp.dtype(high_dtype) == jnp.bfloat16
+        else _fp32_to_extended_fp16(x, magnitude, remainder_bits)
+    )
     # NaN could carry into the sign, and its remainder would say nothing.
-    place = jnp.where(jnp.isnan(x), _nan(high) << np.uint32(rest), place)
-    half = 1 << (rest - 1)
-    top = (place + np.uint32(half)) >> np.uint32(rest)
-    sign, small = (bits >> 16) & np.uint32(0x8000), (top == 0) & (place > 0)
-    codes = (top | jnp.where(small, np.uint32(0), sign)).astype(jnp.uint16)
+    master_bits = jnp.where(jnp.isnan(x), _nan(high_dtype) << np.uint32(remainder_bits), master_bits)
+    half = 1 << (remainder_bits - 1)
+    high_bits = (master_bits + np.uint32(half)) >> np.uint32(remainder_bits)
+    sign, is_high_zero = (bits >> 16) & np.uint32(0x8000), (high_bits == 0) & (master_bits > 0)
+    codes = (high_bits | jnp.where(is_high_zero, np.uint32(0), sign)).astype(jnp.uint16)
     # XLA may compute x again for the remainder, and otherwise in its last bit: it is of the high part that there is.
     codes = lax.optimization_barrier(codes)
-    top = codes.astype(jnp.uint32) & np.uint32(0x7FFF)
-    left = lax.bitcast_convert_type(place - (top << np.uint32(rest)), jnp.int32)
-    left = jnp.where((top == 0) & (sign > 0), -left, left)
-    left = jnp.clip(left, -half, half - 1).astype(remainder)
-    return MasterWeight(lax.bitcast_convert_type(codes, jnp.dtype(high)), left)
+    high_bits = codes.astype(jnp.uint32) & np.uint32(0x7FFF)
+    remainder_value = lax.bitcast_convert_type(master_bits - (high_bits << np.uint32(remainder_bits)), jnp.int32)
+    remainder_value = jnp.where((high_bits == 0) & (sign > 0), -remainder_value, remainder_value)
+    remainder_value = jnp.clip(remainder_value, -half, half - 1).astype(remainder_dtype)
+    return MasterWeight(lax.bitcast_convert_type(codes, jnp.dtype(high_dtype)), remainder_value)
 
 
 def join(high: Array, remainder: Array) -> Array:
@@ -135,22 +139,26 @@ def join(high: Array, remainder: Array) -> Array:
         high: bf16 or fp16, any shape.
         remainder: int8 or int16, of that shape.
     """
-    rest = 8 * remainder.dtype.itemsize
+    remainder_bits = 8 * remainder.dtype.itemsize
     bits = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
-    top = lax.bitcast_convert_type((bits & np.uint32(0x7FFF)) << np.uint32(rest), jnp.int32)
-    place = top + remainder.astype(jnp.int32)
-    other = lax.bitcast_convert_type(place, jnp.uint32) & np.uint32(0x80000000)
-    place = lax.bitcast_convert_type(jnp.abs(place), jnp.uint32)
-    magnitude = place << np.uint32(16 - rest) if high.dtype == jnp.bfloat16 else _to_fp32(place, rest)
+    high_bits = lax.bitcast_convert_type((bits & np.uint32(0x7FFF)) << np.uint32(remainder_bits), jnp.int32)
+    master_bits = high_bits + remainder.astype(jnp.int32)
+    sign_flip = lax.bitcast_convert_type(master_bits, jnp.uint32) & np.uint32(0x80000000)
+    master_bits = lax.bitcast_convert_type(jnp.abs(master_bits), jnp.uint32)
+    magnitude = (
+        master_bits << np.uint32(16 - remainder_bits)
+        if high.dtype == jnp.bfloat16
+        else _extended_fp16_to_fp32(master_bits, remainder_bits)
+    )
     sign = (bits & np.uint32(0x8000)) << np.uint32(16)
-    return lax.bitcast_convert_type(magnitude | (sign ^ other), jnp.float32)
+    return lax.bitcast_convert_type(magnitude | (sign ^ sign_flip), jnp.float32)
 
 
 def _nan(dtype: DTypeLike) -> np.uint32:
     return np.uint32(0x7FC0 if jnp.dtype(dtype) == jnp.bfloat16 else 0x7E00)
 
 
-def _shifted(magnitude: Array, drop: int) -> Array:
+def _shift_right_to_even(magnitude: Array, drop: int) -> Array:
     """A magnitude's bits without the last ones, to nearest, ties to even."""
     if drop == 0:
         return magnitude
@@ -158,29 +166,31 @@ def _shifted(magnitude: Array, drop: int) -> Array:
     return (magnitude + np.uint32((1 << (drop - 1)) - 1) + odd) >> np.uint32(drop)
 
 
-def _of_fp16(x: Array, magnitude: Array, rest: int) -> Array:
+def _fp32_to_extended_fp16(x: Array, magnitude: Array, remainder_bits: int) -> Array:
     """A magnitude's bits as of a float with fp16's exponent and `rest` more mantissa bits."""
-    mantissa = _FP16_MANTISSA + rest
+    mantissa = _FP16_MANTISSA + remainder_bits
     rebased = magnitude - np.uint32(_BIAS << _FP32_MANTISSA)
     if mantissa > _FP32_MANTISSA:
         normal = rebased << np.uint32(mantissa - _FP32_MANTISSA)
     else:
-        normal = _shifted(rebased, _FP32_MANTISSA - mantissa)
+        normal = _shift_right_to_even(rebased, _FP32_MANTISSA - mantissa)
     size = jnp.abs(x)
     fixed = jnp.round(jnp.where(size < 2.0**-14, size, 0.0) * np.float32(2.0 ** (14 + mantissa))).astype(jnp.uint32)
     infinite = np.uint32(31 << mantissa)
     return jnp.where(size < 2.0**-14, fixed, jnp.where(size < 65536.0, normal, infinite))
 
 
-def _to_fp32(place: Array, rest: int) -> Array:
+def _extended_fp16_to_fp32(master_bits: Array, remainder_bits: int) -> Array:
     """Bits of the fp32 that such bits stand for."""
-    mantissa = _FP16_MANTISSA + rest
+    mantissa = _FP16_MANTISSA + remainder_bits
     drop = mantissa - _FP32_MANTISSA
-    shifted = place >> np.uint32(drop) if drop > 0 else place << np.uint32(-drop)
-    fixed = place.astype(jnp.float32) * np.float32(2.0 ** -(14 + mantissa))
+    shifted = master_bits >> np.uint32(drop) if drop > 0 else master_bits << np.uint32(-drop)
+    fixed = master_bits.astype(jnp.float32) * np.float32(2.0 ** -(14 + mantissa))
     normal = shifted + np.uint32(_BIAS << _FP32_MANTISSA)
     infinite = shifted + np.uint32((255 - 31) << _FP32_MANTISSA)
     below = lax.bitcast_convert_type(fixed, jnp.uint32)
     return jnp.where(
-        place < np.uint32(1 << mantissa), below, jnp.where(place < np.uint32(31 << mantissa), normal, infinite)
+        master_bits < np.uint32(1 << mantissa),
+        below,
+        jnp.where(master_bits < np.uint32(31 << mantissa), normal, infinite),
     )

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core.blocks import as_row
+from fp8jax.core.blocks import expand_to_rank
 
 _BIAS = 512
 
@@ -49,4 +49,4 @@ def unpack(packed: Array, axis: int, length: int) -> Array:
 
 def _shifts(ndim: int) -> Array:
     """How far the high bits of four codes lie in their byte, along the last of so many axes."""
-    return as_row(jnp.arange(0, 8, 2, dtype=jnp.int32), ndim)
+    return expand_to_rank(jnp.arange(0, 8, 2, dtype=jnp.int32), ndim)

@@ -19,8 +19,14 @@ def _copy(function: Any) -> Callable[..., Any]:
     """A function with code of its own; itself where it is none written in Python."""
     if not isinstance(function, types.FunctionType):
         return function  # type: ignore[no-any-return]
-    parts = (function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copy = types.FunctionType(*parts)
+    code_fields = (
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy = types.FunctionType(*code_fields)
     copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
     return copy
 
@@ -30,16 +36,16 @@ def _code(function: Any) -> Any:
 
 
 dot_general = _copy(lax.dot_general)
-_OWN = {
+_ORIGINALS = {
     f"{module.__name__}.{name}": (module, name, getattr(module, name), _code(getattr(module, name)))
     for module, name in ((lax, "dot_general"), (jax.numpy, "einsum"))
 }
 
 
-def changed() -> str | None:
+def find_patched_matmul() -> str | None:
     """The product of JAX that another library has changed, as "jax.lax.dot_general"; None where it is JAX's own."""
-    for path, (module, name, function, code) in _OWN.items():
-        now = getattr(module, name)
-        if now is not function or _code(now) is not code:
+    for path, (module, name, function, code) in _ORIGINALS.items():
+        current = getattr(module, name)
+        if current is not function or _code(current) is not code:
             return path
     return None

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, derivatives, encoding, expansion, formats
-from fp8jax.core.encoding import Parts
+from fp8jax.core.encoding import QTensorLeaves
 from fp8jax.core.short_blocks import ShortBlocks
 from fp8jax.core.spec import QuantSpec
 
@@ -24,11 +24,11 @@ VERSION = 1
 PACKED_VERSION = 2
 # The arrays beside the codes in the order of leaves, which is that of the alphabet: a dict of them, as Orbax restores
 # without a target, then has its leaves in the same order.
-BESIDE = ("expansion", "microscale", "scale")
-KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in BESIDE)
+METADATA_FIELDS = ("expansion", "microscale", "scale")
+METADATA_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in METADATA_FIELDS)
 
 
-Static = tuple[QuantSpec, int | None, ShortBlocks]
+QTensorStatic = tuple[QuantSpec, int | None, ShortBlocks]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -90,19 +90,19 @@ class QTensor:
     length: int | None = None
     short_blocks: ShortBlocks | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Static]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], QTensorStatic]:
         static = self.spec, self.length, self._short_blocks()
-        return (self.codes, *(getattr(self, name) for name in BESIDE)), static
+        return (self.codes, *(getattr(self, name) for name in METADATA_FIELDS)), static
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Static]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], QTensorStatic]:
         children, static = self.tree_flatten()
-        return tuple(zip((jax.tree_util.DictKey(self.storage_key), *KEYS), children, strict=True)), static
+        return tuple(zip((jax.tree_util.DictKey(self.storage_key), *METADATA_KEYS), children, strict=True)), static
 
     @classmethod
-    def tree_unflatten(cls, static: Static, children: Iterable[Any]) -> "QTensor":
-        (spec, length, short_blocks), (codes, *rest) = static, children
-        _check_order(spec, (codes, *rest))
-        q = cls(codes, **dict(zip(BESIDE, rest, strict=True)), spec=spec, length=length)
+    def tree_unflatten(cls, static: QTensorStatic, children: Iterable[Any]) -> "QTensor":
+        (spec, length, short_blocks), (codes, *metadata) = static, children
+        _check_leaf_order(spec, (codes, *metadata))
+        q = cls(codes, **dict(zip(METADATA_FIELDS, metadata, strict=True)), spec=spec, length=length)
         object.__setattr__(q, "short_blocks", short_blocks)
         return q
 
@@ -111,12 +111,12 @@ class QTensor:
             return self.short_blocks
         # A part of an array, inside of jax.shard_map, may have blocks of its own.
         manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        return ShortBlocks() if manual else ShortBlocks.of(getattr(self.codes, "shape", None), self.spec)
+        return ShortBlocks() if manual else ShortBlocks.from_shape(getattr(self.codes, "shape", None), self.spec)
 
     def with_codes(self, codes: Any) -> "QTensor":
         """The same with other codes of the same blocks, such as their bytes."""
         _, static = self.tree_flatten()
-        return self.tree_unflatten(static, (codes, *(getattr(self, name) for name in BESIDE)))
+        return self.tree_unflatten(static, (codes, *(getattr(self, name) for name in METADATA_FIELDS)))
 
     @property
     def storage_key(self) -> str:
@@ -140,31 +140,31 @@ class QTensor:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     @property
-    def _parts(self) -> Parts:
-        return Parts(self.codes, self.scale, self.expansion, self.microscale)
+    def _leaves(self) -> QTensorLeaves:
+        return QTensorLeaves(self.codes, self.scale, self.expansion, self.microscale)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values that the codes stand for, computed in fp32 and cast to `dtype`."""
         self.check_blocks()
-        names = [name for name, part in self._parts._asdict().items() if part is not None]
+        names = [name for name, part in self._leaves._asdict().items() if part is not None]
 
         def decode(*arrays: Array) -> tuple[Array]:
-            return (encoding.decode(Parts(**dict(zip(names, arrays, strict=True))), self.shape, self.spec),)
+            return (encoding.decode(QTensorLeaves(**dict(zip(names, arrays, strict=True))), self.shape, self.spec),)
 
         arrays = [getattr(self, name) for name in names]
-        (values,) = blocks.on_logical_array(decode, *arrays, like=[self.shape])
-        return derivatives.passed("dequantize", values.astype(dtype), values)
+        (values,) = blocks.on_logical_array(decode, *arrays, out_shapes=[self.shape])
+        return derivatives.check_differentiable_dtypes("dequantize", values.astype(dtype), values)
 
     def shardings(self, sharding: NamedSharding) -> "QTensor":
         """The shardings of the arrays where the codes have `sharding`: replicated on axes that blocks do not divide."""
         mesh = sharding.mesh
 
-        def of(array: Array) -> NamedSharding:
-            return NamedSharding(mesh, blocks.partition(sharding.spec, array.shape, dict(mesh.shape)))
+        def sharding_of(array: Array) -> NamedSharding:
+            return NamedSharding(mesh, blocks.block_partition_spec(sharding.spec, array.shape, dict(mesh.shape)))
 
-        return jax.tree.map(of, self)
+        return jax.tree.map(sharding_of, self)
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the arrays that there are to be."""
         count = blocks.counts(self.shape, self.spec.block_shape(self.shape))
         shapes = {"codes": self.spec.stored_shape(self.shape), "scale": count}
@@ -180,14 +180,18 @@ class QTensor:
         Raises:
             ValueError: the arrays were joined, cut or stacked, each by itself, along an axis that blocks cut.
         """
-        short, wanted = ShortBlocks.of(self.codes.shape, self.spec), self._shapes()
-        shapes = {name: getattr(self, name).shape for name in wanted if getattr(self, name) is not None}
-        wrong = {name: shape for name, shape in shapes.items() if not _serves(shape, wanted[name], name == "codes")}
+        short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self._expected_shapes()
+        shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}
+        wrong = {
+            name: shape
+            for name, shape in shapes.items()
+            if not _is_compatible_shape(shape, expected[name], name == "codes")
+        }
         if not wrong and self._short_blocks() == short:
             return
         raise ValueError(
             f"blocks of {self.spec} do not fit codes of shape {self.codes.shape}"
-            + "".join(f"; {name} has shape {shape}, not {wanted[name]}" for name, shape in wrong.items())
+            + "".join(f"; {name} has shape {shape}, not {expected[name]}" for name, shape in wrong.items())
             + ("" if wrong else f"; last blocks had lengths {self._short_blocks().lengths}, not {short.lengths}")
             + ". The arrays of QTensors were joined, cut or stacked one by one: do it to what dequantize() returns, at "
             "multiples of the block, or along axes that blocks do not cut; decode each part of a stack by jax.vmap"
@@ -200,9 +204,9 @@ class QTensor:
             ValueError: one does not hold; the message names it.
         """
         fmt, spec = formats.get(self.spec.format), self.spec
-        dtypes = dict(zip(("codes", *BESIDE), _dtypes(spec), strict=True))
-        expected = {name: (shape, dtypes[name]) for name, shape in self._shapes().items()}
-        for name, array in self._parts._asdict().items():
+        dtypes = dict(zip(("codes", *METADATA_FIELDS), _dtypes(spec), strict=True))
+        expected = {name: (shape, dtypes[name]) for name, shape in self._expected_shapes().items()}
+        for name, array in self._leaves._asdict().items():
             if (array is not None) != (name in expected):
                 raise ValueError(f"{name} is {'missing' if array is None else 'there'}, but the spec is {spec}")
             if array is not None and (array.shape, array.dtype) != expected[name]:
@@ -214,35 +218,37 @@ class QTensor:
             raise ValueError("scales must be positive and finite")
         if self.expansion is not None:
             k = np.asarray(self.expansion, np.float32)
-            if not ((k >= expansion.LOWEST) & (k <= expansion.HIGHEST)).all():
-                raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
+            if not ((k >= expansion.MIN_EXPONENT) & (k <= expansion.MAX_EXPONENT)).all():
+                raise ValueError(
+                    f"expansion exponents must lie in [{expansion.MIN_EXPONENT}, {expansion.MAX_EXPONENT}]"
+                )
 
 
-def _serves(shape: tuple[Any, ...], wanted: tuple[Any, ...], exactly: bool) -> bool:
+def _is_compatible_shape(shape: tuple[Any, ...], expected: tuple[Any, ...], must_match: bool) -> bool:
     """Whether an array of this shape has an entry for each block: along an axis also one for all, but if `exactly`."""
-    if not all(isinstance(n, int) for n in (*shape, *wanted)):
+    if not all(isinstance(n, int) for n in (*shape, *expected)):
         return True  # of jax.export, whose dimensions may have no number
-    if len(shape) != len(wanted):
+    if len(shape) != len(expected):
         return False
-    return all(n == w or (n == 1 and not exactly) for n, w in zip(shape, wanted, strict=True))
+    return all(n == w or (n == 1 and not must_match) for n, w in zip(shape, expected, strict=True))
 
 
 @functools.cache
 def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
     """The dtypes of the leaves; None for those that there are not."""
     fmt = formats.get(spec.format)
-    codes = np.dtype(np.uint8) if spec.packed else fmt.dtype
+    codes = np.dtype(np.uint8) if spec.is_packed else fmt.dtype
     exponents = expansion.DTYPE if spec.expand else None
     bytes_ = np.dtype(np.uint8) if spec.granularity == "mx" else None
     return codes, exponents, bytes_, formats.get(spec.scale_format).dtype
 
 
-def _check_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
+def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
     """Refuses the arrays of a QTensor in another order than that of its leaves; other children are no arrays of one."""
     want, got = _dtypes(spec), tuple(getattr(leaf, "dtype", None) for leaf in leaves)
     if got == want or sorted(map(str, got)) != sorted(map(str, want)):
         return
-    names = ("codes", *BESIDE)
+    names = ("codes", *METADATA_FIELDS)
     listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, want, strict=True) if dtype is not None)
     raise ValueError(
         f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} are not in the order of those "
@@ -253,13 +259,13 @@ def _check_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
 @functools.cache
 def storage_key(spec: QuantSpec, length: int | None = None) -> str:
     """`QTensor.storage_key` of what is stored as a spec says."""
-    details = {"axis": spec.axis, "stacked": spec.stacked, "length": length}
-    usual = {"axis": -1, "stacked": 0, "length": None}
-    options = [f"{name}{value}" for name, value in details.items() if value != usual[name]]
+    details = {"axis": spec.axis, "stacked": spec.layer_axes, "length": length}
+    defaults = {"axis": -1, "stacked": 0, "length": None}
+    options = [f"{name}{value}" for name, value in details.items() if value != defaults[name]]
     if spec.scale_format != "fp32":
         options.append(f"{spec.scale_format}scales")
-    how = str(dataclasses.replace(spec, rounding="nearest", expand=bool(spec.expand)))
-    return f"codes:{'+'.join([how, *options])}:v{PACKED_VERSION if spec.packed else VERSION}"
+    spec_text = str(dataclasses.replace(spec, rounding="nearest", expand=bool(spec.expand)))
+    return f"codes:{'+'.join([spec_text, *options])}:v{PACKED_VERSION if spec.is_packed else VERSION}"
 
 
 def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QTensor:
@@ -281,7 +287,7 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
     return quantize_with_scale(x, spec, None, key=key)
 
 
-def quantize_by_position(x: Array, like: QTensor, words: Array) -> QTensor:
+def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
     """Quantizes as `like` is, but rounds stochastically: noise comes from two words and each element's position.
 
     Args:
@@ -294,11 +300,11 @@ def quantize_by_position(x: Array, like: QTensor, words: Array) -> QTensor:
         "smallest" stay non-zero.
     """
     spec = dataclasses.replace(like.spec, rounding="stochastic")
-    drawn = quantize_with_scale(x, spec, None, words=words, previous=like.expansion)
-    return dataclasses.replace(drawn, spec=like.spec)
+    quantized = quantize_with_scale(x, spec, None, seed=seed, previous=like.expansion)
+    return dataclasses.replace(quantized, spec=like.spec)
 
 
-def quantize_decaying(x: Array, like: QTensor, fading: Array, words: Array) -> QTensor:
+def quantize_decaying(x: Array, like: QTensor, dither: Array, seed: Array) -> QTensor:
     """Quantizes a decaying average as `like` is: right on average over its memory and over its elements.
 
     Rounding is up or down by `fading`, in which each element has a phase of its own. Values are unbiased, not their
@@ -314,7 +320,7 @@ def quantize_decaying(x: Array, like: QTensor, fading: Array, words: Array) -> Q
     Returns:
         A `QTensor` with the spec of `like`; no mesh changes its phases.
     """
-    return _quantize(x, like.spec, fading=fading, words=words, previous=like.expansion)
+    return _quantize(x, like.spec, fading=dither, words=seed, previous=like.expansion)
 
 
 def quantize_with_scale(
@@ -323,9 +329,9 @@ def quantize_with_scale(
     scale: Array | None,
     *,
     key: Array | None = None,
-    words: Array | None = None,
+    seed: Array | None = None,
     previous: Array | None = None,
-    fading: Array | None = None,
+    dither: Array | None = None,
 ) -> QTensor:
     """`quantize` with given scales, as delayed and automatic scaling need; values beyond their range saturate.
 
@@ -349,27 +355,27 @@ def quantize_with_scale(
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"cannot quantize an array of dtype {x.dtype}; cast it to a floating dtype first")
-    if (key is not None or words is not None) != (spec.rounding == "stochastic"):
+    if (key is not None or seed is not None) != (spec.rounding == "stochastic"):
         need = "needs a key" if spec.rounding == "stochastic" else "takes no key"
         raise ValueError(f"rounding {spec.rounding!r} {need}")
     if scale is not None and (spec.expand or spec.granularity == "mx"):
         raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
-    return _quantize(x, spec, scale=scale, key=key, words=words, previous=previous, fading=fading)
+    return _quantize(x, spec, scale=scale, key=key, words=seed, previous=previous, fading=dither)
 
 
 def _quantize(x: Array, spec: QuantSpec, **optional: Array | None) -> QTensor:
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
-    like = {"codes": spec.stored_shape(x.shape), "scale": count}
+    out_shapes = {"codes": spec.stored_shape(x.shape), "scale": count}
     if spec.expand:
-        like["expansion"] = count
+        out_shapes["expansion"] = count
     if spec.granularity == "mx":
-        like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
+        out_shapes["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
     values = {name: value for name, value in optional.items() if value is not None}
 
     def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
-        parts = encoding.encode(x, spec, **dict(zip(values, arrays, strict=True)))
-        return tuple(getattr(parts, name) for name in like)
+        leaves = encoding.encode(x, spec, **dict(zip(values, arrays, strict=True)))
+        return tuple(getattr(leaves, name) for name in out_shapes)
 
-    arrays = blocks.on_logical_array(encode, x, *values.values(), like=list(like.values()))
-    length = x.shape[spec.axis] if spec.packed else None
-    return QTensor(**Parts(**dict(zip(like, arrays, strict=True)))._asdict(), spec=spec, length=length)
+    arrays = blocks.on_logical_array(encode, x, *values.values(), out_shapes=list(out_shapes.values()))
+    length = x.shape[spec.axis] if spec.is_packed else None
+    return QTensor(**QTensorLeaves(**dict(zip(out_shapes, arrays, strict=True)))._asdict(), spec=spec, length=length)

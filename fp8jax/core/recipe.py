@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from fp8jax.core import formats
 from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.context import Context as Context
-from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
+from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find_scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
 from fp8jax.core.storage import Optimizer as Optimizer
 from fp8jax.core.tables import sentence, table
-from fp8jax.core.weights import SCALED
+from fp8jax.core.weights import SCALED_MASTER
 from fp8jax.core.weights import Weights as Weights
 
-_XLA, _FP32, _ADAM, _WRITTEN = Comm(), Weights(), Optimizer(), Context()
+_XLA_COMM, _FP32_WEIGHTS, _DEFAULT_OPTIMIZER, _NO_CONTEXT = Comm(), Weights(), Optimizer(), Context()
 
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
@@ -70,17 +70,17 @@ class Linear:
     w_dgrad: str | None = SAME
     x_wgrad: str | None = SAME
     dy_wgrad: str | None = SAME
-    saved: str | None = SAME
+    x_residual: str | None = SAME
     scaling: str = "current"
     w_scaling: str | None = None
-    history: int = 1024
+    amax_history_length: int = 1024
     margin: int = 0
-    fallback_rates: tuple[float, float] = (0.1, 0.3)
-    fallback_factor: float = 1.3
-    interval: int = 500
+    fallback_fraction_range: tuple[float, float] = (0.1, 0.3)
+    threshold_update_factor: float = 1.3
+    weight_amax_interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
     select: str = "all"
-    joins: bool = False
+    fuse_parallel_matmuls: bool = False
 
     def __post_init__(self) -> None:
         for field in (*OPERANDS, *_SOURCES):
@@ -88,13 +88,13 @@ class Linear:
             if text is None or (text == SAME and field not in ("x", "w", "dy")):
                 continue
             spec = QuantSpec.parse(text)
-            if field != "saved" and (not formats.get(spec.format).multiplies or spec.expand):
+            if field != "saved" and (not formats.get(spec.format).is_matmul_format or spec.expand):
                 raise ValueError(
                     f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded"
                 )
             if field in ("x", "w", "w_dgrad", "x_wgrad") and spec.rounding == "stochastic":
                 raise ValueError(f"linear.{field} {text!r}: only gradients and what is saved round stochastically")
-            if spec.granularity == "channel" or spec.axis != -1 or spec.stacked:
+            if spec.granularity == "channel" or spec.axis != -1 or spec.layer_axes:
                 raise ValueError(f"linear.{field} {text!r} must have scales along the contraction, its last axis")
         for product, (a, b) in self.products().items():
             if (a is None) != (b is None):
@@ -103,8 +103,12 @@ class Linear:
                 )
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
                 raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
-        sources = {"w_dgrad": self.w, "dy_wgrad": self.dy, "x_wgrad": self.x if self.saved == SAME else self.saved}
-        shared = self._check_shared(sources["x_wgrad"])
+        sources = {
+            "w_dgrad": self.w,
+            "dy_wgrad": self.dy,
+            "x_wgrad": self.x if self.x_residual == SAME else self.x_residual,
+        }
+        shared = self._check_shares_token_scales(sources["x_wgrad"])
         for field, source in sources.items():
             if field != "w_dgrad" and shared:
                 continue
@@ -122,7 +126,7 @@ class Linear:
             raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
         joined = ("w", "w_dgrad", "dy", "dy_wgrad")
         one_scale = all(spec and spec.granularity == "tensor" for spec in map(self.spec, joined))
-        if self.joins and (self.states or not one_scale):
+        if self.fuse_parallel_matmuls and (self.states or not one_scale):
             raise ValueError(f"linear.joins needs current scaling and one scale a tensor for {', '.join(joined)}")
         if self.select not in ("all", "gains"):
             raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
@@ -132,10 +136,10 @@ class Linear:
 
     def _check_states(self) -> None:
         """Raises ValueError for operands that their scaling has no scales for."""
-        served: dict[str, list[str]] = {}
+        operands_by_scaling: dict[str, list[str]] = {}
         for operand in self.states:
-            served.setdefault(self.scaling_name(operand), []).append(operand)
-        for name, operands in served.items():
+            operands_by_scaling.setdefault(self.scaling_name(operand), []).append(operand)
+        for name, operands in operands_by_scaling.items():
             listed = " and ".join([", ".join(operands[:-1]), operands[-1]] if len(operands) > 1 else operands)
             specs, kinds = [self.spec(operand) for operand in operands], self.states[operands[0]].granularities
             if any(spec is not None and spec.granularity not in kinds for spec in specs):
@@ -143,12 +147,14 @@ class Linear:
                 raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
             if None in specs:
                 raise ValueError(f"{name} scaling needs {listed} quantized")
-            if self.states[operands[0]].decides and any(spec is not None and spec.format != "int8" for spec in specs):
+            if self.states[operands[0]].is_threshold and any(
+                spec is not None and spec.format != "int8" for spec in specs
+            ):
                 raise ValueError(f"{name} scaling is of int8 blocks, not of linear.{listed} {getattr(self, listed)!r}")
-            if self.states[operands[0]].decides and (self.spec("w") != self.spec("x") or self.saved is None):
+            if self.states[operands[0]].is_threshold and (self.spec("w") != self.spec("x") or self.x_residual is None):
                 raise ValueError(
                     f"{name} scaling needs x and w in the same blocks and codes to save, not x={self.x!r}, "
-                    f"w={self.w!r}, saved={self.saved!r}"
+                    f"w={self.w!r}, saved={self.x_residual!r}"
                 )
 
     def scaling_name(self, operand: str) -> str:
@@ -157,37 +163,41 @@ class Linear:
 
     @functools.cached_property
     def _strategies(self) -> dict[str, Scaling]:
-        return {operand: find(self.scaling_name(operand), self, operand) for operand in OPERANDS}
+        return {operand: find_scaling(self.scaling_name(operand), self, operand) for operand in OPERANDS}
 
     def strategy(self, operand: str) -> Scaling:
         """Where the scale of "x", "w" or "dy" comes from."""
         return self._strategies[operand]
 
-    def own_strategy(self, operand: str) -> Scaling:
+    def stateless_scaling(self, operand: str) -> Scaling:
         """Where the scale of an operand comes from that none is given for."""
         strategy = self.strategy(operand)
         return Current() if isinstance(strategy, Stateful) else strategy
 
     @property
-    def tracked(self) -> bool:
+    def needs_weight_bounds(self) -> bool:
         """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
-        return not all(part.observes for part in self.states.values())
+        return not all(part.collects_stats for part in self.states.values())
 
     @functools.cached_property
     def states(self) -> dict[str, Stateful]:
         """The strategies that keep a state, by operand."""
         return {operand: part for operand, part in self._strategies.items() if isinstance(part, Stateful)}
 
-    def _check_shared(self, context: str | None) -> bool:
+    def _check_shares_token_scales(self, context: str | None) -> bool:
         """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
         if not self.x_wgrad == self.dy_wgrad == SAME or context is None or self.dy is None:
             return False
         specs = QuantSpec.parse(context), QuantSpec.parse(self.dy)
-        if not any(s.folds for s in specs) or not all(s.folds or s.granularity == "tensor" for s in specs):
+        if not any(s.is_folded for s in specs) or not all(s.is_folded or s.granularity == "tensor" for s in specs):
             return False
         if any(not formats.get(s.format).is_float or s.rounding != "nearest" for s in specs):
             return False
-        if specs[0].folds and specs[0].level1 == "token" and not (specs[1].folds and specs[1].level1 == "token"):
+        if (
+            specs[0].is_folded
+            and specs[0].outer_scale == "token"
+            and not (specs[1].is_folded and specs[1].outer_scale == "token")
+        ):
             raise ValueError(
                 f"linear.x_wgrad cannot be the same as {context!r} beside dy {self.dy!r}: an fp32 scale for each token "
                 f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
@@ -195,48 +205,48 @@ class Linear:
         return True
 
     @functools.cached_property
-    def shares_tokens(self) -> bool:
+    def shares_token_scales(self) -> bool:
         """Whether the weight's gradient has scales of tokens to share out among its operands, both then under one scale
         (`fp8jax.ops.microscaled`)."""
         specs = self.spec("x_wgrad"), self.spec("dy_wgrad")
-        return self.x_wgrad == self.dy_wgrad == SAME and any(s is not None and s.folds for s in specs)
+        return self.x_wgrad == self.dy_wgrad == SAME and any(s is not None and s.is_folded for s in specs)
 
     @property
-    def folds(self) -> tuple[str, ...]:
+    def folded_specs(self) -> tuple[str, ...]:
         """The specs of operands with MOSS's two levels of scales that are folded into rows, which no product reads."""
         specs = [self.spec("saved"), *(spec for pair in self.products().values() for spec in pair)]
-        return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.folds))
+        return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.is_folded))
 
-    def taken(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
+    def matmul_operands(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
         """The operands of the three products as they are multiplied, where `products` says how they are asked for."""
-        taken = {
-            name: tuple(spec if spec is None else spec.folded for spec in pair)
+        operands = {
+            name: tuple(spec if spec is None else spec.folded_spec for spec in pair)
             for name, pair in self.products().items()
         }
-        if self.shares_tokens:
-            taken["wgrad"] = tuple(spec and QuantSpec(spec.format) for spec in taken["wgrad"])
-        return taken  # type: ignore[return-value]
+        if self.shares_token_scales:
+            operands["wgrad"] = tuple(spec and QuantSpec(spec.format) for spec in operands["wgrad"])
+        return operands  # type: ignore[return-value]
 
-    def kept(self) -> QuantSpec | None:
+    def residual_spec(self) -> QuantSpec | None:
         """What is kept of the input for the backward pass; None for the input itself."""
         spec = self.spec("saved")
-        return None if spec is None else spec.folded
+        return None if spec is None else spec.folded_spec
 
     @functools.cached_property
-    def quantized(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether any product is."""
         return any(operand is not None for pair in self.products().values() for operand in pair)
 
     @functools.cached_property
-    def stochastic(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether anything rounds stochastically, so that a key is needed."""
         specs = [self.spec("saved"), *(operand for pair in self.products().values() for operand in pair)]
         return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
     @functools.cached_property
     def _specs(self) -> dict[str, QuantSpec | None]:
-        own = {field: getattr(self, field) for field in (*OPERANDS, *_SOURCES)}
-        specs = {field: text and QuantSpec.parse(text) for field, text in own.items() if text != SAME}
+        texts = {field: getattr(self, field) for field in (*OPERANDS, *_SOURCES)}
+        specs = {field: text and QuantSpec.parse(text) for field, text in texts.items() if text != SAME}
         for field in [field for field in _SOURCES if field not in specs]:
             specs[field] = specs[_SOURCES[field]]
         return specs
@@ -254,7 +264,7 @@ class Linear:
         }
 
 
-AGAIN = "computed again"
+RECOMPUTED = "computed again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,11 +283,11 @@ class Recipe:
     """
 
     name: str
-    weights: Weights = _FP32
-    optimizer: Optimizer = _ADAM
+    weights: Weights = _FP32_WEIGHTS
+    optimizer: Optimizer = _DEFAULT_OPTIMIZER
     linear: Linear = Linear()
-    context: Context = _WRITTEN
-    comm: Comm = _XLA
+    context: Context = _NO_CONTEXT
+    comm: Comm = _XLA_COMM
     head: Linear = Linear()
 
     def __post_init__(self) -> None:
@@ -286,19 +296,19 @@ class Recipe:
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
         scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
-        master, how = self.weights.master, "Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False)"
-        whole = len(scaled) == 2 and self.optimizer.nu == SCALED and self.optimizer.mu in ("e4m3", "e5m2")
-        if scaled and (not whole or master in ("fp32", "bf16")):
+        master, fp8lm_advice = self.weights.master, "Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False)"
+        is_fp8lm = len(scaled) == 2 and self.optimizer.nu == SCALED_MASTER and self.optimizer.mu in ("e4m3", "e5m2")
+        if scaled and (not is_fp8lm or master in ("fp32", "bf16")):
             raise ValueError(
                 f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
-                f"{how} and weights.master 'fp16' (FP8-LM), or by parts, not with {self.optimizer} and {master!r}; "
+                f"{fp8lm_advice} and weights.master 'fp16' (FP8-LM), or by parts, not with {self.optimizer} and {master!r}; "
                 "give a group_size"
             )
-        if master == SCALED and not whole:
-            raise ValueError(f"weights.master 'fp16' goes with {how}, not {self.optimizer}")
+        if master == SCALED_MASTER and not is_fp8lm:
+            raise ValueError(f"weights.master 'fp16' goes with {fp8lm_advice}, not {self.optimizer}")
 
     @property
-    def scaled_per_tensor(self) -> bool:
+    def has_per_tensor_moments(self) -> bool:
         """Whether moments have one scale a tensor, as in FP8-LM: `fp8jax.fp8lm_adamw`."""
         return self.optimizer.group_size is None and self.optimizer.spec("mu") is not None
 
@@ -308,52 +318,52 @@ class Recipe:
         stored: list[tuple[str, str | QuantSpec, str]] = [
             ("master weight", weights.master, "fp32"),
             ("working weight", weights.compute, weights.compute),
-            ("gradient", weights.held, weights.compute),
+            ("gradient", weights.param_format, weights.compute),
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
-        for of, part in (("", self.linear), ("head's ", self.head)):
-            for product, operands in part.taken().items() if not of or part.quantized else ():
+        for prefix, part in (("", self.linear), ("head's ", self.head)):
+            for product, operands in part.matmul_operands().items() if not prefix or part.is_quantized else ():
                 names = {"forward": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[product]
                 for name, spec in zip(names, operands, strict=True):
                     computed = spec.format if spec else weights.compute
-                    stored.append((f"{of}{product} {name}", spec or weights.compute, computed))
-        stored.append(("saved linear input", self.linear.kept() or weights.compute, "-"))
+                    stored.append((f"{prefix}{product} {name}", spec or weights.compute, computed))
+        stored.append(("saved linear input", self.linear.residual_spec() or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
         if self.comm.gradients is not None:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
-            stored.append(("input that a norm or activation made", AGAIN, weights.compute))
+            stored.append(("input that a norm or activation made", RECOMPUTED, weights.compute))
         return [self._with_residuals(role, str(how), computed, self._bytes(how)) for role, how, computed in stored]
 
     def _bytes(self, stored: str | QuantSpec) -> float:
-        if stored == AGAIN:
+        if stored == RECOMPUTED:
             return 0.0
         if stored == self.weights.master:
             return self.weights.bytes_per_element
         return formats.get(stored).bytes_per_element if isinstance(stored, str) else stored.bytes_per_element
 
-    def _with_residuals(self, role: str, how: str, computed: str, size: float) -> tuple[str, str, str, float]:
+    def _with_residuals(self, role: str, stored: str, computed: str, size: float) -> tuple[str, str, str, float]:
         """A row of the plan; of an input whose blocks fall back, with the residuals of as many as there may be."""
         strategy = self.linear.states.get("x")
-        if role != "forward x" or strategy is None or not strategy.decides:
-            return role, how, computed, size
-        lowest, highest = self.linear.fallback_rates
-        return role, f"{how}, {100 * lowest:g} to {100 * highest:g} % twice", computed, size * (1 + highest)
+        if role != "forward x" or strategy is None or not strategy.is_threshold:
+            return role, stored, computed, size
+        lowest, highest = self.linear.fallback_fraction_range
+        return role, f"{stored}, {100 * lowest:g} to {100 * highest:g} % twice", computed, size * (1 + highest)
 
     def explain(self) -> str:
         """The storage plan as a table in text."""
         rows = [(role, stored, computed, f"{size:.4g}") for role, stored, computed, size in self.plan()]
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
-        how = ""
-        if self.linear.quantized:
-            how = f", {self.linear.scaling} scaling"
-            how += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
-        folds = [sentence(folding(self.linear.folds))] if self.linear.folds else []
-        return "\n".join([f"recipe {self.name}{how}", table(rows, names=1), *folds])
+        scaling_text = ""
+        if self.linear.is_quantized:
+            scaling_text = f", {self.linear.scaling} scaling"
+            scaling_text += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
+        folds = [sentence(describe_folding(self.linear.folded_specs))] if self.linear.folded_specs else []
+        return "\n".join([f"recipe {self.name}{scaling_text}", table(rows, names=1), *folds])
 
 
-def folding(specs: Iterable[str]) -> str:
+def describe_folding(specs: Iterable[str]) -> str:
     """A sentence for tables about operands with these specs, which fold."""
     return (
         f"MOSS's scales, folded into rows: what is asked for as {' and '.join(specs)} is multiplied and kept with one "

@@ -20,56 +20,56 @@ from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, ro
 AxisNames = Hashable | Sequence[Hashable] | None
 
 
-def largest_magnitude(x: Array) -> Array:
+def compute_amax(x: Array) -> Array:
     """Largest finite |x| of a tensor, fp32 scalar; 0 for an empty one or one without finite values."""
     magnitude = jnp.abs(x.astype(jnp.float32))
     return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
 
 
-def to_scale(largest: Array, fmt: Format) -> Array:
+def to_scale(amax: Array, fmt: Format) -> Array:
     """The scale that takes a largest magnitude to the largest code; 1 where it is zero."""
-    return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), TINY), 1.0)
+    return jnp.where(amax > 0, jnp.maximum(amax * np.float32(1 / fmt.max), TINY), 1.0)
 
 
-def for_format(scale: Array, given: Format, fmt: Format) -> Array:
+def convert_scale(scale: Array, source_fmt: Format, fmt: Format) -> Array:
     """A scale, fp32, under which `fmt` has the range that `given` has under another: itself where both end alike."""
-    if given.max == fmt.max:
+    if source_fmt.max == fmt.max:
         return scale
-    return jnp.minimum(scale.astype(jnp.float32) * np.float32(given.max / fmt.max), np.finfo(np.float32).max)
+    return jnp.minimum(scale.astype(jnp.float32) * np.float32(source_fmt.max / fmt.max), np.finfo(np.float32).max)
 
 
-def power_above(largest: Array, level: Array, fmt: Format) -> Array:
+def pow2_scale(amax: Array, outer_scale: Array, fmt: Format) -> Array:
     """The smallest power of two times a level, fp32, that takes a largest magnitude to no more than the largest code.
 
     MOSS, equation 3. Of 0, and where it would be subnormal, the smallest normal number.
     """
-    units = largest * (1 / level) * np.float32(1 / fmt.max)
+    units = amax * (1 / outer_scale) * np.float32(1 / fmt.max)
     power = decode_e8m0(encode_e8m0(jnp.maximum(units, TINY), "up"))
-    return jnp.maximum(level * power, TINY)
+    return jnp.maximum(outer_scale * power, TINY)
 
 
-def usable(scale: Array) -> Array:
+def clamp_scale(scale: Array) -> Array:
     """A given scale in fp32; subnormal ones, whose reciprocals are infinite, and 0 count as the smallest normal one."""
     return jnp.maximum(scale, np.float32(TINY))
 
 
 # A sample is of rows, the first SAMPLE of each EVERY times as many; MARGIN is how far a bound looks beyond it.
-SAMPLE, EVERY, MARGIN = 32, 16, 4.0
+SAMPLE_ROWS, SAMPLE_EVERY, SAMPLE_MARGIN = 32, 16, 4.0
 
 
-def largest_of_sample(x: Array, start: Array | int = 0) -> Array:
+def compute_sample_amax(x: Array, row_offset: Array | int = 0) -> Array:
     """`largest_magnitude` of the rows that count as a sample; `start` is the first one's place in a larger matrix."""
     # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
-    sampled = (start + jnp.arange(x.shape[0])) // SAMPLE % EVERY == 0
-    return largest_magnitude(where(sampled[:, None], x.astype(jnp.float32), 0.0))
+    sampled = (row_offset + jnp.arange(x.shape[0])) // SAMPLE_ROWS % SAMPLE_EVERY == 0
+    return compute_amax(where(sampled[:, None], x.astype(jnp.float32), 0.0))
 
 
-def beyond_sample(sample: Array) -> Array:
+def amax_from_sample(sample_amax: Array) -> Array:
     """How large a tensor is taken to be of which a sample's largest magnitude is known."""
-    return jnp.minimum(MARGIN * sample, np.finfo(np.float32).max)
+    return jnp.minimum(SAMPLE_MARGIN * sample_amax, np.finfo(np.float32).max)
 
 
-def slack(fmt: Format) -> int:
+def max_slack_binades(fmt: Format) -> int:
     """How many binades a bound may lie above a tensor's largest magnitude: 6 in e4m3, 12 in e5m2.
 
     It is two fifths of the binades of normal numbers. Values of a five-hundredth of the largest then still have the
@@ -78,9 +78,9 @@ def slack(fmt: Format) -> int:
     return round(0.4 * math.log2(fmt.max / fmt.smallest_normal))
 
 
-def is_loose(bound: Array, largest: Array, fmt: Format) -> Array:
+def is_loose(bound: Array, amax: Array, fmt: Format) -> Array:
     """Whether a bound is more than `slack` above a tensor's largest magnitude, which is not 0; fp32 arrays."""
-    return (largest > 0) & (bound * np.float32(2.0 ** -slack(fmt)) > largest)
+    return (amax > 0) & (bound * np.float32(2.0 ** -max_slack_binades(fmt)) > amax)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,31 +94,31 @@ class Scaling:
     """
 
     operands: ClassVar[tuple[str, ...]] = ("x", "w", "dy")
-    own: ClassVar[bool] = False
-    settles: ClassVar[str | None] = None
+    is_default: ClassVar[bool] = False
+    amax_rounding: ClassVar[str | None] = None
 
     @classmethod
-    def of(cls, settings: Any) -> Self:
+    def from_settings(cls, settings: Any) -> Self:
         """The strategy with the settings of a recipe's `Linear`."""
         del settings
         return cls()
 
-    def settle(self, largest: Array) -> Array:
+    def reduce_amax(self, amax: Array) -> Array:
         """The magnitude that the scale is for, of the largest one of the tensor; fp32 arrays of one shape."""
-        return largest
+        return amax
 
     def scale(self, state: Any, x: Array, fmt: Format) -> Array:
         """The scale of a tensor, fp32 scalar; `state` is read by strategies that have one."""
         del state
-        return to_scale(self.settle(largest_magnitude(x)), fmt)
+        return to_scale(self.reduce_amax(compute_amax(x)), fmt)
 
 
 @dataclasses.dataclass(frozen=True)
 class Current(Scaling):
     """Current, or just-in-time, scaling: of the largest magnitude of the tensor."""
 
-    own: ClassVar[bool] = True
-    settles: ClassVar[str | None] = "exact"
+    is_default: ClassVar[bool] = True
+    amax_rounding: ClassVar[str | None] = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +130,10 @@ class TwoStage(Scaling):
     maxima then is the largest magnitude, rounded, whatever the groups are.
     """
 
-    settles: ClassVar[str | None] = "up"
+    amax_rounding: ClassVar[str | None] = "up"
 
-    def settle(self, largest: Array) -> Array:
-        exact = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    def reduce_amax(self, amax: Array) -> Array:
+        exact = jnp.where(jnp.isfinite(amax), amax, 0.0)
         rounded = round_to(exact, BF16)
         up = jnp.asarray(rounded.view(jnp.uint16) + 1, jnp.uint16).view(jnp.bfloat16)
         return jnp.where(rounded.astype(jnp.float32) < exact, up, rounded).astype(jnp.float32)
@@ -157,13 +157,13 @@ class Stateful(Scaling):
         decides: whether the state is no scale, but the threshold above which blocks of the operand fall back.
     """
 
-    decides: ClassVar[bool] = False
+    is_threshold: ClassVar[bool] = False
     granularities: ClassVar[tuple[str, ...]] = ("tensor",)
     merge: ClassVar[str] = "max"
-    observes: ClassVar[bool] = True
-    statistic: ClassVar[tuple[int, ...]] = ()
+    collects_stats: ClassVar[bool] = True
+    stats_shape: ClassVar[tuple[int, ...]] = ()
 
-    def variable(self, operand: str) -> str:
+    def variable_name(self, operand: str) -> str:
         """The name of a layer's variable that holds the state, so that no strategy reads another's checkpoint."""
         return f"{type(self).__name__.lower()}_{operand}"
 
@@ -171,28 +171,28 @@ class Stateful(Scaling):
         """The state before the first step; `x` is the operand, where it is known then: a weight is."""
         raise NotImplementedError
 
-    def expected(self, state: Array) -> Array:
+    def expected_amax(self, state: Array) -> Array:
         """The largest magnitude that the operand is expected to have, fp32 scalar; 0 takes the operand's own."""
         raise NotImplementedError
 
     def scale(self, state: Array, x: Array, fmt: Format) -> Array:
-        expected = self.expected(state)
-        return to_scale(jnp.where(expected > 0, expected, self.settle(largest_magnitude(x))), fmt)
+        amax = self.expected_amax(state)
+        return to_scale(jnp.where(amax > 0, amax, self.reduce_amax(compute_amax(x))), fmt)
 
-    def observe(self, state: Array, x: Array) -> Array:
+    def collect_stats(self, state: Array, x: Array) -> Array:
         """What one call notes of the operand, of shape `statistic`."""
         del state
-        return largest_magnitude(x)
+        return compute_amax(x)
 
-    def merged(self, a: Array, b: Array) -> Array:
+    def merge_stats(self, a: Array, b: Array) -> Array:
         """Two observations of one step as one; either may be of stacked layers."""
         return jnp.maximum(a, b) if self.merge == "max" else a + b
 
-    def over_replicas(self, observed: Array, axis_name: AxisNames) -> Array:
+    def reduce_over_replicas(self, stats: Array, axis_name: AxisNames) -> Array:
         """The observations of all replicas along mesh axes as one, inside `jax.shard_map`."""
-        return lax.pmax(observed, axis_name) if self.merge == "max" else lax.psum(observed, axis_name)
+        return lax.pmax(stats, axis_name) if self.merge == "max" else lax.psum(stats, axis_name)
 
-    def update(self, state: Array, observed: Array) -> Array:
+    def update(self, state: Array, stats: Array) -> Array:
         """The state after a step in which `observed` was, over all its calls, microbatches and replicas."""
         raise NotImplementedError
 
@@ -210,34 +210,34 @@ class Delayed(Stateful):
         margin: powers of two left above the largest magnitude.
     """
 
-    history: int = 1024
+    amax_history_length: int = 1024
     margin: int = 0
 
     def __post_init__(self) -> None:
-        if self.history < 1:
-            raise ValueError(f"Delayed.history must be positive, not {self.history}")
+        if self.amax_history_length < 1:
+            raise ValueError(f"Delayed.history must be positive, not {self.amax_history_length}")
 
     @classmethod
-    def of(cls, settings: Any) -> Self:
+    def from_settings(cls, settings: Any) -> Self:
         return cls(settings.history, settings.margin)
 
-    def variable(self, operand: str) -> str:
+    def variable_name(self, operand: str) -> str:
         return operand
 
     def init(self, x: Array | None = None) -> Array:
         del x
-        return jnp.zeros((self.history,), jnp.float32)
+        return jnp.zeros((self.amax_history_length,), jnp.float32)
 
-    def settle(self, largest: Array) -> Array:
-        return largest * 2.0**self.margin
+    def reduce_amax(self, amax: Array) -> Array:
+        return amax * 2.0**self.margin
 
-    def expected(self, state: Array) -> Array:
-        return self.settle(jnp.max(state))
+    def expected_amax(self, state: Array) -> Array:
+        return self.reduce_amax(jnp.max(state))
 
-    def update(self, state: Array, observed: Array) -> Array:
+    def update(self, state: Array, stats: Array) -> Array:
         """The history after a step; a largest magnitude that is not finite counts as 0."""
-        largest = jnp.where(jnp.isfinite(observed), observed, 0.0).astype(jnp.float32)
-        return jnp.concatenate([largest[None], state[:-1]])
+        amax = jnp.where(jnp.isfinite(stats), stats, 0.0).astype(jnp.float32)
+        return jnp.concatenate([amax[None], state[:-1]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,24 +257,26 @@ class Threshold(Stateful):
         ValueError: the range is not within [0, 1], or the factor not above 1.
     """
 
-    lowest: float = 0.1
-    highest: float = 0.3
-    factor: float = 1.3
+    min_fraction: float = 0.1
+    max_fraction: float = 0.3
+    update_factor: float = 1.3
 
     operands: ClassVar[tuple[str, ...]] = ("x",)
     granularities: ClassVar[tuple[str, ...]] = ("block",)
     merge: ClassVar[str] = "sum"
-    statistic: ClassVar[tuple[int, ...]] = (2,)
-    decides: ClassVar[bool] = True
+    stats_shape: ClassVar[tuple[int, ...]] = (2,)
+    is_threshold: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lowest <= self.highest <= 1:
-            raise ValueError(f"a share of blocks lies in [0, 1], and no range is from {self.lowest} to {self.highest}")
-        if not self.factor > 1:
-            raise ValueError(f"the factor of a threshold must be above 1, not {self.factor}")
+        if not 0 <= self.min_fraction <= self.max_fraction <= 1:
+            raise ValueError(
+                f"a share of blocks lies in [0, 1], and no range is from {self.min_fraction} to {self.max_fraction}"
+            )
+        if not self.update_factor > 1:
+            raise ValueError(f"the factor of a threshold must be above 1, not {self.update_factor}")
 
     @classmethod
-    def of(cls, settings: Any) -> Self:
+    def from_settings(cls, settings: Any) -> Self:
         lowest, highest = settings.fallback_rates
         return cls(lowest, highest, settings.fallback_factor)
 
@@ -282,16 +284,20 @@ class Threshold(Stateful):
         del x
         return jnp.ones((), jnp.float32)
 
-    def count(self, used: Array) -> Array:
+    def count_fallbacks(self, is_fallback: Array) -> Array:
         """The observation of a call in which these blocks, bool, fell back."""
-        return jnp.stack([jnp.sum(used, dtype=jnp.float32), jnp.float32(used.size)])
+        return jnp.stack([jnp.sum(is_fallback, dtype=jnp.float32), jnp.float32(is_fallback.size)])
 
-    def update(self, state: Array, observed: Array) -> Array:
+    def update(self, state: Array, stats: Array) -> Array:
         """The threshold after a step; the same after one without blocks. It stays a normal number."""
-        used, blocks = observed[0], observed[1]
-        share = used / jnp.maximum(blocks, 1)
-        factor = jnp.where(share > self.highest, self.factor, jnp.where(share < self.lowest, 1 / self.factor, 1.0))
-        return jnp.where(blocks > 0, jnp.clip(state * factor, TINY, 1 / TINY), state)
+        fallback_count, block_count = stats[0], stats[1]
+        fraction = fallback_count / jnp.maximum(block_count, 1)
+        factor = jnp.where(
+            fraction > self.max_fraction,
+            self.update_factor,
+            jnp.where(fraction < self.min_fraction, 1 / self.update_factor, 1.0),
+        )
+        return jnp.where(block_count > 0, jnp.clip(state * factor, TINY, 1 / TINY), state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,39 +313,39 @@ class Automatic(Stateful):
     """
 
     operands: ClassVar[tuple[str, ...]] = ("w",)
-    observes: ClassVar[bool] = False
+    collects_stats: ClassVar[bool] = False
 
-    interval: int = 500
+    weight_amax_interval: int = 500
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise ValueError(f"Automatic.interval must be positive, not {self.interval}")
+        if self.weight_amax_interval < 1:
+            raise ValueError(f"Automatic.interval must be positive, not {self.weight_amax_interval}")
 
     @classmethod
-    def of(cls, settings: Any) -> Self:
+    def from_settings(cls, settings: Any) -> Self:
         return cls(settings.interval)
 
     def init(self, x: Array | None = None) -> Array:
         if x is None:
             raise ValueError("automatic scaling measures the weight at the start: give init_scaling the weight")
-        return self.measure(x)
+        return self.measure_amax(x)
 
     def scale(self, state: Array, x: Array, fmt: Format) -> Array:
         return to_scale(state, fmt)
 
-    def measure(self, x: Array) -> Array:
+    def measure_amax(self, x: Array) -> Array:
         """The largest finite magnitudes of matrices (..., M, N): fp32 (...)."""
         magnitude = jnp.abs(x.astype(jnp.float32))
         return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
 
-    def grow(self, bound: Array, moved: Array, dtype: Any) -> Array:
+    def grow_bound(self, bound: Array, max_step: Array, dtype: Any) -> Array:
         """The bound after `moved` at most was added to each element of a weight of this dtype, and rounded to nearest.
 
         Rounding is monotonic: what is within the bound stays within the rounded one. The factor covers the rounding of
         a sum in fp32, and that of an update which XLA did not round before it was added.
         """
-        total, kind = (bound + moved) * np.float32(1 + 2.0**-22), jnp.finfo(dtype)
-        return total if kind.nmant >= 23 else lax.reduce_precision(total, kind.nexp, kind.nmant)
+        total, float_info = (bound + max_step) * np.float32(1 + 2.0**-22), jnp.finfo(dtype)
+        return total if float_info.nmant >= 23 else lax.reduce_precision(total, float_info.nexp, float_info.nmant)
 
 
 NAMES: dict[str, type[Scaling]] = {
@@ -351,7 +357,7 @@ NAMES: dict[str, type[Scaling]] = {
 }
 
 
-def find(name: str | Scaling, settings: Any = None, operand: str | None = None) -> Scaling:
+def find_scaling(name: str | Scaling, settings: Any = None, operand: str | None = None) -> Scaling:
     """The strategy that a recipe names, with its settings; `Current` for an operand that it does not serve.
 
     Raises:
@@ -364,4 +370,4 @@ def find(name: str | Scaling, settings: Any = None, operand: str | None = None) 
     kind = NAMES[name]
     if operand is not None and operand not in kind.operands:
         return Current()
-    return kind() if settings is None else kind.of(settings)
+    return kind() if settings is None else kind.from_settings(settings)

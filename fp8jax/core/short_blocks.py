@@ -21,7 +21,7 @@ class ShortBlocks:
     lengths: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, shape: Any, spec: QuantSpec) -> "ShortBlocks":
+    def from_shape(cls, shape: Any, spec: QuantSpec) -> "ShortBlocks":
         """Those of codes of this shape."""
         axes = {"group": (spec.axis,), "block": (-2, -1)}.get(spec.granularity)
         if axes is None or not isinstance(shape, tuple) or not all(-len(shape) <= axis < len(shape) for axis in axes):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from fp8jax.core import blocks, expansion, formats, packing
 
 GRANULARITIES = ("tensor", "token", "channel", "group", "block", "mx")
-SIZED = ("group", "block", "mx")
+SIZED_GRANULARITIES = ("group", "block", "mx")
 # A transposed matrix has the transposed scales; groups and tokens would run across its contraction.
 TRANSPOSABLE = ("tensor", "block")
 ROUNDINGS = ("nearest", "stochastic")
 UNDERFLOWS = ("zero", "smallest")
 SCALE_FORMATS = ("fp32", "bf16")
-LEVELS = ("tensor", "token", "none")
+OUTER_SCALES = ("tensor", "token", "none")
 EXPANSIONS = (False, True, "coat")
 _OPTIONS: dict = {"expand": ("expand", True), "coat": ("expand", "coat"), "stochastic": ("rounding", "stochastic")}
 _OPTIONS |= {"token": ("level1", "token"), "ocp": ("level1", "none"), "exact": ("exact", True)}
@@ -74,12 +74,12 @@ class QuantSpec:
     granularity: str = "tensor"
     group_size: int | None = None
     axis: int = -1
-    stacked: int = 0
+    layer_axes: int = 0
     scale_format: str = "fp32"
     rounding: str = "nearest"
     expand: bool | str = False
     underflow: str = "zero"
-    level1: str = "tensor"
+    outer_scale: str = "tensor"
     exact: bool = False
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class QuantSpec:
             raise ValueError(f"{self.format!r} is a whole spec, and no format: take QuantSpec.parse({self.format!r})")
         fmt = formats.get(self.format)
         check_expand(self.expand)
-        if not fmt.scaled:
+        if not fmt.needs_scale:
             raise ValueError(f"format {self.format!r} is stored by a cast, without scales; take a narrower one")
         if self.format == "e8m0":
             raise ValueError("format 'e8m0' holds scales, not tensors: it has no zero and no sign")
@@ -96,22 +96,22 @@ class QuantSpec:
             ("scale_format", SCALE_FORMATS),
             ("rounding", ROUNDINGS),
             ("underflow", UNDERFLOWS),
-            ("level1", LEVELS),
+            ("level1", OUTER_SCALES),
         ):
             value = getattr(self, field)
             if value not in allowed:
                 raise ValueError(f"unknown {field} {value!r}; it is one of {', '.join(allowed)}")
-        if self.granularity not in SIZED and self.group_size is not None:
+        if self.granularity not in SIZED_GRANULARITIES and self.group_size is not None:
             raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")
-        if self.granularity in SIZED and (self.group_size is None or self.group_size < 1):
-            such = f"{self.granularity}{32 if self.granularity == 'mx' else 128}"
-            wants = f"needs a positive group_size, not {self.group_size!r}: write {such}, say"
-            raise ValueError(f"granularity {self.granularity!r} {wants}")
-        if self.stacked < 0:
-            raise ValueError(f"stacked counts leading axes and cannot be {self.stacked}")
-        if self.granularity != "mx" and self.level1 != "tensor":
-            raise ValueError(f"level1={self.level1!r} applies to granularity 'mx', not {self.granularity!r}")
-        if self.exact and (self.granularity != "mx" or self.level1 == "none"):
+        if self.granularity in SIZED_GRANULARITIES and (self.group_size is None or self.group_size < 1):
+            example = f"{self.granularity}{32 if self.granularity == 'mx' else 128}"
+            need = f"needs a positive group_size, not {self.group_size!r}: write {example}, say"
+            raise ValueError(f"granularity {self.granularity!r} {need}")
+        if self.layer_axes < 0:
+            raise ValueError(f"stacked counts leading axes and cannot be {self.layer_axes}")
+        if self.granularity != "mx" and self.outer_scale != "tensor":
+            raise ValueError(f"level1={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
+        if self.exact and (self.granularity != "mx" or self.outer_scale == "none"):
             raise ValueError(
                 "exact=True is for granularity 'mx' with a level 1; codes of other scales are never folded"
             )
@@ -153,7 +153,7 @@ class QuantSpec:
     def nbytes(self, shape: Sequence[int]) -> float:
         """Bytes of codes and metadata of an array of this shape."""
         codes = math.prod(self.stored_shape(shape)) * formats.get(self.format).dtype.itemsize
-        if self.packed:
+        if self.is_packed:
             codes = math.prod(self.stored_shape(shape))
         scale_bytes = formats.get(self.scale_format).bytes_per_element
         scales = math.prod(blocks.counts(shape, self.block_shape(shape)))
@@ -161,27 +161,27 @@ class QuantSpec:
         return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * bool(self.expand)) + micro
 
     @property
-    def folds(self) -> bool:
+    def is_folded(self) -> bool:
         """Whether linear layers take codes with the powers of two of groups folded into them (see `folded`)."""
-        two_levels = self.granularity == "mx" and self.level1 != "none"
+        two_levels = self.granularity == "mx" and self.outer_scale != "none"
         return two_levels and self.rounding == "nearest" and not self.exact
 
     @property
-    def folded(self) -> "QuantSpec":
+    def folded_spec(self) -> "QuantSpec":
         """What linear layers multiply and keep: of codes that fold, those with one scale a row; else as this says.
 
         `fp8jax.ops.microscaled` makes them.
         """
-        return QuantSpec(self.format, "token", axis=self.axis) if self.folds else self
+        return QuantSpec(self.format, "token", axis=self.axis) if self.is_folded else self
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether codes are packed along `axis`, as those of int10 are."""
         return formats.get(self.format).packing is not None
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of an array of this shape: the same, but for packed formats."""
-        if not self.packed:
+        if not self.is_packed:
             return tuple(shape)
         axis = self._axis(shape)
         return tuple(packing.packed_length(n) if i == axis else n for i, n in enumerate(shape))
@@ -192,21 +192,25 @@ class QuantSpec:
         Raises:
             ValueError: the array has too few dimensions for `axis` or `stacked`.
         """
-        if self.stacked > len(shape):
-            raise ValueError(f"{self} stacks {self.stacked} leading axes; an array of shape {tuple(shape)} has fewer")
-        whole = tuple(1 if i < self.stacked else max(n, 1) for i, n in enumerate(shape))
-        kind = self.granularity if self.granularity != "mx" else {"none": "tensor"}.get(self.level1, self.level1)
+        if self.layer_axes > len(shape):
+            raise ValueError(
+                f"{self} stacks {self.layer_axes} leading axes; an array of shape {tuple(shape)} has fewer"
+            )
+        full_shape = tuple(1 if i < self.layer_axes else max(n, 1) for i, n in enumerate(shape))
+        kind = (
+            self.granularity if self.granularity != "mx" else {"none": "tensor"}.get(self.outer_scale, self.outer_scale)
+        )
         if kind == "tensor":
-            return whole
+            return full_shape
         axis, ndim = self._axis(shape), len(shape)
         if kind == "token":
-            return tuple(n if i == axis else 1 for i, n in enumerate(whole))
+            return tuple(n if i == axis else 1 for i, n in enumerate(full_shape))
         if kind == "channel":
-            return tuple(1 if i == axis else n for i, n in enumerate(whole))
+            return tuple(1 if i == axis else n for i, n in enumerate(full_shape))
         assert self.group_size is not None
         if kind == "group":
             return tuple(self.group_size if i == axis else 1 for i in range(ndim))
-        if ndim < self.stacked + 2:
+        if ndim < self.layer_axes + 2:
             raise ValueError(f"{self} needs two axes that are not stacked; the array has shape {tuple(shape)}")
         return tuple(self.group_size if i >= ndim - 2 else 1 for i in range(ndim))
 

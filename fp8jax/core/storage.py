@@ -39,7 +39,7 @@ class Optimizer:
             raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
         if self.nu_rounding == "stochastic" and self.nu == "fp32":
             raise ValueError("nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'; leave it 'auto'")
-        compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
+        compressed = [m for m in (self.mu, self.nu) if formats.get(m).needs_scale]
         for moment in compressed:
             if formats.get(moment).bits not in (8, 16):
                 raise ValueError(f"{moment!r} codes have {formats.get(moment).bits} bits; give moments 8 or 16 bits")
@@ -57,7 +57,7 @@ class Optimizer:
     def spec(self, moment: str) -> QuantSpec | None:
         """How "mu" or "nu" is quantized; None for a moment that is stored by a cast."""
         name = getattr(self, moment)
-        if not formats.get(name).scaled:
+        if not formats.get(name).needs_scale:
             return None
         granularity = "tensor" if self.group_size is None else "group"
         underflow = "smallest" if moment == "nu" else "zero"

@@ -26,29 +26,29 @@ def table(rows: Sequence[Sequence[str]], names: int, width: int | None = None) -
     """
     width = terminal_width() if width is None else width
     head, *body = [tuple(row) for row in rows]
-    whole = _widths([head, *body])
-    if _length(whole) <= 1.125 * width or not body:
-        return "\n".join(_lines([head, *body], _fitted(whole, width)))
+    full_widths = _widths([head, *body])
+    if _total_width(full_widths) <= 1.125 * width or not body:
+        return "\n".join(_format_rows([head, *body], _fit_widths(full_widths, width)))
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in body:
         groups.setdefault(row[names:], []).append(row[:names])
-    widths = _fitted(_widths([head[:names], *(row[:names] for row in body)]), width)
+    widths = _fit_widths(_widths([head[:names], *(row[:names] for row in body)]), width)
     label = max(map(len, head[names:]))
-    parts: list[str] = []
-    for shared, named in groups.items():
-        lines = _lines(named if parts else [head[:names], *named], widths)
+    sections: list[str] = []
+    for shared, names_of_group in groups.items():
+        lines = _format_rows(names_of_group if sections else [head[:names], *names_of_group], widths)
         for title, cell in zip(head[names:], shared, strict=True):
-            lines += _broken(f"  {title:{label}}  {cell}", width, label + 4) if cell != "-" else []
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+            lines += _wrap(f"  {title:{label}}  {cell}", width, label + 4) if cell != "-" else []
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections)
 
 
 def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
     """A sentence in lines of at most `width` characters, the terminal's where it is None; further ones indented."""
-    return "\n".join(_broken(text, terminal_width() if width is None else width, indent))
+    return "\n".join(_wrap(text, terminal_width() if width is None else width, indent))
 
 
-def _broken(text: str, width: int, indent: int = 0) -> list[str]:
+def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
     """Lines of a text, broken at spaces, and where one word is too long after "/" or ","."""
     indent = min(indent, width // 2)
     lines = [" " * (len(text) - len(text.lstrip()))]
@@ -57,8 +57,8 @@ def _broken(text: str, width: int, indent: int = 0) -> list[str]:
             lines.append(" " * indent)
         lines[-1] += piece
         while len(lines[-1].rstrip()) > width:
-            cut = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,") + 1 or width
-            lines[-1:] = [lines[-1][:cut], " " * indent + lines[-1][cut:]]
+            break_at = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,") + 1 or width
+            lines[-1:] = [lines[-1][:break_at], " " * indent + lines[-1][break_at:]]
     return [line.rstrip() for line in lines]
 
 
@@ -66,22 +66,22 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
 
-def _length(widths: Sequence[int]) -> int:
+def _total_width(widths: Sequence[int]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _fitted(widths: Sequence[int], width: int) -> list[int]:
+def _fit_widths(widths: Sequence[int], width: int) -> list[int]:
     """Widths of columns, the widest made smaller until all fit."""
     widths = list(widths)
-    while _length(widths) > width and max(widths) > 4:
+    while _total_width(widths) > width and max(widths) > 4:
         widths[widths.index(max(widths))] -= 1
     return widths
 
 
-def _lines(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+def _format_rows(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
     lines = []
     for row in rows:
-        cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+        cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
         for i in range(max(map(len, cells))):
             line = (" " * _GAP).join(
                 (cell[i] if i < len(cell) else "").ljust(width) for cell, width in zip(cells, widths, strict=True)

@@ -5,7 +5,7 @@ import dataclasses
 from fp8jax.core import formats, masters
 from fp8jax.core.masters import Master
 
-SCALED = "fp16"
+SCALED_MASTER = "fp16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +28,31 @@ class Weights:
     compute: str = "bf16"
 
     def __post_init__(self) -> None:
-        allowed = ("fp32", "bf16", *(["fp16"] if self.parts and self.parts.held.name == "fp16" else []))
-        for field, names in (("master", (*masters.NAMES, SCALED)), ("compute", allowed)):
+        allowed = (
+            "fp32",
+            "bf16",
+            *(["fp16"] if self.split_master and self.split_master.param_format.name == "fp16" else []),
+        )
+        for field, names in (("master", (*masters.NAMES, SCALED_MASTER)), ("compute", allowed)):
             if getattr(self, field) not in names:
                 raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(names)}")
         if formats.get(self.compute).dtype.itemsize > formats.get(self.master.partition("+")[0]).dtype.itemsize:
             raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
-        if self.parts and self.parts.held.name == "fp16" and self.compute == "bf16":
+        if self.split_master and self.split_master.param_format.name == "fp16" and self.compute == "bf16":
             raise ValueError(f"weights.compute 'bf16' is not the high part of {self.master!r}; give 'fp16'")
 
     @property
-    def parts(self) -> Master | None:
+    def split_master(self) -> Master | None:
         """The master with a remainder beside the parameter; None where there is none."""
         master = Master(self.master) if self.master in masters.NAMES else None
         return master if master and master.remainder else None
 
     @property
-    def held(self) -> str:
+    def param_format(self) -> str:
         """Format of the parameters that the caller of the optimizer holds."""
-        return self.compute if self.master == SCALED else self.master.partition("+")[0]
+        return self.compute if self.master == SCALED_MASTER else self.master.partition("+")[0]
 
     @property
     def bytes_per_element(self) -> float:
         """Bytes of a master weight, remainder included."""
-        return 2.0 if self.master == SCALED else Master(self.master).bytes_per_element
+        return 2.0 if self.master == SCALED_MASTER else Master(self.master).bytes_per_element

@@ -1,6 +1,6 @@
 """Training on several devices: collectives in 8 bits, partitions and plans of memory."""
 
-from fp8jax.dist.crossings import crossings as crossings
+from fp8jax.dist.crossings import sequence_collectives as sequence_collectives
 from fp8jax.dist.factor import Factors as Factors
 from fp8jax.dist.factor import init_factors as init_factors
 from fp8jax.dist.gather import gather_weights as gather_weights
@@ -14,28 +14,28 @@ from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradie
 from fp8jax.dist.sequence import gather_linear as gather_linear
 from fp8jax.dist.sequence import gather_sequence as gather_sequence
 from fp8jax.dist.sequence import scatter_sequence as scatter_sequence
+from fp8jax.dist.whole import fsdp_gather_weight as fsdp_gather_weight
 from fp8jax.dist.whole import gather_quantized as gather_quantized
-from fp8jax.dist.whole import gathered_again as gathered_again
-from fp8jax.dist.whole import whole_weight as whole_weight
+from fp8jax.dist.whole import regather_policy as regather_policy
 
 __all__ = [
     "Factors",
     "Partition",
     "Plan",
     "all_reduce_gradients",
-    "crossings",
+    "fsdp_gather_weight",
     "gather_linear",
     "gather_quantized",
     "gather_sequence",
     "gather_weights",
-    "gathered_again",
     "init_factors",
     "partition",
     "plan",
     "reduce_scatter_gradients",
+    "regather_policy",
     "scatter_sequence",
+    "sequence_collectives",
     "slices",
-    "whole_weight",
 ]
 
 

@@ -26,61 +26,63 @@ class Chunks:
     devices: int
 
     @property
-    def whole_groups(self) -> bool:
+    def has_whole_groups(self) -> bool:
         return self.spec.granularity == "group"
 
     @functools.cached_property
-    def counts(self) -> tuple[int, ...]:
+    def block_counts(self) -> tuple[int, ...]:
         """Blocks along each dimension of the array: the shape of its scales."""
         return blocks.counts(self.shape, self.spec.block_shape(self.shape))
 
     @functools.cached_property
-    def one(self) -> tuple[int, int]:
+    def chunk_shape(self) -> tuple[int, int]:
         """Shape of a chunk."""
-        count = math.prod(self.counts)
-        if self.whole_groups:
+        count = math.prod(self.block_counts)
+        if self.has_whole_groups:
             assert self.spec.group_size is not None
             return -(-count // self.devices), self.spec.group_size
         return count, -(-math.prod(self.shape) // (count * self.devices))
 
     @property
-    def size(self) -> int:
-        return math.prod(self.one)
+    def chunk_size(self) -> int:
+        return math.prod(self.chunk_shape)
 
-    def cut(self, codes: Array) -> Array:
+    def split(self, codes: Array) -> Array:
         """An array of this shape as (devices, elements of a chunk)."""
-        if not self.whole_groups:
-            count, length = self.one
+        if not self.has_whole_groups:
+            count, length = self.chunk_shape
             flat = codes.reshape(count, -1)
-            flat = _padded(flat, 1, self.devices * length).reshape(count, self.devices, length)
+            flat = _pad_axis(flat, 1, self.devices * length).reshape(count, self.devices, length)
             return flat.swapaxes(0, 1).reshape(self.devices, -1)
-        rows = _padded(codes.reshape(-1, self.shape[-1]), 1, self.counts[-1] * self.one[1])
-        return _padded(rows.reshape(-1, self.one[1]), 0, self.devices * self.one[0]).reshape(self.devices, -1)
+        rows = _pad_axis(codes.reshape(-1, self.shape[-1]), 1, self.block_counts[-1] * self.chunk_shape[1])
+        return _pad_axis(rows.reshape(-1, self.chunk_shape[1]), 0, self.devices * self.chunk_shape[0]).reshape(
+            self.devices, -1
+        )
 
     def join(self, chunks: Array) -> Array:
         """The inverse of `cut`."""
-        if not self.whole_groups:
-            count, length = self.one
+        if not self.has_whole_groups:
+            count, length = self.chunk_shape
             flat = chunks.reshape(self.devices, count, length).swapaxes(0, 1).reshape(count, -1)
             return flat[:, : math.prod(self.shape) // count].reshape(self.shape)
-        groups = chunks.reshape(-1, self.one[1])[: math.prod(self.counts)]
-        rows = groups.reshape(-1, self.counts[-1] * self.one[1])
+        groups = chunks.reshape(-1, self.chunk_shape[1])[: math.prod(self.block_counts)]
+        rows = groups.reshape(-1, self.block_counts[-1] * self.chunk_shape[1])
         return rows[:, : self.shape[-1]].reshape(self.shape)
 
-    def own_scales(self, scale: Array, index: Array) -> Array:
+    def chunk_scales(self, scale: Array, index: Array) -> Array:
         """The scales of one device's chunk, (blocks, 1), of those of the array."""
         flat = scale.reshape(-1)
-        if self.whole_groups:
-            flat = jnp.pad(flat, (0, self.devices * self.one[0] - flat.size))
-            flat = lax.dynamic_slice_in_dim(flat, index * self.one[0], self.one[0])
+        if self.has_whole_groups:
+            flat = jnp.pad(flat, (0, self.devices * self.chunk_shape[0] - flat.size))
+            flat = lax.dynamic_slice_in_dim(flat, index * self.chunk_shape[0], self.chunk_shape[0])
         return flat[:, None]
 
     def join_scales(self, scales: Array) -> Array:
         """The scales of the array of those of all chunks, (devices, blocks), or of those that all share, (blocks,)."""
-        return scales.reshape(-1)[: math.prod(self.counts)].reshape(self.counts)
+        return scales.reshape(-1)[: math.prod(self.block_counts)].reshape(self.block_counts)
 
 
-def _padded(x: Array, axis: int, length: int) -> Array:
+def _pad_axis(x: Array, axis: int, length: int) -> Array:
     missing = length - x.shape[axis]
     if not missing:
         return x
@@ -100,7 +102,7 @@ def to_codes(raw: Array, fmt: formats.Format) -> Array:
     return lax.bitcast_convert_type(raw, fmt.dtype)
 
 
-def to_numbers(raw: Array) -> Array:
+def to_fp32(raw: Array) -> Array:
     """The inverse of `to_bytes` of fp32 numbers."""
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, 4), jnp.float32)
 

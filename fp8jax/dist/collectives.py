@@ -32,7 +32,7 @@ class Collective(NamedTuple):
     times: int = 1
 
     @property
-    def sent(self) -> float:
+    def sent_bytes(self) -> float:
         """Bytes that a device sends in all runs, where they go around a ring or straight to whom they are for.
 
         With n devices and S bytes of operands: 2 (n - 1) / n S of an all-reduce, (n - 1) / n S of a reduce-scatter or
@@ -58,16 +58,16 @@ def collectives(program: str) -> list[Collective]:
         for name, lines in computations.items()
         if runs[name]
         for line in lines
-        for one in _read(line.text)
+        for one in _parse_collective(line.text)
     ]
 
 
-def _read(line: str) -> Iterator[Collective]:
+def _parse_collective(line: str) -> Iterator[Collective]:
     match = _OPERATION.search(line)
     if match is None:
         return
-    result, kind, start, rest = match.groups()
-    devices = _devices(rest)
+    result, kind, start, attributes = match.groups()
+    devices = _count_devices(attributes)
     scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
     nested = result.startswith("((")  # of one that is started: ((operands), results)
     arrays = _ARRAY.findall(result[: result.index(")")] if nested else result)
@@ -81,13 +81,13 @@ def _read(line: str) -> Iterator[Collective]:
         yield Collective(kind, dtype, round(total * scale), devices)
 
 
-def _devices(rest: str) -> int:
+def _count_devices(attributes: str) -> int:
     """How many devices a group of a collective has, in any of the forms that XLA writes groups in."""
-    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return match[1].count(",") + 1
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
         return int(match[2])
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", rest):
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes):
         sizes = dict(re.findall(r"'?([\w]+)'?=(\d+)", match[1]))
         # Of an axis that XLA divides, `name:(before)size`.
         parts = re.findall(r"'?(\w+)'?(?::\(\d+\)(\d+))?(?:,|$)", match[2].replace(" ", ""))

@@ -7,18 +7,18 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import travel
 from fp8jax.dist.collectives import HLO_NAMES, Collective
 
-NAME = "crossings"
+CALLER = "crossings"
 
 
-def crossings(
+def sequence_collectives(
     tokens: int,
     width: int,
     devices: int,
-    how: travel.How,
+    wire_format: travel.WireFormatLike,
     dtype: str = "bf16",
     *,
     times: int = 1,
-    gathered: int = 1,
+    forward_gathers: int = 1,
 ) -> list[Collective]:
     """The collectives of one `gather_sequence` and one `scatter_sequence`, forward and backward.
 
@@ -35,43 +35,54 @@ def crossings(
     Raises:
         ValueError: as both functions.
     """
-    there, back = travel.of_operand(NAME, how, "x"), travel.of_operand(NAME, how, "dy")
-    total = travel.of_sum(NAME, how)
-    found = []
-    for operand, count in ((there, gathered * times), (back, times)):
-        found += [one._replace(times=count) for one in _gather(tokens // devices, width, devices, operand, dtype)]
-    return found + [one._replace(times=2 * times) for one in _sum(tokens, width, devices, total, dtype)]
+    forward_format, backward_format = (
+        travel.operand_wire_format(CALLER, wire_format, "x"),
+        travel.operand_wire_format(CALLER, wire_format, "dy"),
+    )
+    sum_format = travel.sum_wire_format(CALLER, wire_format)
+    result = []
+    for operand, count in ((forward_format, forward_gathers * times), (backward_format, times)):
+        result += [
+            one._replace(times=count) for one in _gather_collectives(tokens // devices, width, devices, operand, dtype)
+        ]
+    return result + [
+        one._replace(times=2 * times) for one in _sum_collectives(tokens, width, devices, sum_format, dtype)
+    ]
 
 
-def _gather(tokens: int, width: int, devices: int, how: travel.Travel, dtype: str) -> list[Collective]:
+def _gather_collectives(
+    tokens: int, width: int, devices: int, wire_format: travel.WireFormat, dtype: str
+) -> list[Collective]:
     """Of a device's part."""
-    spec, size = how.spec, tokens * width
+    spec, size = wire_format.spec, tokens * width
     if spec is None:
-        plain = how.dtype or dtype
-        return [Collective("all-gather", HLO_NAMES[plain], size * _bytes(plain), devices)]
-    scales, codes = _scales(spec, tokens, width), size
-    if spec.granularity == "mx" and not spec.folds:
+        dtype_name = wire_format.dtype or dtype
+        return [Collective("all-gather", HLO_NAMES[dtype_name], size * _itemsize(dtype_name), devices)]
+    scales, codes = _scale_count(spec, tokens, width), size
+    if spec.granularity == "mx" and not spec.is_folded:
         codes += math.prod(blocks.counts((tokens, width), spec.micro_shape((tokens, width))))
-    found = [Collective("all-gather", "u8", codes, devices)]
-    return found + ([Collective("all-gather", "f32", 4 * scales, devices)] if scales > 1 else [])
+    result = [Collective("all-gather", "u8", codes, devices)]
+    return result + ([Collective("all-gather", "f32", 4 * scales, devices)] if scales > 1 else [])
 
 
-def _sum(tokens: int, width: int, devices: int, how: travel.Travel, dtype: str) -> list[Collective]:
+def _sum_collectives(
+    tokens: int, width: int, devices: int, wire_format: travel.WireFormat, dtype: str
+) -> list[Collective]:
     """Of the whole."""
-    spec, size = how.spec, tokens * width
+    spec, size = wire_format.spec, tokens * width
     if spec is None:
-        plain = how.dtype or dtype
-        return [Collective("reduce-scatter", HLO_NAMES[plain], size * _bytes(plain), devices)]
-    found = [Collective("all-to-all", "u8", size, devices)]
-    scales = _scales(spec, tokens, width)
-    return found + ([Collective("all-reduce", "f32", 4 * scales, devices)] if scales > 1 else [])
+        dtype_name = wire_format.dtype or dtype
+        return [Collective("reduce-scatter", HLO_NAMES[dtype_name], size * _itemsize(dtype_name), devices)]
+    result = [Collective("all-to-all", "u8", size, devices)]
+    scales = _scale_count(spec, tokens, width)
+    return result + ([Collective("all-reduce", "f32", 4 * scales, devices)] if scales > 1 else [])
 
 
-def _scales(spec: QuantSpec, tokens: int, width: int) -> int:
-    if spec.folds:
+def _scale_count(spec: QuantSpec, tokens: int, width: int) -> int:
+    if spec.is_folded:
         return tokens
     return math.prod(blocks.counts((tokens, width), spec.block_shape((tokens, width))))
 
 
-def _bytes(name: str) -> int:
+def _itemsize(name: str) -> int:
     return int(formats.get(name).bytes_per_element)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-SATURATED = 1e-5
+MAX_SATURATED_FRACTION = 1e-5
 STEPS_TO_DOUBLE = 1000
 
 
@@ -46,5 +46,5 @@ def next_factor(mu: Array, saturated: Array, finite: Array, replicas: int) -> Ar
     It stays between 1 / replicas, with which no sum leaves the range, and 1, with which the largest magnitude of a
     single device is at its end. A gradient that is not finite says nothing of it.
     """
-    new = jnp.where(saturated > SATURATED, mu / 2, mu * np.float32(2 ** (1 / STEPS_TO_DOUBLE)))
+    new = jnp.where(saturated > MAX_SATURATED_FRACTION, mu / 2, mu * np.float32(2 ** (1 / STEPS_TO_DOUBLE)))
     return jnp.where(finite, jnp.clip(new, 1 / replicas, 1), mu)

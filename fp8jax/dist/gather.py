@@ -22,7 +22,7 @@ from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
 def gather_weights(
     weights: Any,
     axes: manual.Axes,
-    how: QuantSpec | Recipe | Linear | str = "e4m3",
+    wire_format: QuantSpec | Recipe | Linear | str = "e4m3",
     *,
     specs: Any,
     gradients: Comm | Recipe | str = "bf16",
@@ -55,18 +55,18 @@ def gather_weights(
     Raises:
         ValueError: outside of `jax.shard_map`; the recipe does not quantize weights; or a shard ends within a block.
     """
-    replicas, names = manual.replicas("gather_weights", axes, ()), manual.names(axes)
+    replicas, names = manual.check_manual_axes("gather_weights", axes, ()), manual.axis_names(axes)
     comm = resolve(gradients)
-    is_spec = functools.partial(_is, PartitionSpec)
-    places = jax.tree.leaves(jax.tree.broadcast(specs, weights, is_leaf=is_spec), is_leaf=is_spec)
+    is_spec = functools.partial(_is_instance, PartitionSpec)
+    spec_leaves = jax.tree.leaves(jax.tree.broadcast(specs, weights, is_leaf=is_spec), is_leaf=is_spec)
     flat: Any = jax.tree_util.tree_flatten_with_path(weights)
-    whole = []
-    for (path, w), place in zip(flat[0], places, strict=True):
-        dim = _cut(place, names)
+    gathered = []
+    for (path, w), partition_spec in zip(flat[0], spec_leaves, strict=True):
+        dim = _sharded_dim(partition_spec, names)
         if dim is None or w.ndim < 2:
-            whole.append(w)
+            gathered.append(w)
             continue
-        spec = _spec(how, w.ndim)
+        spec = _weight_spec(wire_format, w.ndim)
         shape = tuple(n * replicas if i == dim else n for i, n in enumerate(w.shape))
         block = spec.block_shape(shape)[dim], (spec.micro_shape(shape)[dim] if spec.granularity == "mx" else 1)
         if any(b < shape[dim] and w.shape[dim] % b for b in block):
@@ -74,8 +74,8 @@ def gather_weights(
                 f"gather_weights: shards of {jax.tree_util.keystr(path) or 'the weight'} are {w.shape[dim]} long along "
                 f"dimension {dim}, which ends within a block of {spec}; shard another dimension"
             )
-        whole.append(_gather(spec, names, dim, shape, comm, jnp.dtype(dtype or w.dtype), w))
-    return flat[1].unflatten(whole)
+        gathered.append(_gather(spec, names, dim, shape, comm, jnp.dtype(dtype or w.dtype), w))
+    return flat[1].unflatten(gathered)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
@@ -83,22 +83,22 @@ def _gather(
     spec: QuantSpec, axes: tuple[str, ...], dim: int, shape: tuple[int, ...], comm: Comm, dtype: Any, w: Array
 ) -> Array:
     fmt, scale = formats.get(spec.format), None
-    spans = spec.block_shape(shape)[dim] >= shape[dim]
-    if spans:  # the scales of a shard are those of the whole
-        largest = blocks.reduce(shared.magnitude(w), spec.block_shape(w.shape), jnp.max, 0.0)
-        scale = shared.to_scale(shared.maxima([largest], axes)[0], fmt)
-        if spec.granularity == "mx" and spec.level1 == "none":
+    is_scale_shared = spec.block_shape(shape)[dim] >= shape[dim]
+    if is_scale_shared:  # the scales of a shard are those of the whole
+        amax = blocks.reduce(shared.abs_with_nan_as_inf(w), spec.block_shape(w.shape), jnp.max, 0.0)
+        scale = shared.to_scale(shared.pmax_arrays([amax], axes)[0], fmt)
+        if spec.granularity == "mx" and spec.outer_scale == "none":
             scale = jnp.ones_like(scale)
-    parts = encoding.encode(w, spec, scale=scale)
+    leaves = encoding.encode(w, spec, scale=scale)
 
-    def whole(x: Array) -> Array:
+    def all_gather(x: Array) -> Array:
         raw = lax.bitcast_convert_type(x, jnp.uint8)
         codes = lax.all_gather(raw, axes, axis=dim, tiled=True)
         return lax.bitcast_convert_type(codes, x.dtype)
 
-    codes = whole(parts.codes)
-    scale = parts.scale if spans else whole(parts.scale)
-    micro = None if parts.microscale is None else whole(parts.microscale)
+    codes = all_gather(leaves.codes)
+    scale = leaves.scale if is_scale_shared else all_gather(leaves.scale)
+    micro = None if leaves.microscale is None else all_gather(leaves.microscale)
     return QTensor(codes, scale, None, micro, spec).dequantize(dtype)
 
 
@@ -107,35 +107,35 @@ def _forward(spec: Any, axes: Any, dim: Any, shape: Any, comm: Any, dtype: Any, 
 
 
 def _backward(spec: Any, axes: Any, dim: int, shape: Any, comm: Comm, dtype: Any, like: Array, dy: Array) -> Any:
-    place = PartitionSpec(*[None] * dim, axes)
-    mean = reduce_scatter_gradients(dy, axes, comm, specs=place, min_size=0)
+    partition_spec = PartitionSpec(*[None] * dim, axes)
+    mean = reduce_scatter_gradients(dy, axes, comm, specs=partition_spec, min_size=0)
     return ((mean * lax.axis_size(axes)).astype(like.dtype),)
 
 
 _gather.defvjp(_forward, _backward)
 
 
-def _is(kind: type, node: Any) -> bool:
+def _is_instance(kind: type, node: Any) -> bool:
     return isinstance(node, kind)
 
 
-def _cut(place: PartitionSpec, axes: tuple[str, ...]) -> int | None:
-    for dim, entry in enumerate(place):
+def _sharded_dim(partition_spec: PartitionSpec, axes: tuple[str, ...]) -> int | None:
+    for dim, entry in enumerate(partition_spec):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         if tuple(name for name in names if name in axes) == axes:
             return dim
     return None
 
 
-def _spec(how: QuantSpec | Recipe | Linear | str, ndim: int) -> QuantSpec:
+def _weight_spec(wire_format: QuantSpec | Recipe | Linear | str, ndim: int) -> QuantSpec:
     """How a weight of so many axes is quantized; a recipe says it of (outputs, inputs)."""
     from fp8jax import recipes
 
-    if isinstance(how, str) and how in recipes.NAMES:
-        how = recipes.get(how)
-    if not isinstance(how, (Recipe, Linear)):
-        return QuantSpec.parse(how)
-    spec = recipes.linear_part(how).spec("w")
+    if isinstance(wire_format, str) and wire_format in recipes.NAMES:
+        wire_format = recipes.get(wire_format)
+    if not isinstance(wire_format, (Recipe, Linear)):
+        return QuantSpec.parse(wire_format)
+    spec = recipes.linear_part(wire_format).spec("w")
     if spec is None:
         raise ValueError("gather_weights: the recipe does not quantize weights; name a spec, as 'e4m3'")
     return dataclasses.replace(spec, axis=-2, stacked=ndim - 2)

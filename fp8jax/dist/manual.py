@@ -7,22 +7,22 @@ import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from fp8jax.ops.choice import varying
+from fp8jax.ops.choice import varying_axes
 
 Axes = str | tuple[str, ...]
 
 
-def names(axes: Axes) -> tuple[str, ...]:
+def axis_names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-_GRADIENTS = (
+_GRADIENTS_ADVICE = (
     "Under jit alone XLA has summed gradients already, in their own dtype. Take the loss and its gradient inside: "
     "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=(P(), P({axes})), out_specs=P())"
 )
 
 
-def replicas(caller: str, axes: Axes, tree: Any, advice: str = _GRADIENTS) -> int:
+def check_manual_axes(caller: str, axes: Axes, tree: Any, advice: str = _GRADIENTS_ADVICE) -> int:
     """The number of devices along mesh axes over which the program is manual, and each array a device's own.
 
     Args:
@@ -35,21 +35,21 @@ def replicas(caller: str, axes: Axes, tree: Any, advice: str = _GRADIENTS) -> in
         ValueError: it is not manual over them; or an array is the same on all devices already, as far as
             `jax.shard_map` knows.
     """
-    mesh, wanted = jax.sharding.get_abstract_mesh(), names(axes)
+    mesh, requested = jax.sharding.get_abstract_mesh(), axis_names(axes)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    missing = [name for name in wanted if kinds.get(name) != AxisType.Manual]
-    if missing or not wanted:
+    missing = [name for name in requested if kinds.get(name) != AxisType.Manual]
+    if missing or not requested:
         raise ValueError(
-            f"{caller} over {wanted} must be called inside jax.shard_map, manual over these mesh axes; here "
-            f"{', '.join(map(repr, missing)) or 'no axis'} is not. {advice.format(names=set(wanted), axes=wanted)}"
+            f"{caller} over {requested} must be called inside jax.shard_map, manual over these mesh axes; here "
+            f"{', '.join(map(repr, missing)) or 'no axis'} is not. {advice.format(names=set(requested), axes=requested)}"
         )
-    if set(wanted) <= varying(lax.axis_index(wanted)):
+    if set(requested) <= varying_axes(lax.axis_index(requested)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            same = [name for name in wanted if name not in varying(x)]
-            if same:
+            unvarying = [name for name in requested if name not in varying_axes(x)]
+            if unvarying:
                 raise ValueError(
-                    f"{caller}: {jax.tree_util.keystr(path) or 'the gradient'} does not vary over {same}: "
+                    f"{caller}: {jax.tree_util.keystr(path) or 'the gradient'} does not vary over {unvarying}: "
                     "jax.shard_map has summed it already, in its own dtype. Differentiate by parameters that vary, "
-                    f"jax.lax.pcast(params, {wanted}, to='varying'), or give jax.shard_map check_vma=False"
+                    f"jax.lax.pcast(params, {requested}, to='varying'), or give jax.shard_map check_vma=False"
                 )
-    return math.prod(mesh.shape[name] for name in wanted)
+    return math.prod(mesh.shape[name] for name in requested)

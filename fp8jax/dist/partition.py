@@ -49,14 +49,14 @@ def partition(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = Non
         >>> fp8jax.dist.partition({"a": jnp.ones(6), "b": jnp.ones(5), "c": jnp.ones(4)}, 2).loads
         (24, 36)
     """
-    leaves, structure, sizes = _sizes(tree, devices, nbytes)
-    waiting = [(0, device) for device in range(devices)]
+    leaves, structure, sizes = _leaf_sizes(tree, devices, nbytes)
+    loads = [(0, device) for device in range(devices)]
     owner = [0] * len(leaves)
     for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
-        load, device = heapq.heappop(waiting)
+        load, device = heapq.heappop(loads)
         owner[i] = device
-        heapq.heappush(waiting, (load + sizes[i], device))
-    return Partition(structure.unflatten(owner), tuple(load for load, _ in sorted(waiting, key=lambda x: x[1])))
+        heapq.heappush(loads, (load + sizes[i], device))
+    return Partition(structure.unflatten(owner), tuple(load for load, _ in sorted(loads, key=lambda x: x[1])))
 
 
 def slices(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = None) -> Partition:
@@ -66,13 +66,13 @@ def slices(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = None) 
 
     Args, Returns, Raises: as `partition`; no leaf has an owner.
     """
-    leaves, _, sizes = _sizes(tree, devices, nbytes)
-    cut = [any(n % devices == 0 for n in x.shape) for x in leaves]
-    load = sum(size // devices if divided else size for size, divided in zip(sizes, cut, strict=True))
+    leaves, _, sizes = _leaf_sizes(tree, devices, nbytes)
+    is_divisible = [any(n % devices == 0 for n in x.shape) for x in leaves]
+    load = sum(size // devices if divided else size for size, divided in zip(sizes, is_divisible, strict=True))
     return Partition(None, (load,) * devices)
 
 
-def _sizes(tree: Any, devices: int, nbytes: Callable[[Any], int] | None) -> tuple[list[Any], Any, list[int]]:
+def _leaf_sizes(tree: Any, devices: int, nbytes: Callable[[Any], int] | None) -> tuple[list[Any], Any, list[int]]:
     if devices < 1:
         raise ValueError(f"a partition needs at least one device, not {devices}")
     leaves, structure = jax.tree.flatten(tree)

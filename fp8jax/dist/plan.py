@@ -11,7 +11,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.comm import Comm
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.core.weights import SCALED
+from fp8jax.core.weights import SCALED_MASTER
 from fp8jax.dist import chunks
 from fp8jax.dist.chunks import Chunks
 from fp8jax.dist.collectives import HLO_NAMES, Collective
@@ -20,7 +20,7 @@ from fp8jax.recipes import resolve
 
 # Rough estimates: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of
 # cuBLASLt), bytes a device. The figures of memory that tests compare plans with leave it out.
-RUNTIME, NCCL = 0.6e9, 0.9e9
+RUNTIME_BYTES, NCCL_BYTES = 0.6e9, 0.9e9
 
 
 class Plan(NamedTuple):
@@ -42,9 +42,9 @@ class Plan(NamedTuple):
         return sum(self.memory.values())
 
     @property
-    def sent(self) -> float:
+    def sent_bytes(self) -> float:
         """Bytes that a device sends in a step."""
-        return sum(one.sent for one in self.collectives)
+        return sum(one.sent_bytes for one in self.collectives)
 
     def table(self) -> str:
         """Both as text: GB on each device, and what travels."""
@@ -55,8 +55,10 @@ class Plan(NamedTuple):
             lines += ["", "between devices, a step"]
         for one in self.collectives:
             size = one.times * one.nbytes / 1e9
-            lines.append(f"{one.kind:18} {one.dtype:9} {size:9.3f} GB of {one.devices}, sends {one.sent / 1e9:9.3f} GB")
-        return "\n".join([*lines, *([f"{'all':56}{self.sent / 1e9:9.3f} GB"] if self.collectives else [])])
+            lines.append(
+                f"{one.kind:18} {one.dtype:9} {size:9.3f} GB of {one.devices}, sends {one.sent_bytes / 1e9:9.3f} GB"
+            )
+        return "\n".join([*lines, *([f"{'all':56}{self.sent_bytes / 1e9:9.3f} GB"] if self.collectives else [])])
 
 
 def plan(
@@ -64,9 +66,9 @@ def plan(
     recipe: Recipe | str,
     mesh: Mapping[str, int],
     *,
-    stacked: Any = 0,
-    shared: Any = -1,
-    crossings: Sequence[Collective] = (),
+    layer_axes: Any = 0,
+    tensor_dims: Any = -1,
+    sequence_collectives: Sequence[Collective] = (),
     microbatches: int = 1,
     activations: float = 0.0,
     logits: float = 0.0,
@@ -132,51 +134,55 @@ def plan(
         raise ValueError(f"partition {partition!r} is not 'tensors' or 'slices'")
     leaves = jax.tree.leaves(params)
     count = sum(math.prod(x.shape) for x in leaves)
-    cut = count / (fsdp * tensor)
+    local_count = count / (fsdp * tensor)
     stored = {role: size for role, _, _, size in recipe.plan()}
-    held = formats.get(recipe.weights.held)
-    memory = {"parameters": cut * held.bytes_per_element}
-    own = cut / data if partition else cut
-    if recipe.weights.parts:
-        memory["remainders of weights"] = own * (stored["master weight"] - held.bytes_per_element)
-    elif recipe.weights.master == SCALED:
-        memory["master weights"] = own * stored["master weight"]
-    memory["first moments"] = own * stored["first moment"]
-    memory["second moments"] = own * stored["second moment"]
+    param_format = formats.get(recipe.weights.param_format)
+    memory = {"parameters": local_count * param_format.bytes_per_element}
+    owned_count = local_count / data if partition else local_count
+    if recipe.weights.split_master:
+        memory["remainders of weights"] = owned_count * (stored["master weight"] - param_format.bytes_per_element)
+    elif recipe.weights.master == SCALED_MASTER:
+        memory["master weights"] = owned_count * stored["master weight"]
+    memory["first moments"] = owned_count * stored["first moment"]
+    memory["second moments"] = owned_count * stored["second moment"]
     if microbatches > 1:
-        memory["sums of gradients"] = cut * 4
-    gradients = {"gradients": cut * held.bytes_per_element}
-    sent = 2 * cut if recipe.comm.spec is not None and data * fsdp > 1 else 0.0  # codes, and those that are received
-    moments = {
+        memory["sums of gradients"] = local_count * 4
+    gradients = {"gradients": local_count * param_format.bytes_per_element}
+    code_bytes = (
+        2 * local_count if recipe.comm.spec is not None and data * fsdp > 1 else 0.0
+    )  # codes, and those that are received
+    stages = {
         "loss": {"activations": activations, "logits": logits},
         "backward pass": gradients,
-        "reduction": {**gradients, "codes of gradients": sent},
+        "reduction": {**gradients, "codes of gradients": code_bytes},
     }
-    peak = max(moments, key=lambda name: sum(moments[name].values()))
-    memory |= {name: size for name, size in moments[peak].items() if size}
+    peak = max(stages, key=lambda name: sum(stages[name].values()))
+    memory |= {name: size for name, size in stages[peak].items() if size}
     if fsdp > 1:
         memory["gathered weights"] = unsharded
-    memory["runtime"] = RUNTIME + (NCCL if data * fsdp * tensor > 1 else 0)
-    depths = jax.tree.leaves(jax.tree.broadcast(stacked, params))
+    memory["runtime"] = RUNTIME_BYTES + (NCCL_BYTES if data * fsdp * tensor > 1 else 0)
+    depths = jax.tree.leaves(jax.tree.broadcast(layer_axes, params))
     sizes = [tuple(x.shape) for x in leaves]
-    updated = _updated(sizes, depths, recipe, data, fsdp * tensor, partition) if data > 1 else []
+    param_gathers = _param_gathers(sizes, depths, recipe, data, fsdp * tensor, partition) if data > 1 else []
     if tensor == 1:
-        collectives = _exchanged(sizes, depths, recipe, data, fsdp, partition=partition)
-        return Plan(memory, peak, (*collectives, *updated))
+        collectives = _data_parallel_collectives(sizes, depths, recipe, data, fsdp, partition=partition)
+        return Plan(memory, peak, (*collectives, *param_gathers))
     if recipe.comm.gradients is None:
         plain = Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
         recipe = dataclasses.replace(recipe, comm=plain)
-    dims = jax.tree.leaves(jax.tree.broadcast(shared, params))
-    used = [
+    dims = jax.tree.leaves(jax.tree.broadcast(tensor_dims, params))
+    used_shapes = [
         tuple(n // tensor if i == dim else n for i, n in enumerate(shape))
         for shape, dim in zip(sizes, dims, strict=True)
     ]
-    collectives = _summed(sizes, depths, dims, recipe, fsdp, tensor)
-    collectives += _exchanged(used, depths, recipe, data, fsdp, [tensor if dim < 0 else 1 for dim in dims])
-    return Plan(memory, peak, (*crossings, *collectives, *updated))
+    collectives = _tensor_parallel_collectives(sizes, depths, dims, recipe, fsdp, tensor)
+    collectives += _data_parallel_collectives(
+        used_shapes, depths, recipe, data, fsdp, [tensor if dim < 0 else 1 for dim in dims]
+    )
+    return Plan(memory, peak, (*sequence_collectives, *collectives, *param_gathers))
 
 
-def _summed(
+def _tensor_parallel_collectives(
     shapes: Sequence[tuple[int, ...]],
     depths: Sequence[int],
     dims: Sequence[int],
@@ -185,121 +191,139 @@ def _summed(
     tensor: int,
 ) -> list[Collective]:
     """What devices along "tensor" exchange of parameters that each uses whole, and of their gradients."""
-    computed, sent, vectors = recipe.weights.compute, 0, 0
+    compute_dtype, matrix_bytes, vector_bytes = recipe.weights.compute, 0, 0
     for shape, depth, dim in zip(shapes, depths, dims, strict=True):
         if dim < 0 and len(shape) - depth >= 2:
-            sent += int(formats.get(computed).bytes_per_element) * math.prod(shape) // fsdp
+            matrix_bytes += int(formats.get(compute_dtype).bytes_per_element) * math.prod(shape) // fsdp
         elif dim < 0:
-            vectors += 4 * math.prod(shape)
-    name = HLO_NAMES[computed]
-    found = [
-        Collective("all-gather", name, sent // tensor, tensor),
-        Collective("reduce-scatter", name, sent, tensor),
-        Collective("all-reduce", "f32", vectors, tensor),
+            vector_bytes += 4 * math.prod(shape)
+    name = HLO_NAMES[compute_dtype]
+    result = [
+        Collective("all-gather", name, matrix_bytes // tensor, tensor),
+        Collective("reduce-scatter", name, matrix_bytes, tensor),
+        Collective("all-reduce", "f32", vector_bytes, tensor),
     ]
-    return [one for one in found if one.nbytes]
+    return [one for one in result if one.nbytes]
 
 
-def _updated(
-    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, cut: int, partition: str
+def _param_gathers(
+    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, shards: int, partition: str
 ) -> list[Collective]:
     """All-gathers of new parameters, of which each device along "data" has made a part: its own of what it holds."""
     if not partition:
         return []
-    parts = list(zip(shapes, depths, strict=True))
-    own = sum(math.prod(shape) // (cut * data) for shape, depth in parts if len(shape) - depth >= 2)
+    shapes_and_depths = list(zip(shapes, depths, strict=True))
+    owned_count = sum(
+        math.prod(shape) // (shards * data) for shape, depth in shapes_and_depths if len(shape) - depth >= 2
+    )
     if partition == "tensors":
-        own += sum(math.prod(shape) // data for shape, depth in parts if len(shape) - depth < 2 and depth)
-    held = recipe.weights.held
-    return [Collective("all-gather", HLO_NAMES[held], int(formats.get(held).bytes_per_element) * own, data)]
+        owned_count += sum(
+            math.prod(shape) // data for shape, depth in shapes_and_depths if len(shape) - depth < 2 and depth
+        )
+    param_format = recipe.weights.param_format
+    return [
+        Collective(
+            "all-gather", HLO_NAMES[param_format], int(formats.get(param_format).bytes_per_element) * owned_count, data
+        )
+    ]
 
 
-def _exchanged(
+def _data_parallel_collectives(
     shapes: Sequence[tuple[int, ...]],
     depths: Sequence[int],
     recipe: Recipe,
     data: int,
     fsdp: int,
-    kept: Sequence[int] = (),
+    shard_counts: Sequence[int] = (),
     partition: str = "",
 ) -> list[Collective]:
     """What devices along "data" and "fsdp" exchange; `kept` says over how many others matrices are cut that are used
     whole, and so their gradients when they are summed over "data"."""
-    parts = list(zip(shapes, depths, strict=True))
-    matrices = [(shape, depth) for shape, depth in parts if len(shape) - depth >= 2]
-    collectives = _gathered(matrices, recipe, fsdp) if fsdp > 1 else []
-    cut = fsdp if fsdp > 1 else 1
-    rows = [cut * n for n in kept] or [cut] * len(parts)
-    own = [
+    shapes_and_depths = list(zip(shapes, depths, strict=True))
+    matrices = [(shape, depth) for shape, depth in shapes_and_depths if len(shape) - depth >= 2]
+    collectives = _weight_gathers(matrices, recipe, fsdp) if fsdp > 1 else []
+    shards = fsdp if fsdp > 1 else 1
+    rows = [shards * n for n in shard_counts] or [shards] * len(shapes_and_depths)
+    local_shapes = [
         (*s[:-2], max(s[-2] // n, 1), s[-1]) if len(s) - depth >= 2 else s
-        for (s, depth), n in zip(parts, rows, strict=True)
+        for (s, depth), n in zip(shapes_and_depths, rows, strict=True)
     ]
     if recipe.comm.gradients is not None:
         if fsdp > 1:
-            collectives += _scattered(parts, recipe.comm, fsdp)
+            collectives += _gradient_scatters(shapes_and_depths, recipe.comm, fsdp)
         if data > 1:
             collectives += reductions(
-                own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // (fsdp * max(kept, default=1))
+                local_shapes,
+                recipe.comm,
+                data,
+                depths=depths,
+                min_size=MIN_SIZE // (fsdp * max(shard_counts, default=1)),
             )
         return collectives
-    computed = recipe.weights.compute
-    itemsize = int(formats.get(computed).bytes_per_element)
+    compute_dtype = recipe.weights.compute
+    itemsize = int(formats.get(compute_dtype).bytes_per_element)
     # Where devices along "data" update slices, XLA scatters over both axes what it would scatter and then sum.
-    sliced = [data > 1 and (partition == "slices" or (partition == "tensors" and not depth)) for _, depth in matrices]
-    both = itemsize * sum(math.prod(shape) for (shape, _), x in zip(matrices, sliced, strict=True) if x)
-    alone = itemsize * sum(math.prod(shape) for shape, _ in matrices) - both
-    collectives.append(Collective("reduce-scatter", HLO_NAMES[computed], both, data * cut))
+    is_sliced = [
+        data > 1 and (partition == "slices" or (partition == "tensors" and not depth)) for _, depth in matrices
+    ]
+    sliced_bytes = itemsize * sum(math.prod(shape) for (shape, _), x in zip(matrices, is_sliced, strict=True) if x)
+    unsliced_bytes = itemsize * sum(math.prod(shape) for shape, _ in matrices) - sliced_bytes
+    collectives.append(Collective("reduce-scatter", HLO_NAMES[compute_dtype], sliced_bytes, data * shards))
     if fsdp > 1:
-        collectives.append(Collective("reduce-scatter", HLO_NAMES[computed], alone, fsdp))
+        collectives.append(Collective("reduce-scatter", HLO_NAMES[compute_dtype], unsliced_bytes, fsdp))
     if data > 1:
-        collectives.append(Collective("all-reduce", HLO_NAMES[computed], alone // cut, data))
-    rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
+        collectives.append(Collective("all-reduce", HLO_NAMES[compute_dtype], unsliced_bytes // shards, data))
+    vector_size = sum(math.prod(shape) for shape, depth in shapes_and_depths if len(shape) - depth < 2)
     if data * fsdp > 1:
-        collectives.append(Collective("all-reduce", HLO_NAMES["fp32"], 4 * rest, data * fsdp))
+        collectives.append(Collective("all-reduce", HLO_NAMES["fp32"], 4 * vector_size, data * fsdp))
     return [one for one in collectives if one.nbytes]
 
 
-def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, fsdp: int) -> list[Collective]:
+def _weight_gathers(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, fsdp: int) -> list[Collective]:
     """All-gathers of parameters: of stacked layers forward and backward, of others once."""
     comm, linear, weights = recipe.comm, recipe.linear, recipe.weights
-    spec, ours = linear.spec("w"), comm.gradients is not None
-    observed = "w" in linear.states and linear.states["w"].observes
+    spec, has_explicit_comm = linear.spec("w"), comm.gradients is not None
+    collects_w_stats = "w" in linear.states and linear.states["w"].collects_stats
     collectives = []
     for shape, depth in matrices:
         size, times, layer = math.prod(shape) // fsdp, 2 if depth else 1, shape[depth:]
-        blocked = spec is not None and spec.granularity == "block"
-        block = spec.block_shape(layer) if spec is not None and blocked else (1, 1)
+        is_blocked = spec is not None and spec.granularity == "block"
+        block = spec.block_shape(layer) if spec is not None and is_blocked else (1, 1)
         dtype = weights.compute
         if comm.auto_scale:
-            dtype, times, codes = weights.held, 1, False
+            dtype, times, sends_codes = weights.param_format, 1, False
         elif spec is not None and depth > 0:
-            codes = not (ours and (observed or shape[-2] // fsdp % block[0]))
-            dtype = dtype if codes else weights.held
+            sends_codes = not (has_explicit_comm and (collects_w_stats or shape[-2] // fsdp % block[0]))
+            dtype = dtype if sends_codes else weights.param_format
         else:
-            codes = False
-        if not codes or spec is None:
+            sends_codes = False
+        if not sends_codes or spec is None:
             nbytes = int(formats.get(dtype).bytes_per_element) * size
             collectives.append(Collective("all-gather", HLO_NAMES[dtype], nbytes, fsdp, times))
             continue
-        collectives.append(Collective("all-gather", "u8" if ours else HLO_NAMES[spec.format], size, fsdp, times))
-        if blocked:
+        collectives.append(
+            Collective("all-gather", "u8" if has_explicit_comm else HLO_NAMES[spec.format], size, fsdp, times)
+        )
+        if is_blocked:
             scales = 4 * math.prod(shape[:depth]) * math.prod(blocks.counts(layer, block)) // fsdp
             collectives.append(Collective("all-gather", HLO_NAMES["fp32"], scales, fsdp, times))
     return collectives
 
 
-def _scattered(parts: Sequence[tuple[tuple[int, ...], int]], comm: Comm, fsdp: int) -> list[Collective]:
+def _gradient_scatters(
+    shapes_and_depths: Sequence[tuple[tuple[int, ...], int]], comm: Comm, fsdp: int
+) -> list[Collective]:
     """Reductions over "fsdp": a layer at a time, in its backward pass, but those that have factors."""
     shapes: list[tuple[int, ...]] = []
     depths: list[int] = []
     dims: list[int | None] = []
-    for shape, depth in parts:
-        matrix = len(shape) - depth >= 2
-        alone = depth if matrix and not comm.auto_scale else 0
-        copies = math.prod(shape[:alone])
-        shapes += [shape[alone:]] * copies
-        depths += [depth - alone] * copies
-        dims += [len(shape) - alone - 2 if matrix else None] * copies
+    for shape, depth in shapes_and_depths:
+        is_matrix = len(shape) - depth >= 2
+        unrolled_axes = depth if is_matrix and not comm.auto_scale else 0
+        copies = math.prod(shape[:unrolled_axes])
+        shapes += [shape[unrolled_axes:]] * copies
+        depths += [depth - unrolled_axes] * copies
+        dims += [len(shape) - unrolled_axes - 2 if is_matrix else None] * copies
     return reductions(shapes, comm, fsdp, depths=depths, dims=dims)
 
 
@@ -324,32 +348,36 @@ def reductions(
     """
     depths = [0] * len(shapes) if depths is None else depths
     dims = [None] * len(shapes) if dims is None else dims
-    sent: dict[tuple[str, str], int] = {}
+    nbytes_by_kind: dict[tuple[str, str], int] = {}
 
     def add(kind: str, dtype: str, nbytes: int) -> None:
-        sent[kind, dtype] = sent.get((kind, dtype), 0) + nbytes
+        nbytes_by_kind[kind, dtype] = nbytes_by_kind.get((kind, dtype), 0) + nbytes
 
-    coded: list[tuple[tuple[int, ...], QuantSpec, int | None]] = []
+    quantized: list[tuple[tuple[int, ...], QuantSpec, int | None]] = []
     for shape, depth, dim in zip(shapes, depths, dims, strict=True):
         size = math.prod(shape)
         if comm.spec is None or size < max(min_size, 1) or not shape:
-            plain = comm.gradients if comm.gradients in ("bf16", "fp32") else "fp32"
-            assert plain is not None
+            dtype_name = comm.gradients if comm.gradients in ("bf16", "fp32") else "fp32"
+            assert dtype_name is not None
             kind = "all-reduce" if dim is None else "reduce-scatter"
-            add(kind, HLO_NAMES[plain], size * int(formats.get(plain).bytes_per_element))
+            add(kind, HLO_NAMES[dtype_name], size * int(formats.get(dtype_name).bytes_per_element))
         else:
-            coded.append((shape, dataclasses.replace(comm.spec, stacked=depth), dim))
-    for bucket in chunks.buckets([math.prod(shape) for shape, _, _ in coded]):
-        for shape, spec, dim in (coded[i] for i in bucket):
-            cut = Chunks(shape, spec, replicas)
-            add("all-reduce", "f32", 4 * math.prod(cut.counts))
+            quantized.append((shape, dataclasses.replace(comm.spec, stacked=depth), dim))
+    for bucket in chunks.buckets([math.prod(shape) for shape, _, _ in quantized]):
+        for shape, spec, dim in (quantized[i] for i in bucket):
+            layout = Chunks(shape, spec, replicas)
+            add("all-reduce", "f32", 4 * math.prod(layout.block_counts))
             if comm.form == "one_phase":
                 add("all-reduce" if dim is None else "reduce-scatter", HLO_NAMES[spec.format], math.prod(shape))
             elif dim is not None:
                 add("all-to-all", "u8", math.prod(shape))
             else:
-                add("all-to-all", "u8", replicas * cut.size)
-                if not cut.whole_groups:
-                    add("all-reduce", "f32", 4 * math.prod(cut.counts))
-                add("all-gather", "u8", cut.size + (4 * cut.one[0] if cut.whole_groups else 0))
-    return [Collective(kind, dtype, size, replicas) for (kind, dtype), size in sent.items() if size]
+                add("all-to-all", "u8", replicas * layout.chunk_size)
+                if not layout.has_whole_groups:
+                    add("all-reduce", "f32", 4 * math.prod(layout.block_counts))
+                add(
+                    "all-gather",
+                    "u8",
+                    layout.chunk_size + (4 * layout.chunk_shape[0] if layout.has_whole_groups else 0),
+                )
+    return [Collective(kind, dtype, size, replicas) for (kind, dtype), size in nbytes_by_kind.items() if size]

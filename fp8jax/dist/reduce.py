@@ -18,7 +18,7 @@ from fp8jax.dist import chunks, manual, shared
 from fp8jax.dist.chunks import Chunks
 from fp8jax.dist.factor import Factors, next_factor
 from fp8jax.ops import choice
-from fp8jax.ops.placement import auto_axes
+from fp8jax.ops.placement import auto_axis_sizes
 
 MIN_SIZE = 4096
 SUM_CAPABILITY = 90
@@ -30,9 +30,9 @@ def all_reduce_gradients(
     comm: Comm | Recipe | str = "e4m3",
     *,
     factors: Factors | None = None,
-    stacked: Any = 0,
+    layer_axes: Any = 0,
     min_size: int = MIN_SIZE,
-    decode: bool = True,
+    dequantize: bool = True,
 ) -> Any:
     """The mean over data-parallel devices of each gradient, which travels in 8 bits.
 
@@ -84,8 +84,8 @@ def all_reduce_gradients(
         >>> jax.jit(step)(jnp.ones((64, 64)), jnp.ones((8, 64))).shape
         (64, 64)
     """
-    job = _Job.of("all_reduce_gradients", grads, axes, comm, factors, stacked, min_size)
-    return job.run([None] * len(job.leaves), decode)
+    reduction = _Reduction.create("all_reduce_gradients", grads, axes, comm, factors, layer_axes, min_size)
+    return reduction.run([None] * len(reduction.leaves), dequantize)
 
 
 def reduce_scatter_gradients(
@@ -95,7 +95,7 @@ def reduce_scatter_gradients(
     *,
     specs: Any,
     factors: Factors | None = None,
-    stacked: Any = 0,
+    layer_axes: Any = 0,
     min_size: int = MIN_SIZE,
 ) -> Any:
     """As `all_reduce_gradients`, but each device is left with its part of those gradients whose parameters are sharded.
@@ -115,10 +115,10 @@ def reduce_scatter_gradients(
         ValueError, TypeError: as `all_reduce_gradients`; or a spec cuts over some of `axes` only, or where the devices
             do not divide a dimension or its groups.
     """
-    job = _Job.of("reduce_scatter_gradients", grads, axes, comm, factors, stacked, min_size)
-    cuts = jax.tree.leaves(jax.tree.broadcast(specs, grads, is_leaf=_is_spec), is_leaf=_is_spec)
-    dims = [_scattered(job, i, spec) for i, spec in enumerate(cuts)]
-    return job.run(dims, True)
+    reduction = _Reduction.create("reduce_scatter_gradients", grads, axes, comm, factors, layer_axes, min_size)
+    spec_leaves = jax.tree.leaves(jax.tree.broadcast(specs, grads, is_leaf=_is_spec), is_leaf=_is_spec)
+    dims = [_scatter_dim(reduction, i, spec) for i, spec in enumerate(spec_leaves)]
+    return reduction.run(dims, True)
 
 
 def resolve(comm: Comm | Recipe | str) -> Comm:
@@ -139,7 +139,7 @@ def resolve(comm: Comm | Recipe | str) -> Comm:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _Reduction:
     """A reduction of a tree: what is asked for, checked."""
 
     caller: str
@@ -153,13 +153,20 @@ class _Job:
     specs: list[QuantSpec | None]
 
     @classmethod
-    def of(
-        cls, caller: str, grads: Any, axes: manual.Axes, comm: Any, factors: Factors | None, stacked: Any, min_size: int
-    ) -> "_Job":
+    def create(
+        cls,
+        caller: str,
+        grads: Any,
+        axes: manual.Axes,
+        comm: Any,
+        factors: Factors | None,
+        layer_axes: Any,
+        min_size: int,
+    ) -> "_Reduction":
         comm = resolve(comm)
-        replicas = manual.replicas(caller, axes, grads)
-        if others := auto_axes(jax.sharding.get_abstract_mesh()):
-            names = ", ".join(map(repr, others))
+        replicas = manual.check_manual_axes(caller, axes, grads)
+        if auto_mesh_axes := auto_axis_sizes(jax.sharding.get_abstract_mesh()):
+            names = ", ".join(map(repr, auto_mesh_axes))
             warnings.warn(
                 f"{caller}: XLA gathers whole gradients that are cut over the Auto mesh axes {names}, in their own "
                 f"dtype, to pack them; make these axes Explicit, or name them in jax.shard_map's axis_names, too",
@@ -174,42 +181,42 @@ class _Job:
             )
         flat: Any = jax.tree_util.tree_flatten_with_path(grads)
         paths, leaves = [jax.tree_util.keystr(p) or "the gradient" for p, _ in flat[0]], [x for _, x in flat[0]]
-        depths = jax.tree.leaves(jax.tree.broadcast(stacked, grads))
+        depths = jax.tree.leaves(jax.tree.broadcast(layer_axes, grads))
         specs: list[QuantSpec | None] = []
         for path, x, depth in zip(paths, leaves, depths, strict=True):
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
-            small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
-            specs.append(None if small else dataclasses.replace(comm.spec, stacked=depth))  # type: ignore[type-var]
-        return cls(caller, paths, leaves, flat[1], manual.names(axes), replicas, comm, factors, specs)
+            is_small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
+            specs.append(None if is_small else dataclasses.replace(comm.spec, stacked=depth))  # type: ignore[type-var]
+        return cls(caller, paths, leaves, flat[1], manual.axis_names(axes), replicas, comm, factors, specs)
 
-    def run(self, dims: list[int | None], decode: bool) -> Any:
+    def run(self, dims: list[int | None], dequantize: bool) -> Any:
         """Reduces every gradient, scattered along its dimension where one is given."""
         mus: list[Any] = [None] * len(self.leaves)
         if self.factors is not None:
             mus = self.treedef.flatten_up_to(self.factors.mu)
         results: list[Any] = [None] * len(self.leaves)
         stats: dict[int, tuple[Array, Array]] = {}
-        coded = [i for i, spec in enumerate(self.specs) if spec is not None]
-        for i in set(range(len(self.leaves))) - set(coded):
-            results[i] = self._plain(self.leaves[i], dims[i])
-        for bucket in chunks.buckets([self.leaves[i].size for i in coded]):
-            members = [coded[k] for k in bucket]
-            arrays, specs = [self.leaves[i] for i in members], [self.specs[i] for i in members]
+        quantized = [i for i, spec in enumerate(self.specs) if spec is not None]
+        for i in set(range(len(self.leaves))) - set(quantized):
+            results[i] = self._reduce_plain(self.leaves[i], dims[i])
+        for bucket in chunks.buckets([self.leaves[i].size for i in quantized]):
+            indices = [quantized[k] for k in bucket]
+            arrays, specs = [self.leaves[i] for i in indices], [self.specs[i] for i in indices]
             scales = shared.shared_scales(arrays, specs, self.axes)  # type: ignore[arg-type]
-            whole = []
-            for i, x, spec, scale in zip(members, arrays, specs, scales, strict=True):
+            unscattered = []
+            for i, x, spec, scale in zip(indices, arrays, specs, scales, strict=True):
                 assert spec is not None
                 if self.comm.form == "one_phase":
-                    results[i], saturated = self._one_phase(x, spec, scale, mus[i], dims[i])
+                    results[i], saturated = self._reduce_one_phase(x, spec, scale, mus[i], dims[i])
                     stats[i] = saturated, jnp.all(jnp.isfinite(scale))
                 elif dims[i] is not None:
-                    results[i] = self._scatter(x, spec, scale, dims[i])  # type: ignore[arg-type]
+                    results[i] = self._reduce_scatter(x, spec, scale, dims[i])  # type: ignore[arg-type]
                 else:
-                    whole.append((i, QTensor(shared.encode(x, spec, scale), scale, None, None, spec)))
-            for (i, _), mean in zip(whole, self._two_phases([q for _, q in whole]), strict=True):
+                    unscattered.append((i, QTensor(shared.encode(x, spec, scale), scale, None, None, spec)))
+            for (i, _), mean in zip(unscattered, self._reduce_two_phase([q for _, q in unscattered]), strict=True):
                 results[i] = mean
-        if decode:
+        if dequantize:
             results = [
                 q.dequantize(x.dtype) if isinstance(q, QTensor) else q
                 for q, x in zip(results, self.leaves, strict=True)
@@ -217,82 +224,84 @@ class _Job:
         tree = self.treedef.unflatten(results)
         if self.factors is None:
             return tree
-        zero, yes = jnp.zeros((), jnp.float32), jnp.array(True)
-        statistics = [stats.get(i, (zero, yes)) for i in range(len(results))]
-        new = [next_factor(mu, *of, self.replicas) for mu, of in zip(mus, statistics, strict=True)]
+        zero, true = jnp.zeros((), jnp.float32), jnp.array(True)
+        statistics = [stats.get(i, (zero, true)) for i in range(len(results))]
+        new = [next_factor(mu, *leaf_stats, self.replicas) for mu, leaf_stats in zip(mus, statistics, strict=True)]
         return tree, Factors(self.treedef.unflatten(new), self.treedef.unflatten([s for s, _ in statistics]))
 
-    def _plain(self, x: Array, dim: int | None) -> Array:
+    def _reduce_plain(self, x: Array, dim: int | None) -> Array:
         """The mean, summed in the plain dtype asked for; of a small gradient in fp32."""
         if not x.size:  # XLA on CPUs (jaxlib 0.11) crashes where it joins a sum of nothing to another
             return jnp.zeros([n // self.replicas if i == dim else n for i, n in enumerate(x.shape)], x.dtype)
         dtype = jnp.bfloat16 if self.comm.gradients == "bf16" else jnp.float32
-        sent = x.astype(dtype)
+        operand = x.astype(dtype)
         if dim is None:
-            total = lax.psum(sent, self.axes)
+            total = lax.psum(operand, self.axes)
         else:
-            total = lax.psum_scatter(sent, self.axes, scatter_dimension=dim, tiled=True)
+            total = lax.psum_scatter(operand, self.axes, scatter_dimension=dim, tiled=True)
         return (total.astype(jnp.float32) * (1 / self.replicas)).astype(x.dtype)
 
-    def _two_phases(self, quantized: list[QTensor]) -> list[QTensor]:
+    def _reduce_two_phase(self, quantized: list[QTensor]) -> list[QTensor]:
         """Means of codes under shared scales, quantized anew: all to all, exact sums, all-gather."""
         if not quantized:
             return []
         fmt = formats.get(quantized[0].spec.format)
-        cuts = [Chunks(q.shape, q.spec, self.replicas) for q in quantized]
-        sizes = [cut.size for cut in cuts]
-        sent = jnp.concatenate([chunks.to_bytes(cut.cut(q.codes)) for cut, q in zip(cuts, quantized, strict=True)], 1)
+        layouts = [Chunks(q.shape, q.spec, self.replicas) for q in quantized]
+        sizes = [cut.chunk_size for cut in layouts]
+        sent = jnp.concatenate(
+            [chunks.to_bytes(cut.split(q.codes)) for cut, q in zip(layouts, quantized, strict=True)], 1
+        )
         received = lax.all_to_all(sent, self.axes, 0, 0, tiled=True)
         index = lax.axis_index(self.axes)
         means = []
-        for q, cut, raw in zip(quantized, cuts, chunks.split(received, sizes), strict=True):
-            codes = chunks.to_codes(raw, fmt).reshape(self.replicas, *cut.one)
-            scale = cut.own_scales(q.scale, index)
-            means.append(shared.sum_of_codes(codes, fmt) * (scale * (1 / self.replicas)))
-        largest = [jnp.max(shared.magnitude(mean), axis=1) for mean in means]
-        if not cuts[0].whole_groups:
-            largest = shared.maxima(largest, self.axes)
-        scales = [shared.to_scale(x, fmt) for x in largest]
-        anew = [fmt.encode(mean * (1 / scale)[:, None]) for mean, scale in zip(means, scales, strict=True)]
-        own = [chunks.to_bytes(codes.reshape(-1)) for codes in anew]
-        if cuts[0].whole_groups:
-            own += [chunks.to_bytes(scale) for scale in scales]
-        everyone = _gather(jnp.concatenate(own), self.axes)
-        parts = chunks.split(everyone, [x.size for x in own])
-        if cuts[0].whole_groups:
-            scales = [chunks.to_numbers(raw) for raw in parts[len(cuts) :]]
+        for q, cut, raw in zip(quantized, layouts, chunks.split(received, sizes), strict=True):
+            codes = chunks.to_codes(raw, fmt).reshape(self.replicas, *cut.chunk_shape)
+            scale = cut.chunk_scales(q.scale, index)
+            means.append(shared.sum_codes(codes, fmt) * (scale * (1 / self.replicas)))
+        amax = [jnp.max(shared.abs_with_nan_as_inf(mean), axis=1) for mean in means]
+        if not layouts[0].has_whole_groups:
+            amax = shared.pmax_arrays(amax, self.axes)
+        scales = [shared.to_scale(x, fmt) for x in amax]
+        mean_codes = [fmt.encode(mean * (1 / scale)[:, None]) for mean, scale in zip(means, scales, strict=True)]
+        payload = [chunks.to_bytes(codes.reshape(-1)) for codes in mean_codes]
+        if layouts[0].has_whole_groups:
+            payload += [chunks.to_bytes(scale) for scale in scales]
+        gathered = _gather(jnp.concatenate(payload), self.axes)
+        gathered_parts = chunks.split(gathered, [x.size for x in payload])
+        if layouts[0].has_whole_groups:
+            scales = [chunks.to_fp32(raw) for raw in gathered_parts[len(layouts) :]]
         return [
             QTensor(cut.join(chunks.to_codes(raw, fmt)), cut.join_scales(scale), None, None, cut.spec)
-            for cut, raw, scale in zip(cuts, parts, scales, strict=False)
+            for cut, raw, scale in zip(layouts, gathered_parts, scales, strict=False)
         ]
 
-    def _scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
+    def _reduce_scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
         """A device's part of the mean: codes are sent to whom they concern, and summed there."""
-        return shared.scattered_sum(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
+        return shared.reduce_scatter_codes(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
 
-    def _one_phase(
+    def _reduce_one_phase(
         self, x: Array, spec: QuantSpec, scale: Array, mu: Array | None, dim: int | None
     ) -> tuple[Any, Array]:
         """The mean by a sum of codes, and the part of it at the end of the range."""
         fmt = formats.get(spec.format)
-        used = jnp.float32(1 / self.replicas) if mu is None else mu
+        factor = jnp.float32(1 / self.replicas) if mu is None else mu
         # No larger than what has a normal number as its reciprocal.
-        scale = jnp.minimum(scale * (1 / used), 2.0**126)
+        scale = jnp.minimum(scale * (1 / factor), 2.0**126)
         codes = shared.encode(x, spec, scale)
         # NCCL's sums of FP8 saturate; XLA's on other devices give NaN or infinity.
-        sent = codes if choice.on_cuda() else fmt.decode(codes)
+        operand = codes if choice.on_cuda() else fmt.decode(codes)
         if dim is None:
-            total = lax.psum(sent, self.axes)
+            total = lax.psum(operand, self.axes)
         else:
-            total = lax.psum_scatter(sent, self.axes, scatter_dimension=dim, tiled=True)
-            scale = shared.own(scale, dim, self.axes)
+            total = lax.psum_scatter(operand, self.axes, scatter_dimension=dim, tiled=True)
+            scale = shared.shard_scales(scale, dim, self.axes)
         total = total if choice.on_cuda() else fmt.encode(total)
         values = fmt.decode(total)
-        at_end = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)
+        saturated_fraction = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)
         if dim is not None:
-            at_end = lax.pmean(at_end, self.axes)
+            saturated_fraction = lax.pmean(saturated_fraction, self.axes)
         mean = QTensor(total, scale * (1 / self.replicas), None, None, spec)
-        return mean if dim is None else mean.dequantize(x.dtype), at_end
+        return mean if dim is None else mean.dequantize(x.dtype), saturated_fraction
 
 
 def _gather(x: Array, axes: tuple[str, ...]) -> Array:
@@ -300,24 +309,24 @@ def _gather(x: Array, axes: tuple[str, ...]) -> Array:
     return lax.all_gather(x, axes, axis=0, to="invarying")
 
 
-def _scattered(job: _Job, i: int, spec: PartitionSpec) -> int | None:
+def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | None:
     """The dimension of a gradient that its parameter's spec cuts over all axes of the reduction."""
-    shape, path = job.leaves[i].shape, job.paths[i]
+    shape, path = reduction.leaves[i].shape, reduction.paths[i]
     for dim, entry in enumerate(spec):
         entries = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        common = [name for name in entries if name in job.axes]
+        common = [name for name in entries if name in reduction.axes]
         if not common:
             continue
-        if tuple(common) != job.axes:
+        if tuple(common) != reduction.axes:
             raise ValueError(
-                f"{job.caller}: {path} is sharded over {common} of {job.axes}; reduce over these alone first"
+                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; reduce over these alone first"
             )
-        quantized = job.specs[i]
+        quantized = reduction.specs[i]
         unit = (quantized.group_size or 1) if quantized is not None and dim == len(shape) - 1 else 1
-        if shape[dim] % (job.replicas * unit):
+        if shape[dim] % (reduction.replicas * unit):
             groups = f" in groups of {unit}" if unit > 1 else ""
             raise ValueError(
-                f"{job.caller}: {job.replicas} devices do not divide dimension {dim} of {path}, {shape}{groups}; "
+                f"{reduction.caller}: {reduction.replicas} devices do not divide dimension {dim} of {path}, {shape}{groups}; "
                 "shard another dimension, or none"
             )
         return dim

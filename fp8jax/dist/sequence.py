@@ -15,11 +15,11 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import manual, shared, travel
-from fp8jax.ops.linear import linears, stateless
+from fp8jax.ops.linear import linears, require_stateless
 from fp8jax.ops.microscaled import fold_rows
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.saved import NOTHING, Origin, from_bytes, to_bytes
+from fp8jax.ops.saved import NO_FACTS, ArrayFacts, from_bytes, to_bytes
 
 _ADVICE = (
     "Map the block over the mesh: jax.shard_map(block, mesh=mesh, in_specs=..., out_specs=P(None, {axes})). Under jit "
@@ -28,7 +28,12 @@ _ADVICE = (
 
 
 def gather_sequence(
-    x: Array, axes: manual.Axes, how: travel.How = "e4m3", *, gradients: travel.How | None = None, dim: int = -2
+    x: Array,
+    axes: manual.Axes,
+    wire_format: travel.WireFormatLike = "e4m3",
+    *,
+    gradients: travel.WireFormatLike | None = None,
+    dim: int = -2,
 ) -> Array:
     """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
 
@@ -68,7 +73,7 @@ def gather_sequence(
         >>> jax.jit(run)(jnp.ones((2, 64, 32)), jnp.ones((32, 128)), jnp.ones((128, 32))).shape
         (2, 64, 32)
     """
-    return _gathered("gather_sequence", x, axes, how, gradients, dim)[0]
+    return _gather_with_codes("gather_sequence", x, axes, wire_format, gradients, dim)[0]
 
 
 def gather_linear(
@@ -77,7 +82,7 @@ def gather_linear(
     axes: manual.Axes,
     *,
     recipe: Recipe | Linear | str,
-    gradients: travel.How | None = None,
+    gradients: travel.WireFormatLike | None = None,
     dim: int = -2,
     key: Array | None = None,
     quantized: list[QuantizedWeight] | tuple[QuantizedWeight, ...] | None = None,
@@ -105,17 +110,22 @@ def gather_linear(
     Raises:
         ValueError: as `gather_sequence` and `fp8jax.linear`; or another number of `quantized` than of weights.
     """
-    held = [None] * len(weights) if quantized is None else list(quantized)
-    if len(held) != len(weights):
-        raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
-    part = stateless(recipe)
-    whole, codes = _gathered("gather_linear", x, axes, part, gradients, dim)
-    origin = NOTHING if codes is None else Origin(codes=codes)
-    return linears(whole, weights, recipe=part, origin=origin, key=key, quantized=held)
+    prequantized = [None] * len(weights) if quantized is None else list(quantized)
+    if len(prequantized) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
+    linear = require_stateless(recipe)
+    whole, codes = _gather_with_codes("gather_linear", x, axes, linear, gradients, dim)
+    facts = NO_FACTS if codes is None else ArrayFacts(codes=codes)
+    return linears(whole, weights, recipe=linear, facts=facts, key=key, quantized=prequantized)
 
 
 def scatter_sequence(
-    x: Array, axes: manual.Axes, how: travel.How = "e4m3:token", *, gradients: travel.How | None = None, dim: int = -2
+    x: Array,
+    axes: manual.Axes,
+    wire_format: travel.WireFormatLike = "e4m3:token",
+    *,
+    gradients: travel.WireFormatLike | None = None,
+    dim: int = -2,
 ) -> Array:
     """A device's part of the sequence of a sum over devices, whose parts travel as codes; inside `jax.shard_map`.
 
@@ -140,62 +150,74 @@ def scatter_sequence(
     Raises:
         ValueError: as `gather_sequence`; or the devices do not divide the dimension.
     """
-    caller, names = "scatter_sequence", manual.names(axes)
-    devices, dim = manual.replicas(caller, axes, (), _ADVICE), _dimension(caller, x, dim)
+    caller, names = "scatter_sequence", manual.axis_names(axes)
+    devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
     if x.shape[dim] % devices:
         raise ValueError(
             f"{caller}: {devices} devices do not divide dimension {dim} of an array {x.shape}; pad the sequence"
         )
-    back = travel.of_operand(caller, how if gradients is None else gradients, "dy")
-    _check_cut(caller, back, x.shape[dim] // devices, dim, x.ndim)
-    result: Array = _scatter((names, dim, travel.of_sum(caller, how), back), x)
+    backward_format = travel.operand_wire_format(caller, wire_format if gradients is None else gradients, "dy")
+    _check_shard_blocks(caller, backward_format, x.shape[dim] // devices, dim, x.ndim)
+    result: Array = _scatter((names, dim, travel.sum_wire_format(caller, wire_format), backward_format), x)
     return result
 
 
-class _Static(NamedTuple):
+class _GatherConfig(NamedTuple):
     axes: tuple[str, ...]
     dim: int
-    forward: travel.Travel
-    back: travel.Travel
+    forward_format: travel.WireFormat
+    backward_format: travel.WireFormat
     dtype: Any
     shape: tuple[int, ...]
 
 
-def _gathered(
-    caller: str, x: Array, axes: manual.Axes, how: travel.How, gradients: travel.How | None, dim: int
+def _gather_with_codes(
+    caller: str,
+    x: Array,
+    axes: manual.Axes,
+    wire_format: travel.WireFormatLike,
+    gradients: travel.WireFormatLike | None,
+    dim: int,
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
     """The whole array; and how products quantize it, with its codes as bytes, where codes travelled."""
-    devices, dim = manual.replicas(caller, axes, (), _ADVICE), _dimension(caller, x, dim)
-    there, back = travel.of_operand(caller, how, "x"), travel.of_sum(caller, how if gradients is None else gradients)
-    _check_cut(caller, there, x.shape[dim], dim, x.ndim)
-    names, shape = manual.names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
-    q = None if there.spec is None else _whole(_codes(lax.stop_gradient(x), there, names), x.shape, dim, names)
-    whole: Array = _gather(_Static(names, dim, there, back, x.dtype, shape), x, q)
-    return whole, None if there.spec is None or q is None else (there.spec, q)
+    devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
+    forward_format, backward_format = (
+        travel.operand_wire_format(caller, wire_format, "x"),
+        travel.sum_wire_format(caller, wire_format if gradients is None else gradients),
+    )
+    _check_shard_blocks(caller, forward_format, x.shape[dim], dim, x.ndim)
+    names, shape = manual.axis_names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
+    q = (
+        None
+        if forward_format.spec is None
+        else _gather_codes(_quantize_shard(lax.stop_gradient(x), forward_format, names), x.shape, dim, names)
+    )
+    whole: Array = _gather(_GatherConfig(names, dim, forward_format, backward_format, x.dtype, shape), x, q)
+    return whole, None if forward_format.spec is None or q is None else (forward_format.spec, q)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(static: _Static, x: Array, q: QTensor | None) -> Array:
+def _gather(static: _GatherConfig, x: Array, q: QTensor | None) -> Array:
     if q is None:
-        return lax.all_gather(static.forward.cast(x), static.axes, axis=static.dim, tiled=True).astype(x.dtype)
+        return lax.all_gather(static.forward_format.cast(x), static.axes, axis=static.dim, tiled=True).astype(x.dtype)
     return from_bytes(q).dequantize(static.dtype).reshape(static.shape)
 
 
-def _gather_forward(static: _Static, x: Array, q: QTensor | None) -> tuple[Array, None]:
+def _gather_forward(static: _GatherConfig, x: Array, q: QTensor | None) -> tuple[Array, None]:
     return _gather(static, x, q), None
 
 
-def _gather_backward(static: _Static, _: None, dy: Array) -> tuple[Array, None]:
-    return _scattered(dy, static.back, static.axes, static.dim).astype(static.dtype), None
+def _gather_backward(static: _GatherConfig, _: None, dy: Array) -> tuple[Array, None]:
+    return _reduce_scatter(dy, static.backward_format, static.axes, static.dim).astype(static.dtype), None
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(static: tuple[tuple[str, ...], int, travel.Travel, travel.Travel], x: Array) -> Array:
-    axes, dim, how, _ = static
-    return _scattered(x, how, axes, dim)
+def _scatter(static: tuple[tuple[str, ...], int, travel.WireFormat, travel.WireFormat], x: Array) -> Array:
+    axes, dim, wire_format, _ = static
+    return _reduce_scatter(x, wire_format, axes, dim)
 
 
 def _scatter_forward(static: Any, x: Array) -> tuple[Array, None]:
@@ -203,10 +225,10 @@ def _scatter_forward(static: Any, x: Array) -> tuple[Array, None]:
 
 
 def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
-    axes, dim, _, back = static
-    if back.spec is None:
-        return (lax.all_gather(back.cast(dy), axes, axis=dim, tiled=True).astype(dy.dtype),)
-    q = from_bytes(_whole(_codes(dy, back, axes), dy.shape, dim, axes))
+    axes, dim, _, backward_format = static
+    if backward_format.spec is None:
+        return (lax.all_gather(backward_format.cast(dy), axes, axis=dim, tiled=True).astype(dy.dtype),)
+    q = from_bytes(_gather_codes(_quantize_shard(dy, backward_format, axes), dy.shape, dim, axes))
     shape = tuple(n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(dy.shape))
     return (q.dequantize(dy.dtype).reshape(shape),)
 
@@ -214,26 +236,30 @@ def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
 _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _scattered(x: Array, how: travel.Travel, axes: tuple[str, ...], dim: int) -> Array:
+def _reduce_scatter(x: Array, wire_format: travel.WireFormat, axes: tuple[str, ...], dim: int) -> Array:
     """A device's part of the sum of everybody's arrays."""
-    if how.spec is None:
-        return lax.psum_scatter(how.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
-    (scale,) = shared.shared_scales([x], [how.spec], axes)
-    return shared.scattered_sum(x, how.spec, scale, dim, axes).astype(x.dtype)
+    if wire_format.spec is None:
+        return lax.psum_scatter(wire_format.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
+    (scale,) = shared.shared_scales([x], [wire_format.spec], axes)
+    return shared.reduce_scatter_codes(x, wire_format.spec, scale, dim, axes).astype(x.dtype)
 
 
-def _codes(x: Array, how: travel.Travel, axes: tuple[str, ...]) -> QTensor:
+def _quantize_shard(x: Array, wire_format: travel.WireFormat, axes: tuple[str, ...]) -> QTensor:
     """The codes of a device's part, as bytes, that a product of the whole has: (tokens, channels)."""
-    spec, matrix = how.spec, x.reshape(-1, x.shape[-1])
+    spec, matrix = wire_format.spec, x.reshape(-1, x.shape[-1])
     assert spec is not None
-    fmt, level, scale = formats.get(spec.format), spec.level1 if spec.granularity == "mx" else spec.granularity, None
-    if level == "tensor":
-        largest = scaling.largest_magnitude(matrix)
+    fmt, granularity, scale = (
+        formats.get(spec.format),
+        spec.outer_scale if spec.granularity == "mx" else spec.granularity,
+        None,
+    )
+    if granularity == "tensor":
+        amax = scaling.compute_amax(matrix)
         if fmt.inf is None:  # one scale tells of NaN, which NCCL leaves out of maxima
-            largest = jnp.where(jnp.all(jnp.isfinite(matrix)), largest, jnp.inf)
-        (largest,) = shared.maxima([largest], axes)
-        scale = shared.to_scale(jnp.where(jnp.isinf(largest), largest, how.strategy.settle(largest)), fmt)
-    if spec.folds:
+            amax = jnp.where(jnp.all(jnp.isfinite(matrix)), amax, jnp.inf)
+        (amax,) = shared.pmax_arrays([amax], axes)
+        scale = shared.to_scale(jnp.where(jnp.isinf(amax), amax, wire_format.strategy.reduce_amax(amax)), fmt)
+    if spec.is_folded:
         rows = None if scale is None else jnp.broadcast_to(scale, (matrix.shape[0], 1))
         return to_bytes(fold_rows(matrix, spec, rows))
     q = quantize(matrix, spec, scale=scale)[0]
@@ -241,31 +267,31 @@ def _codes(x: Array, how: travel.Travel, axes: tuple[str, ...]) -> QTensor:
     return to_bytes(q)
 
 
-def _whole(q: QTensor, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> QTensor:
+def _gather_codes(q: QTensor, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> QTensor:
     """The codes of the whole, (all tokens, channels), of those of each device's part of this shape."""
 
     def gather(x: Array) -> Array:
-        parts = x.reshape(*shape[:-2], -1, x.shape[-1])
-        return lax.all_gather(parts, axes, axis=dim, tiled=True).reshape(-1, x.shape[-1])
+        shard = x.reshape(*shape[:-2], -1, x.shape[-1])
+        return lax.all_gather(shard, axes, axis=dim, tiled=True).reshape(-1, x.shape[-1])
 
-    one = q.spec.granularity == "tensor" or (q.spec.granularity == "mx" and q.spec.level1 != "token")
-    scale, micro = q.scale if one else gather(q.scale), None if q.microscale is None else gather(q.microscale)
+    is_per_tensor = q.spec.granularity == "tensor" or (q.spec.granularity == "mx" and q.spec.outer_scale != "token")
+    scale, micro = q.scale if is_per_tensor else gather(q.scale), None if q.microscale is None else gather(q.microscale)
     return QTensor(gather(q.codes), scale, None, micro, q.spec)
 
 
-def _dimension(caller: str, x: Array, dim: int) -> int:
+def _normalize_dim(caller: str, x: Array, dim: int) -> int:
     if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         raise ValueError(f"{caller} cuts a dimension before the channels, the last: not {dim} of an array {x.shape}")
     return dim % x.ndim
 
 
-def _check_cut(caller: str, how: travel.Travel, length: int, dim: int, ndim: int) -> None:
+def _check_shard_blocks(caller: str, wire_format: travel.WireFormat, length: int, dim: int, ndim: int) -> None:
     """Raises ValueError where a device's part ends within a block."""
-    if how.spec is None or how.spec.granularity != "block":
+    if wire_format.spec is None or wire_format.spec.granularity != "block":
         return
-    assert how.spec.group_size is not None
-    if dim != ndim - 2 or length % how.spec.group_size:
+    assert wire_format.spec.group_size is not None
+    if dim != ndim - 2 or length % wire_format.spec.group_size:
         raise ValueError(
-            f"{caller}: parts of {length} along dimension {dim} end within a block of {how.spec}; cut dimension -2 at "
-            f"multiples of {how.spec.group_size}, or let 'bf16' travel"
+            f"{caller}: parts of {length} along dimension {dim} end within a block of {wire_format.spec}; cut dimension -2 at "
+            f"multiples of {wire_format.spec.group_size}, or let 'bf16' travel"
         )

@@ -15,39 +15,39 @@ def shared_scales(arrays: Sequence[Array], specs: Sequence[QuantSpec], axes: tup
 
     Ours divide, so that its minimum is a maximum here. The scale of a block where any device has a NaN or Inf is NaN.
     """
-    largest = [
-        blocks.reduce(magnitude(x), spec.block_shape(x.shape), jnp.max, 0.0)
+    local_amax = [
+        blocks.reduce(abs_with_nan_as_inf(x), spec.block_shape(x.shape), jnp.max, 0.0)
         for x, spec in zip(arrays, specs, strict=True)
     ]
-    together = maxima(largest, axes)
-    return [to_scale(x, formats.get(spec.format)) for x, spec in zip(together, specs, strict=True)]
+    global_amax = pmax_arrays(local_amax, axes)
+    return [to_scale(x, formats.get(spec.format)) for x, spec in zip(global_amax, specs, strict=True)]
 
 
-def magnitude(x: Array) -> Array:
+def abs_with_nan_as_inf(x: Array) -> Array:
     """|x| in fp32, with infinity for NaN, which NCCL leaves out of maxima."""
     absolute = jnp.abs(x.astype(jnp.float32))
     return jnp.where(jnp.isnan(absolute), jnp.inf, absolute)
 
 
-def maxima(arrays: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:
+def pmax_arrays(arrays: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:
     """The largest over devices of each array, in one collective."""
     flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-    parts = split(lax.pmax(flat, axes), [x.size for x in arrays])
-    return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+    reduced = split(lax.pmax(flat, axes), [x.size for x in arrays])
+    return [part.reshape(x.shape) for part, x in zip(reduced, arrays, strict=True)]
 
 
-def to_scale(largest: Array, fmt: formats.Format) -> Array:
+def to_scale(amax: Array, fmt: formats.Format) -> Array:
     """The scales that take largest magnitudes to the largest code; NaN where one is infinite."""
-    return jnp.where(jnp.isinf(largest), jnp.nan, scaling.to_scale(largest, fmt))
+    return jnp.where(jnp.isinf(amax), jnp.nan, scaling.to_scale(amax, fmt))
 
 
 def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
     """The codes of an array under scales of its blocks; NaN, or 0 in a format without, where a scale is NaN."""
-    reciprocal = blocks.spread(1 / scale, x.shape, spec.block_shape(x.shape))
+    reciprocal = blocks.broadcast_blocks(1 / scale, x.shape, spec.block_shape(x.shape))
     return formats.get(spec.format).encode(x.astype(jnp.float32) * reciprocal)
 
 
-def scattered_sum(
+def reduce_scatter_codes(
     x: Array, spec: QuantSpec, scale: Array, dim: int, axes: tuple[str, ...], factor: float = 1.0
 ) -> Array:
     """A device's part along a dimension of the sum of everybody's arrays times a factor, fp32.
@@ -65,12 +65,14 @@ def scattered_sum(
     fmt, devices = formats.get(spec.format), lax.axis_size(axes)
     codes = encode(x, spec, scale)
     shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
-    sent = jnp.moveaxis(to_bytes(codes).reshape(shape), dim, 0)
-    total = sum_of_codes(to_codes(lax.all_to_all(sent, axes, 0, 0, tiled=True), fmt), fmt)
-    return total * (blocks.spread(own(scale, dim, axes), total.shape, spec.block_shape(total.shape)) * factor)
+    operand = jnp.moveaxis(to_bytes(codes).reshape(shape), dim, 0)
+    total = sum_codes(to_codes(lax.all_to_all(operand, axes, 0, 0, tiled=True), fmt), fmt)
+    return total * (
+        blocks.broadcast_blocks(shard_scales(scale, dim, axes), total.shape, spec.block_shape(total.shape)) * factor
+    )
 
 
-def own(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
+def shard_scales(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
     """The scales of a device's part along a dimension."""
     if scale.shape[dim] == 1:
         return scale
@@ -78,7 +80,7 @@ def own(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
     return lax.dynamic_slice_in_dim(scale, lax.axis_index(axes) * length, length, dim)
 
 
-def sum_of_codes(codes: Array, fmt: formats.Format) -> Array:
+def sum_codes(codes: Array, fmt: formats.Format) -> Array:
     """The sum of codes along the first axis in units of the format, fp32.
 
     It is exact until it is rounded to fp32 at the end, and so the same in any order; but that of e5m2, and of e4m3 of
@@ -89,5 +91,5 @@ def sum_of_codes(codes: Array, fmt: formats.Format) -> Array:
     values, steps = fmt.decode(codes), codes.shape[0] * fmt.max / fmt.smallest
     if not 2**24 < steps < 2**31:
         return jnp.sum(values, axis=0)
-    whole = jnp.sum((values * (1 / fmt.smallest)).astype(jnp.int32), axis=0).astype(jnp.float32)
-    return jnp.where(jnp.any(jnp.isnan(values), axis=0), jnp.nan, whole * fmt.smallest)
+    total = jnp.sum((values * (1 / fmt.smallest)).astype(jnp.int32), axis=0).astype(jnp.float32)
+    return jnp.where(jnp.any(jnp.isnan(values), axis=0), jnp.nan, total * fmt.smallest)

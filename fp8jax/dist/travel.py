@@ -9,14 +9,14 @@ from fp8jax.core import formats
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Current, Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.linear import stateless
+from fp8jax.ops.linear import require_stateless
 
-How = QuantSpec | Recipe | Linear | str
+WireFormatLike = QuantSpec | Recipe | Linear | str
 
 PLAIN = ("bf16", "fp16", "fp32")
 
 
-class Travel(NamedTuple):
+class WireFormat(NamedTuple):
     """What an array is while it travels.
 
     Attributes:
@@ -34,46 +34,48 @@ class Travel(NamedTuple):
         return x if self.dtype is None else x.astype(formats.get(self.dtype).dtype)
 
 
-def of_operand(caller: str, how: How, operand: str) -> Travel:
+def operand_wire_format(caller: str, wire_format: WireFormatLike, operand: str) -> WireFormat:
     """How an operand of a product, "x" or "dy", travels: as the product quantizes it."""
-    form = _resolved(how)
-    if isinstance(form, Linear):
-        spec = form.spec(operand)
+    resolved = _resolve(wire_format)
+    if isinstance(resolved, Linear):
+        spec = resolved.spec(operand)
         # What is rounded stochastically the product rounds itself: twice would be biased or noisier.
         if spec is None or spec.rounding == "stochastic":
-            return Travel(None)
-        return Travel(spec, strategy=form.own_strategy(operand))
-    if isinstance(form, QuantSpec):
-        _check(caller, form)
-        return Travel(form)
-    return Travel(None, form)
+            return WireFormat(None)
+        return WireFormat(spec, strategy=resolved.stateless_scaling(operand))
+    if isinstance(resolved, QuantSpec):
+        _check_wire_spec(caller, resolved)
+        return WireFormat(resolved)
+    return WireFormat(None, resolved)
 
 
-def of_sum(caller: str, how: How) -> Travel:
+def sum_wire_format(caller: str, wire_format: WireFormatLike) -> WireFormat:
     """How parts of a sum travel: under scales that devices share."""
-    form = _resolved(how)
-    if isinstance(form, Linear):
-        spec = form.spec("x")
-        return Travel(None if spec is None else QuantSpec(spec.format, "token"))
-    if isinstance(form, QuantSpec):
-        _check(caller, form)
-        summed = form.granularity in ("tensor", "token", "group") and form.scale_format == "fp32"
-        return Travel(form if summed else QuantSpec(form.format, "token"))
-    return Travel(None, form)
+    resolved = _resolve(wire_format)
+    if isinstance(resolved, Linear):
+        spec = resolved.spec("x")
+        return WireFormat(None if spec is None else QuantSpec(spec.format, "token"))
+    if isinstance(resolved, QuantSpec):
+        _check_wire_spec(caller, resolved)
+        is_summable = resolved.granularity in ("tensor", "token", "group") and resolved.scale_format == "fp32"
+        return WireFormat(resolved if is_summable else QuantSpec(resolved.format, "token"))
+    return WireFormat(None, resolved)
 
 
-def _resolved(how: How) -> QuantSpec | Linear | str:
-    if isinstance(how, str) and how in PLAIN:
-        return how
-    if isinstance(how, QuantSpec) or (isinstance(how, str) and how not in (*recipes.NAMES, recipes.AUTO)):
-        return QuantSpec.parse(how)
-    return stateless(how)
+def _resolve(wire_format: WireFormatLike) -> QuantSpec | Linear | str:
+    if isinstance(wire_format, str) and wire_format in PLAIN:
+        return wire_format
+    if isinstance(wire_format, QuantSpec) or (
+        isinstance(wire_format, str) and wire_format not in (*recipes.NAMES, recipes.AUTO)
+    ):
+        return QuantSpec.parse(wire_format)
+    return require_stateless(wire_format)
 
 
-def _check(caller: str, spec: QuantSpec) -> None:
+def _check_wire_spec(caller: str, spec: QuantSpec) -> None:
     """Raises ValueError for codes that do not travel."""
-    usual = (spec.expand, spec.stacked, spec.rounding, spec.axis) == (False, 0, "nearest", -1)
-    if not formats.get(spec.format).multiplies or spec.granularity == "channel" or not usual:
+    has_default_layout = (spec.expand, spec.layer_axes, spec.rounding, spec.axis) == (False, 0, "nearest", -1)
+    if not formats.get(spec.format).is_matmul_format or spec.granularity == "channel" or not has_default_layout:
         raise ValueError(
             f"{caller}: codes of {spec} do not travel; take an operand of products that rounds to nearest, with scales "
             "of the tensor, tokens, groups or blocks along the channels, as 'e4m3' or 'e4m3:group128'; or 'bf16'"

@@ -30,7 +30,7 @@ from fp8jax.recipes import linear_part
 _ELEMENTWISE = frozenset(("convert_element_type", "mul", "square", "integer_pow", "broadcast_in_dim"))
 
 
-def gathered_again(primitive: Any, *operands: Any, **how: Any) -> bool:
+def regather_policy(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint` that keeps all but what was gathered, which is gathered again backward.
 
     Nor does it keep what elementwise operations make in fp32: `jax.checkpoint` holds its residuals as they are, where
@@ -38,8 +38,8 @@ def gathered_again(primitive: Any, *operands: Any, **how: Any) -> bool:
     """
     if primitive.name.startswith("all_gather"):
         return False
-    wide = how.get("new_dtype", operands[0].dtype if operands and hasattr(operands[0], "dtype") else None)
-    return not (primitive.name in _ELEMENTWISE and wide == jnp.float32)
+    out_dtype = params.get("new_dtype", operands[0].dtype if operands and hasattr(operands[0], "dtype") else None)
+    return not (primitive.name in _ELEMENTWISE and out_dtype == jnp.float32)
 
 
 def gather_quantized(
@@ -64,34 +64,34 @@ def gather_quantized(
     Raises:
         ValueError: outside of `jax.shard_map`.
     """
-    manual.replicas("gather_quantized", axes, (), _ADVICE)
-    names, part = manual.names(axes), linear_part(recipe)
-    spec, strategy = part.spec("w"), part.own_strategy("w")
-    if spec is None or spec != part.spec("w_dgrad") or spec.granularity not in TRANSPOSABLE:
+    manual.check_manual_axes("gather_quantized", axes, (), _ADVICE)
+    names, linear = manual.axis_names(axes), linear_part(recipe)
+    spec, strategy = linear.spec("w"), linear.stateless_scaling("w")
+    if spec is None or spec != linear.spec("w_dgrad") or spec.granularity not in TRANSPOSABLE:
         return None
-    observed = "w" in part.states and part.states["w"].observes
-    if observed or w.shape[0] % (spec.group_size or 1):
+    collects_w_stats = "w" in linear.states and linear.states["w"].collects_stats
+    if collects_w_stats or w.shape[0] % (spec.group_size or 1):
         return None
     w = lax.stop_gradient(w)
     if spec.granularity == "tensor" and scale is None:
-        largest = lax.pmax(scaling.largest_magnitude(w), names)
-        scale = scaling.to_scale(strategy.settle(largest), formats.get(spec.format))
-    own = quantize(w, spec, scale=scale, strategy=strategy)[0]
-    assert own is not None
-    own = to_bytes(own)
-    scales = own.scale if spec.granularity == "tensor" else _gather(own.scale, names)
-    whole = QTensor(_gather(own.codes, names), scales, None, None, spec)
-    return QuantizedWeight(to_bytes(transpose(from_bytes(whole))), whole)
+        amax = lax.pmax(scaling.compute_amax(w), names)
+        scale = scaling.to_scale(strategy.reduce_amax(amax), formats.get(spec.format))
+    shard = quantize(w, spec, scale=scale, strategy=strategy)[0]
+    assert shard is not None
+    shard = to_bytes(shard)
+    scales = shard.scale if spec.granularity == "tensor" else _gather(shard.scale, names)
+    gathered = QTensor(_gather(shard.codes, names), scales, None, None, spec)
+    return QuantizedWeight(to_bytes(transpose(from_bytes(gathered))), gathered)
 
 
-def whole_weight(
+def fsdp_gather_weight(
     w: Array,
     axes: manual.Axes,
     gradients: Comm | Recipe | str,
     *,
     dim: int = 0,
     dtype: DTypeLike | None = None,
-    read: bool = True,
+    needs_values: bool = True,
 ) -> Array:
     """A whole weight of each device's shards; to be called inside `jax.shard_map`.
 
@@ -109,8 +109,10 @@ def whole_weight(
     Raises:
         ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
     """
-    manual.replicas("whole_weight", axes, (), _ADVICE)
-    result: Array = _whole(manual.names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), read, w)
+    manual.check_manual_axes("whole_weight", axes, (), _ADVICE)
+    result: Array = _gather_weight(
+        manual.axis_names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), needs_values, w
+    )
     return result
 
 
@@ -122,19 +124,19 @@ def _gather(x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _whole(axes: tuple[str, ...], comm: Comm, dim: int, dtype: Any, read: bool, w: Array) -> Array:
-    if read:
+def _gather_weight(axes: tuple[str, ...], comm: Comm, dim: int, dtype: Any, needs_values: bool, w: Array) -> Array:
+    if needs_values:
         return _gather(w.astype(dtype), axes, dim)
     return jnp.zeros([n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(w.shape)], dtype)
 
 
-def _forward(axes: Any, comm: Any, dim: Any, dtype: Any, read: Any, w: Array) -> tuple[Array, Array]:
-    return _whole(axes, comm, dim, dtype, read, w), jnp.zeros((0,), w.dtype)
+def _forward(axes: Any, comm: Any, dim: Any, dtype: Any, needs_values: Any, w: Array) -> tuple[Array, Array]:
+    return _gather_weight(axes, comm, dim, dtype, needs_values, w), jnp.zeros((0,), w.dtype)
 
 
-def _backward(axes: Any, comm: Comm, dim: int, dtype: Any, read: bool, like: Array, dy: Array) -> tuple[Array]:
-    place = PartitionSpec(*[None] * dim, axes)
-    return (reduce_scatter_gradients(dy, axes, comm, specs=place).astype(like.dtype),)
+def _backward(axes: Any, comm: Comm, dim: int, dtype: Any, needs_values: bool, like: Array, dy: Array) -> tuple[Array]:
+    partition_spec = PartitionSpec(*[None] * dim, axes)
+    return (reduce_scatter_gradients(dy, axes, comm, specs=partition_spec).astype(like.dtype),)
 
 
-_whole.defvjp(_forward, _backward)
+_gather_weight.defvjp(_forward, _backward)

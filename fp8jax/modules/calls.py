@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from fp8jax.modules.matrices import is_matrix
-from fp8jax.rewrite.caller import Caller
+from fp8jax.rewrite.caller import CallInfo
 from fp8jax.rewrite.planned import PlannedCall
-from fp8jax.rewrite.rules import Ordered
+from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.transform import Transformed
 
 
@@ -22,7 +22,7 @@ class CallLeaf(NamedTuple):
 
     kind: str
     value: Any = None
-    arrays: int = 1
+    num_arrays: int = 1
 
 
 @functools.partial(
@@ -50,28 +50,28 @@ class Call(NamedTuple):
 
     transformed: Transformed
     params: dict[str, Any]
-    rest: list[Any]
+    other_arrays: list[Any]
 
-    def planned(self) -> PlannedCall:
-        return self.transformed.planned(self.params, self.rest)
+    def plan_call(self) -> PlannedCall:
+        return self.transformed.plan_call(self.params, self.other_arrays)
 
 
-def is_plain(x: Any) -> bool:
+def is_array(x: Any) -> bool:
     """Whether a leaf is an array, of JAX or NumPy, or stands for one."""
     if isinstance(x, np.ndarray):
         return x.dtype.kind not in "OSUMm"
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def parted(leaves: Sequence[CallLeaf], values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+def partition_leaves(leaves: Sequence[CallLeaf], values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
     """The parameters among the leaves of a call, by path, and its other arrays."""
     pairs = list(zip(leaves, values, strict=True))
     params = {leaf.value: x for leaf, x in pairs if leaf.kind == "parameter"}
     return params, [x for leaf, x in pairs if leaf.kind in ("array", "argument")]
 
 
-def joined(
-    leaves: Sequence[CallLeaf], arrays: Iterator[Any], params: Mapping[str, Any] = {}, given: Sequence[Any] = ()
+def merge_leaves(
+    leaves: Sequence[CallLeaf], arrays: Iterator[Any], params: Mapping[str, Any] = {}, given_leaves: Sequence[Any] = ()
 ) -> list[Any]:
     """The leaves of a call, or of what it leaves.
 
@@ -82,16 +82,20 @@ def joined(
         given: what leaves are that were given.
     """
 
-    def value(leaf: CallLeaf) -> Any:
+    def resolve(leaf: CallLeaf) -> Any:
         if leaf.kind in ("setting", "given"):
-            return leaf.value if leaf.kind == "setting" else given[leaf.value]
+            return leaf.value if leaf.kind == "setting" else given_leaves[leaf.value]
         return params[leaf.value] if leaf.kind == "parameter" else next(arrays)
 
-    return [value(leaf) for leaf in leaves]
+    return [resolve(leaf) for leaf in leaves]
 
 
-def transformed(
-    call: Callable[[list[Any]], Results], written: Callable, leaves: Sequence[CallLeaf], rules: Ordered, **how: Any
+def transform_call(
+    call: Callable[[list[Any]], Results],
+    original: Callable,
+    leaves: Sequence[CallLeaf],
+    rules: RuleSet,
+    **caller_options: Any,
 ) -> Transformed:
     """A call as a function of parameters and other arrays.
 
@@ -103,36 +107,38 @@ def transformed(
         how: what else is known of its `Caller`.
     """
 
-    def function(params: dict[str, Any], rest: list[Any]) -> Results:
-        return call(joined(leaves, iter(rest), params))
+    def function(params: dict[str, Any], other_arrays: list[Any]) -> Results:
+        return call(merge_leaves(leaves, iter(other_arrays), params))
 
-    functools.update_wrapper(function, written, updated=())
+    functools.update_wrapper(function, original, updated=())
     # The parameters come first, by their paths.
-    places = [
+    leaf_kinds = [
         (leaf.kind, leaf.value)
         for leaf in sorted(leaves, key=lambda leaf: leaf.kind != "parameter")
-        for _ in range(leaf.arrays)
+        for _ in range(leaf.num_arrays)
         if leaf.kind != "setting"
     ]
-    arguments = frozenset(i for i, (kind, _) in enumerate(places) if kind == "argument")
-    how["adapters"] = {i: path for i, (kind, path) in enumerate(places) if kind == "array" and path}
-    return Transformed(function, rules, (0,), (), lambda results: Caller(results.results, arguments, **how))
+    argument_indices = frozenset(i for i, (kind, _) in enumerate(leaf_kinds) if kind == "argument")
+    caller_options["adapters"] = {i: path for i, (kind, path) in enumerate(leaf_kinds) if kind == "array" and path}
+    return Transformed(
+        function, rules, (0,), (), lambda results: CallInfo(results.results, argument_indices, **caller_options)
+    )
 
 
-def contents(*settings: Any) -> Hashable:
+def static_fingerprint(*settings: Any) -> Hashable:
     """What tells settings apart that compare as equal: their types, as of 1 and True, and what objects hold that are
     compared by identity, and so may change.
 
     Raises:
         TypeError: that cannot be told, or a setting is not hashable.
     """
-    own = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
-    held = tuple(tuple(sorted(vars(x).items())) for x in own)
-    hash(held)
-    return tuple(map(type, settings)), held
+    identity_compared = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
+    attributes = tuple(tuple(sorted(vars(x).items())) for x in identity_compared)
+    hash(attributes)
+    return tuple(map(type, settings)), attributes
 
 
-class Names:
+class LayerNames:
     """The paths that rules match, for the path of a parameter in a module.
 
     That of a layer is that of the module that holds its matrix; of one of several matrices, first its own.
@@ -144,10 +150,14 @@ class Names:
 
     def __init__(self, prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         self._prefix = prefix
-        holders = [path.rpartition("/")[0] for path, shape in shapes if is_matrix(path.rpartition("/")[2], shape)]
-        self._several = {holder for holder in holders if holders.count(holder) > 1}
+        module_paths = [path.rpartition("/")[0] for path, shape in shapes if is_matrix(path.rpartition("/")[2], shape)]
+        self._multi_matrix_modules = {holder for holder in module_paths if module_paths.count(holder) > 1}
 
     def __call__(self, path: str) -> tuple[str, ...]:
-        holder = path.rpartition("/")[0]
-        layer = "/".join(filter(None, (self._prefix, holder)))
-        return ("/".join(filter(None, (self._prefix, path))), layer) if holder in self._several else (layer,)
+        module_path = path.rpartition("/")[0]
+        layer = "/".join(filter(None, (self._prefix, module_path)))
+        return (
+            ("/".join(filter(None, (self._prefix, path))), layer)
+            if module_path in self._multi_matrix_modules
+            else (layer,)
+        )

@@ -9,10 +9,20 @@ import jax
 from flax import nnx
 
 from fp8jax.core import products
-from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
-from fp8jax.modules.untrained import UntrainedVariable, with_adapters
+from fp8jax.modules.calls import (
+    Call,
+    CallLeaf,
+    LayerNames,
+    Results,
+    is_array,
+    merge_leaves,
+    partition_leaves,
+    static_fingerprint,
+    transform_call,
+)
+from fp8jax.modules.untrained import FrozenParam, with_adapters
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Ordered
+from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.states import ParameterState
 from fp8jax.rewrite.transform import Transformed
 
@@ -31,12 +41,12 @@ class ModuleMethod(NamedTuple):
         unwrap: makes the modules of a graph those of the classes as written, and gives a function that undoes it.
     """
 
-    written: Callable
+    original: Callable
     name: str
-    rules: Ordered
+    rules: RuleSet
     prefix: str
-    whole: bool
-    unwrap: Callable[[Any], Callable[[], None]]
+    requires_product: bool
+    restore_classes: Callable[[Any], Callable[[], None]]
 
 
 @functools.partial(
@@ -57,16 +67,16 @@ class _Results(Results):
     changed: tuple[tuple[int, CallLeaf], ...] = ()
     whole: bool = False
 
-    def leave(self, call: "SplitCall") -> Any:
+    def apply(self, call: "SplitCall") -> Any:
         """Does to the module and the arguments of a call what it does, and gives its results."""
         new = iter(self.arrays)
-        leaves = joined(self.leaves, new, given=call.raw)
+        leaves = merge_leaves(self.leaves, new, given_leaves=call.raw_values)
         if self.whole:
             with nnx.merge_context(_TAG, inner=False) as context:
                 y, *_ = context.unflatten(self.structure, leaves)
             return y
-        places, changed = zip(*self.changed, strict=True) if self.changed else ((), ())
-        for i, value in zip(places, joined(changed, new, given=call.raw), strict=True):
+        changed_indices, changed = zip(*self.changed, strict=True) if self.changed else ((), ())
+        for i, value in zip(changed_indices, merge_leaves(changed, new, given_leaves=call.raw_values), strict=True):
             call.variables[i].set_raw_value(value)
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -75,7 +85,7 @@ class SplitCall(NamedTuple):
     """A call, taken apart; its leaves, as values, and as variables or arrays."""
 
     call: Call
-    raw: list[Any]
+    raw_values: list[Any]
     variables: Sequence[Any]
 
 
@@ -84,7 +94,7 @@ def run(
     method: ModuleMethod,
     args: Any,
     kwargs: Any,
-    held: Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, ParameterState]],
+    read_states: Callable[[Sequence[Any], Mapping[str, Any]], Mapping[str, ParameterState]],
     notices: Notices | None = None,
 ) -> Any:
     """The results of a call, and what its products observed, by the paths of parameters.
@@ -100,77 +110,79 @@ def run(
         notices: what the model has warned with; None of a part of one, which does not.
     """
     with nnx.update_context(_TAG):
-        call = _take_apart(module, method, args, kwargs)
-        planned = call.call.planned()
+        call = _split_call(module, method, args, kwargs)
+        planned_call = call.call.plan_call()
         if notices is not None:
-            planned.warn(notices)
-        results, noted = planned.with_held(held(call.variables, call.call.params))
+            planned_call.warn(notices)
+        results, stats = planned_call.run_with_states(read_states(call.variables, call.call.params))
         y = results.leave(call)
-    return y, noted
+    return y, stats
 
 
-def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:
+def plan_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call."""
     with nnx.update_context(_TAG):
-        return _take_apart(module, method, args, kwargs).call.planned().plan
+        return _split_call(module, method, args, kwargs).call.plan_call().plan
 
 
-def _take_apart(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> SplitCall:
+def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> SplitCall:
     with nnx.split_context(_TAG) as context:
         graph, state = context.flatten((module, args, kwargs))
     variables = state.leaves
-    raw = [_raw(v) for v in variables]
-    leaves = tuple(_leaf(method, *each) for each in zip(state.paths, variables, raw, strict=True))
-    params, rest = parted(leaves, raw)
+    raw = [_raw_value(v) for v in variables]
+    leaves = tuple(_classify_leaf(method, *each) for each in zip(state.paths, variables, raw, strict=True))
+    params, other_arrays = partition_leaves(leaves, raw)
     params = with_adapters(state.paths, variables, params)
     shapes = tuple((path, x.shape) for path, x in params.items() if hasattr(x, "shape"))
-    inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(raw))
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(raw))
     try:
         # In a program a call is traced as often as it stands there; outside of any, once.
-        known = None if inside or products.changed() else _contents(graph, leaves)
-        make = _transformed.__wrapped__ if known is None else _transformed
-        made = make(method, graph, leaves, shapes, known)
+        fingerprint = None if is_traced or products.find_patched_matmul() else _settings_fingerprint(graph, leaves)
+        make = _transform_method.__wrapped__ if fingerprint is None else _transform_method
+        transformed_call = make(method, graph, leaves, shapes, fingerprint)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        of = f"{type(module).__name__}.{method.name}"
-        raise TypeError(f"an argument of {of} that is no array and no module must be hashable: {error}") from None
-    return SplitCall(Call(made, params, rest), raw, variables)
+        method_name = f"{type(module).__name__}.{method.name}"
+        raise TypeError(
+            f"an argument of {method_name} that is no array and no module must be hashable: {error}"
+        ) from None
+    return SplitCall(Call(transformed_call, params, other_arrays), raw, variables)
 
 
-def _contents(graph: Any, leaves: Sequence[CallLeaf]) -> Any:
+def _settings_fingerprint(graph: Any, leaves: Sequence[CallLeaf]) -> Any:
     """As `contents` of the settings of a call; None where that cannot be told."""
     settings = [getattr(value, "value", None) for _, value in graph.attributes]
     try:
-        return contents(*settings, *(leaf.value for leaf in leaves if leaf.kind == "setting"))
+        return static_fingerprint(*settings, *(leaf.value for leaf in leaves if leaf.kind == "setting"))
     except TypeError:
         return None
 
 
-def _leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> CallLeaf:
-    parts = jax.tree.leaves(x)
-    if not all(map(is_plain, parts)):
+def _classify_leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> CallLeaf:
+    arrays = jax.tree.leaves(x)
+    if not all(map(is_array, arrays)):
         return CallLeaf("setting", x)
     if path[0] > 0:
-        return CallLeaf("argument", arrays=len(parts))
+        return CallLeaf("argument", num_arrays=len(arrays))
     if is_parameter(variable, path[1:], method.rules, method.prefix):
         # What is held in the place of a parameter is one array of the program.
         return CallLeaf("parameter", "/".join(map(str, path[1:])))
     adapter = "/".join(map(str, path[1:])) if isinstance(variable, nnx.LoRAParam) else None
-    return CallLeaf("array", adapter, len(parts))
+    return CallLeaf("array", adapter, len(arrays))
 
 
-def is_parameter(variable: Any, path: Sequence[Any], rules: Ordered, prefix: str = "") -> bool:
+def is_parameter(variable: Any, path: Sequence[Any], rules: RuleSet, prefix: str = "") -> bool:
     """Whether products with a variable are a recipe's; with an adapter's, beside a layer, only where a rule asks."""
     if not isinstance(variable, nnx.LoRAParam):
-        return isinstance(variable, (nnx.Param, UntrainedVariable))
+        return isinstance(variable, (nnx.Param, FrozenParam))
     steps = [*filter(None, [prefix]), *map(str, path)]
-    return rules.asks("/".join(steps), "/".join(steps[:-1]))
+    return rules.has_user_rule("/".join(steps), "/".join(steps[:-1]))
 
 
 @functools.lru_cache(maxsize=128)
-def _transformed(
-    method: ModuleMethod, graph: Any, leaves: tuple[CallLeaf, ...], shapes: Any, known: Any
+def _transform_method(
+    method: ModuleMethod, graph: Any, leaves: tuple[CallLeaf, ...], shapes: Any, fingerprint: Any
 ) -> Transformed:
     """A method as a function of parameters and other arrays, for one structure of the call.
 
@@ -181,79 +193,92 @@ def _transformed(
     def call(raw: list[Any]) -> _Results:
         with nnx.merge_context(_TAG, inner=True) as context:
             module, args, kwargs = context.unflatten(graph, list(raw))
-        untrained = _untrained((module, args, kwargs), leaves)
-        wrap = method.unwrap(module)
-        y = method.written(module, *args, **kwargs)
-        wrap()
-        return _results(graph, raw, y, (module, args, kwargs), untrained)
+        frozen_indices = _frozen_indices((module, args, kwargs), leaves)
+        restore_quantized = method.restore_classes(module)
+        y = method.original(module, *args, **kwargs)
+        restore_quantized()
+        return _collect_results(graph, raw, y, (module, args, kwargs), frozen_indices)
 
-    names = Names(method.prefix, shapes)
-    return transformed(call, method.written, leaves, method.rules, names=names, whole=method.whole, checks=False)
+    names = LayerNames(method.prefix, shapes)
+    return transform_call(
+        call, method.original, leaves, method.rules, names=names, whole=method.requires_product, checks=False
+    )
 
 
-def _untrained(called: Any, leaves: Sequence[CallLeaf]) -> dict[int, int]:
+def _frozen_indices(call_tree: Any, leaves: Sequence[CallLeaf]) -> dict[int, int]:
     """The variables that are not trained, by identity, with their numbers: a loop gives them again, as other arrays."""
     if not any(leaf.kind == "parameter" for leaf in leaves):
         return {}
-    _, state = nnx.graphlib.flatten(called, graph=True)
-    return {id(v): i for i, v in enumerate(state.leaves) if isinstance(v, UntrainedVariable)}
+    _, state = nnx.graphlib.flatten(call_tree, graph=True)
+    return {id(v): i for i, v in enumerate(state.leaves) if isinstance(v, FrozenParam)}
 
 
-def _results(graph: Any, raw: Sequence[Any], y: Any, called: Any, untrained: Mapping[int, int]) -> _Results:
+def _collect_results(
+    graph: Any, raw: Sequence[Any], y: Any, call_tree: Any, frozen_indices: Mapping[int, int]
+) -> _Results:
     """What a call leaves of the leaves that it was given, in its trace."""
-    given = {id(x): i for i, x in enumerate(raw)}
-    after, state = nnx.graphlib.flatten(called, graph=True)
-    values = [_raw(v) for v in state.leaves]
-    plain = jax.tree.leaves(y, is_leaf=_is_graph)
-    if after == graph and not any(map(_is_graph, plain)):
-        changed = [i for i, x in enumerate(values) if x is not raw[i] and id(state.leaves[i]) not in untrained]
+    input_indices = {id(x): i for i, x in enumerate(raw)}
+    graph_after, state = nnx.graphlib.flatten(call_tree, graph=True)
+    values = [_raw_value(v) for v in state.leaves]
+    result_nodes = jax.tree.leaves(y, is_leaf=_is_graph)
+    if graph_after == graph and not any(map(_is_graph, result_nodes)):
+        changed = [i for i, x in enumerate(values) if x is not raw[i] and id(state.leaves[i]) not in frozen_indices]
         if all(isinstance(state.leaves[i], nnx.Variable) for i in changed):
-            found, structure = jax.tree.flatten(y)
-            left = [_after(x, given) for x in found]
-            others = [(i, _after(values[i], given)) for i in changed]
-            new = [x for x, leaf in zip(found, left, strict=True) if leaf.kind == "array"]
-            more = [values[i] for i, leaf in others if leaf.kind == "array"]
+            result_values, structure = jax.tree.flatten(y)
+            result_leaves = [_result_leaf(x, input_indices) for x in result_values]
+            changed_leaves = [(i, _result_leaf(values[i], input_indices)) for i in changed]
+            result_arrays = [x for x, leaf in zip(result_values, result_leaves, strict=True) if leaf.kind == "array"]
+            changed_arrays = [values[i] for i, leaf in changed_leaves if leaf.kind == "array"]
             with nnx.split_context(_TAG):
                 pass  # ends what the context knows of this trace
-            return _Results([*new, *more], structure, tuple(left), len(new), tuple(others))
+            return _Results(
+                [*result_arrays, *changed_arrays],
+                structure,
+                tuple(result_leaves),
+                len(result_arrays),
+                tuple(changed_leaves),
+            )
     with nnx.split_context(_TAG) as context:
-        after, state = context.flatten((y, *called))
-    found = [_raw(v) for v in state.leaves]
-    same = (untrained.get(id(v)) for v in state.leaves)
-    left = [_after(x, given) if i is None else CallLeaf("given", i) for i, x in zip(same, found, strict=True)]
-    pairs = list(zip(state.paths, left, strict=True))
-    new = [x for x, leaf in zip(found, left, strict=True) if leaf.kind == "array"]
-    count = sum(leaf.arrays for path, leaf in pairs if path[0] == 0 and leaf.kind == "array")
-    return _Results(new, after, tuple(left), count, whole=True)
+        graph_after, state = context.flatten((y, *call_tree))
+    result_values = [_raw_value(v) for v in state.leaves]
+    frozen_inputs = (frozen_indices.get(id(v)) for v in state.leaves)
+    result_leaves = [
+        _result_leaf(x, input_indices) if i is None else CallLeaf("given", i)
+        for i, x in zip(frozen_inputs, result_values, strict=True)
+    ]
+    pairs = list(zip(state.paths, result_leaves, strict=True))
+    result_arrays = [x for x, leaf in zip(result_values, result_leaves, strict=True) if leaf.kind == "array"]
+    count = sum(leaf.num_arrays for path, leaf in pairs if path[0] == 0 and leaf.kind == "array")
+    return _Results(result_arrays, graph_after, tuple(result_leaves), count, whole=True)
 
 
 def _is_graph(x: Any) -> bool:
     return nnx.graphlib.is_graph_node(x) or isinstance(x, nnx.Variable)
 
 
-def _raw(x: Any) -> Any:
+def _raw_value(x: Any) -> Any:
     return x.get_raw_value() if isinstance(x, nnx.Variable) else x
 
 
-def _after(x: Any, given: Mapping[int, int]) -> CallLeaf:
-    if id(x) in given:
-        return CallLeaf("given", given[id(x)])
-    parts = jax.tree.leaves(x)
-    return CallLeaf("array", arrays=len(parts)) if all(map(is_plain, parts)) else CallLeaf("setting", x)
+def _result_leaf(x: Any, input_indices: Mapping[int, int]) -> CallLeaf:
+    if id(x) in input_indices:
+        return CallLeaf("given", input_indices[id(x)])
+    arrays = jax.tree.leaves(x)
+    return CallLeaf("array", num_arrays=len(arrays)) if all(map(is_array, arrays)) else CallLeaf("setting", x)
 
 
-def kernel_axes(layer: Any) -> tuple[int, int]:
+def count_kernel_axes(layer: Any) -> tuple[int, int]:
     """How many of the last axes of a layer's kernel are inputs and outputs; `nnx.vmap` puts others before them."""
     if isinstance(layer, nnx.Linear):
         return 1, 1
-    return len(_tuple(layer.in_features)), len(_tuple(layer.out_features))
+    return len(_as_tuple(layer.in_features)), len(_as_tuple(layer.out_features))
 
 
-def stacked_axes(layer: Any) -> int:
+def count_layer_axes(layer: Any) -> int:
     """How many axes of a layer's kernel `nnx.vmap` has put before its own."""
-    own = len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else sum(kernel_axes(layer))
-    return layer.kernel.ndim - own
+    kernel_ndim = len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else sum(count_kernel_axes(layer))
+    return layer.kernel.ndim - kernel_ndim
 
 
-def _tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:
+def _as_tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:
     return (features,) if isinstance(features, int) else tuple(features)

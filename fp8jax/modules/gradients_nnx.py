@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fp8jax.modules.scaled import GradientStatistic, LayerScaling, note_gradients
+from fp8jax.modules.scaled import GradientStatistic, LayerScaling, merge_gradient_stats
 
 
 def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
@@ -27,7 +27,7 @@ def value_and_grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **op
         options: others of `flax.nnx.value_and_grad`. With `graph=False` or `graph_updates=False` gradients are of all
             arrays of a model, statistics included.
     """
-    return _keeping_statistics(nnx.value_and_grad, f, argnums, {"has_aux": has_aux, **options}, last=True)
+    return _with_statistics(nnx.value_and_grad, f, argnums, {"has_aux": has_aux, **options}, grads_last=True)
 
 
 def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any) -> Callable:
@@ -36,59 +36,59 @@ def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any
     Args:
         f, argnums, has_aux, options: as of `value_and_grad`.
     """
-    return _keeping_statistics(nnx.grad, f, argnums, {"has_aux": has_aux, **options}, last=not has_aux)
+    return _with_statistics(nnx.grad, f, argnums, {"has_aux": has_aux, **options}, grads_last=not has_aux)
 
 
-def _keeping_statistics(transform: Callable, f: Callable, argnums: Any, options: Any, last: bool) -> Callable:
+def _with_statistics(transform: Callable, f: Callable, argnums: Any, options: Any, grads_last: bool) -> Callable:
     """A gradient by Flax's function. `last`: gradients are the last part of a pair; else the first."""
-    single = isinstance(argnums, (int, nnx.DiffState))
-    pair = transform is nnx.value_and_grad or options["has_aux"]
+    is_single = isinstance(argnums, (int, nnx.DiffState))
+    returns_pair = transform is nnx.value_and_grad or options["has_aux"]
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        wanted = [argnums] if single else list(argnums)
-        places = [one.argnum if isinstance(one, nnx.DiffState) else one for one in wanted]
-        found = [i for i, place in enumerate(places) if place < len(args) and _has_slots(args[place])]
-        found = found if _by_state(options) else []
-        for i in found:
-            filters = wanted[i].filter if isinstance(wanted[i], nnx.DiffState) else nnx.Param
-            wanted[i] = nnx.DiffState(places[i], nnx.Any(filters, GradientStatistic))
-        result = transform(f, argnums=wanted[0] if single else tuple(wanted), **options)(*args, **kwargs)
-        if not found:
+        diff_args = [argnums] if is_single else list(argnums)
+        arg_indices = [one.argnum if isinstance(one, nnx.DiffState) else one for one in diff_args]
+        stat_args = [i for i, place in enumerate(arg_indices) if place < len(args) and _has_statistics(args[place])]
+        stat_args = stat_args if _takes_state_grads(options) else []
+        for i in stat_args:
+            filters = diff_args[i].filter if isinstance(diff_args[i], nnx.DiffState) else nnx.Param
+            diff_args[i] = nnx.DiffState(arg_indices[i], nnx.Any(filters, GradientStatistic))
+        result = transform(f, argnums=diff_args[0] if is_single else tuple(diff_args), **options)(*args, **kwargs)
+        if not stat_args:
             return result
-        grads = result[1 if last else 0] if pair else result
-        each = [grads] if single else list(grads)
-        for i in found:
-            each[i] = _without_statistics(args[places[i]], each[i])
-        grads = each[0] if single else tuple(each)
-        if not pair:
+        grads = result[1 if grads_last else 0] if returns_pair else result
+        grads_by_arg = [grads] if is_single else list(grads)
+        for i in stat_args:
+            grads_by_arg[i] = _merge_statistics(args[arg_indices[i]], grads_by_arg[i])
+        grads = grads_by_arg[0] if is_single else tuple(grads_by_arg)
+        if not returns_pair:
             return grads
-        return (result[0], grads) if last else (grads, result[1])
+        return (result[0], grads) if grads_last else (grads, result[1])
 
     return call
 
 
-def _by_state(options: Mapping[str, Any]) -> bool:
+def _takes_state_grads(options: Mapping[str, Any]) -> bool:
     """Whether gradients are taken of parts of a model's state. In Flax's tree mode they are of all its arrays."""
     modes = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in every version of Flax
     current = {name: getattr(nnx, setting).current_value() for name, setting in modes.items() if hasattr(nnx, setting)}
     return all(value if options.get(name) is None else options[name] for name, value in current.items())
 
 
-def _models(argument: Any) -> tuple[list[Any], Any]:
+def _flatten_models(argument: Any) -> tuple[list[Any], Any]:
     """The models in an argument, such as a tuple of two, and the structure that they and its other leaves stand in."""
     return jax.tree.flatten(argument, is_leaf=lambda node: isinstance(node, nnx.Module))
 
 
-def _has_slots(argument: Any) -> bool:
+def _has_statistics(argument: Any) -> bool:
     """Whether an argument is a model with statistics of gradients, or a tree that has one."""
-    models = [leaf for leaf in _models(argument)[0] if isinstance(leaf, nnx.Module)]
+    models = [leaf for leaf in _flatten_models(argument)[0] if isinstance(leaf, nnx.Module)]
     modules = [module for model in models for _, module in nnx.iter_modules(model)]
     return any(isinstance(module, LayerScaling) and hasattr(module, "slot") for module in modules)
 
 
-def _without_statistics(argument: Any, grads: Any) -> Any:
+def _merge_statistics(argument: Any, grads: Any) -> Any:
     """The gradients of an argument without statistics; these are merged into the slots of its models."""
-    models, structure = _models(argument)
-    each = zip(models, structure.flatten_up_to(grads), strict=True)
-    return structure.unflatten([note_gradients(m, g) if isinstance(m, nnx.Module) else g for m, g in each])
+    models, structure = _flatten_models(argument)
+    model_grads = zip(models, structure.flatten_up_to(grads), strict=True)
+    return structure.unflatten([merge_gradient_stats(m, g) if isinstance(m, nnx.Module) else g for m, g in model_grads])

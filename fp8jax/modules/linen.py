@@ -12,18 +12,18 @@ import jax
 
 from fp8jax.core import products
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules.matrices import not_a_model
-from fp8jax.modules.methods_linen import Place, Root, initialized, planned, transformed
-from fp8jax.ops.linear import content_key, dot_general
+from fp8jax.modules.matrices import wrong_model_message
+from fp8jax.modules.methods_linen import Place, QuantizedRoot, init_method, plan_method, transform_method
+from fp8jax.ops.linear import dot_general, key_from_data
 from fp8jax.recipes import linear_part
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Ordered, Rules, ordered
+from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
 
 Model = TypeVar("Model", bound=nn.Module)
-_FLAX = ("scope", "parent", "name", "_state", "_id", "variables", "path")
+_FLAX_ATTRIBUTES = ("scope", "parent", "name", "_state", "_id", "variables", "path")
 
 
-class PartSettings(NamedTuple):
+class LinenClassConfig(NamedTuple):
     """How methods of a class of quantized modules are transformed.
 
     Attributes:
@@ -32,13 +32,13 @@ class PartSettings(NamedTuple):
         steps: of a part of a model, the path to it in the model that was not bound.
     """
 
-    rules: Ordered
-    bound: Place | None = None
-    steps: Place = ()
+    rules: RuleSet
+    bound_path: Place | None = None
+    field_path: Place = ()
 
-    def root(self, scope: Any) -> Root:
-        path = tuple(scope.path) if self.bound is None else self.bound
-        return Root(self.rules, path, self.steps, self.bound is not None or bool(self.steps))
+    def make_root(self, scope: Any) -> QuantizedRoot:
+        path = tuple(scope.path) if self.bound_path is None else self.bound_path
+        return QuantizedRoot(self.rules, path, self.field_path, self.bound_path is not None or bool(self.field_path))
 
 
 def quantize(module: Model, rules: Rules) -> Model:
@@ -85,12 +85,12 @@ def quantize(module: Model, rules: Rules) -> Model:
             axes under a scaling that observes operands.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(not_a_model("fp8jax.linen.quantize takes a Linen module", module))
+        raise TypeError(wrong_model_message("fp8jax.linen.quantize takes a Linen module", module))
     if module.scope is not None:
         raise ValueError("quantize the module before it is bound to variables")
     if hasattr(type(module), "_fp8jax_settings"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
-    copy = _again(module, PartSettings(ordered(rules)))
+    copy = _quantized_copy(module, LinenClassConfig(as_rule_set(rules)))
     type(copy)._fp8jax_notices.texts.clear()  # a class is that of all models that are alike
     return copy  # type: ignore[no-any-return]
 
@@ -105,11 +105,11 @@ def unquantize(module: Model) -> Model:
         ValueError: it is not quantized.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(not_a_model("fp8jax.linen.unquantize takes a Linen module", module))
-    plain = getattr(type(module), "_fp8jax_plain", None)
-    if plain is None:
+        raise TypeError(wrong_model_message("fp8jax.linen.unquantize takes a Linen module", module))
+    original_class = getattr(type(module), "_fp8jax_plain", None)
+    if original_class is None:
         raise ValueError(f"{type(module).__name__} is not quantized")
-    return _as(plain, module)  # type: ignore[no-any-return]
+    return _copy_as(original_class, module)  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,13 +123,13 @@ class DotGeneral:
     linear: Linear
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        if name := products.changed():
+        if name := products.find_patched_matmul():
             raise ValueError(
                 f"a quantized layer runs while another library has changed {name}: what this adds to the layer's "
                 "product, such as a LoRA adapter, would be lost. Merge adapters into the weights before the model is "
                 "quantized, or take adapters that are modules, as nnx.LoRA, or leave the model as it is written"
             )
-        key = content_key(lhs) if self.linear.stochastic else None
+        key = key_from_data(lhs) if self.linear.is_stochastic else None
         return dot_general(lhs, rhs, *args, recipe=self.linear, key=key, **kwargs)
 
 
@@ -143,31 +143,31 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     Returns:
         A class whose instances are called as `jax.lax.dot_general`; the same class for the same recipe.
     """
-    part = linear_part(recipe)
+    linear_recipe = linear_part(recipe)
 
     @dataclasses.dataclass(frozen=True)
     class RecipeDotGeneral(DotGeneral):
-        linear: Linear = part
+        linear: Linear = linear_recipe
 
     return RecipeDotGeneral
 
 
-def plan_of(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> CallPlan:
+def plan_call(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call of a quantized model; nothing is computed."""
     cls: Any = type(module)
-    found = list[CallPlan]()
+    plans = list[CallPlan]()
 
     def call(module: Any, *args: Any, **kwargs: Any) -> None:
-        planned(cls._fp8jax_plain.__call__, _root(module), found.append)(module, *args, **kwargs)
+        plan_method(cls._fp8jax_plain.__call__, _get_root(module), plans.append)(module, *args, **kwargs)
 
     mutable = [name for name in variables if name != "params"]
-    how: Any = {"method": call, "rngs": {"params": jax.random.key(0)}, "mutable": mutable}
-    nn.Module.apply(module, variables, *args, **how, **kwargs)
-    (plan,) = found
+    apply_options: Any = {"method": call, "rngs": {"params": jax.random.key(0)}, "mutable": mutable}
+    nn.Module.apply(module, variables, *args, **apply_options, **kwargs)
+    (plan,) = plans
     return plan
 
 
-def modules(fn: Callable, *args: Any) -> dict[str, nn.Module]:
+def collect_modules(fn: Callable, *args: Any) -> dict[str, nn.Module]:
     """The modules that run in an abstract evaluation of `fn(*args)`, by path."""
     found: dict[str, nn.Module] = {}
 
@@ -181,25 +181,25 @@ def modules(fn: Callable, *args: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _as(cls: Any, module: Any) -> Any:
+def _copy_as(cls: Any, module: Any) -> Any:
     """An instance of another class with the fields of a module."""
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
     return cls(parent=None, **fields)
 
 
-def _again(module: Any, settings: PartSettings) -> Any:
+def _quantized_copy(module: Any, settings: LinenClassConfig) -> Any:
     cls: Any = type(module)
-    return _as(_subclass(cls, settings), module)
+    return _copy_as(_quantized_subclass(cls, settings), module)
 
 
 @functools.lru_cache(maxsize=256)
-def _subclass(cls: Any, settings: PartSettings) -> Any:
+def _quantized_subclass(cls: Any, settings: LinenClassConfig) -> Any:
     """The class of quantized modules of a class."""
     names = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     names -= {"setup", *(f.name for f in dataclasses.fields(cls)), *(n for n in names if n.startswith("__"))}
     methods = {name: inspect.getattr_static(cls, name) for name in sorted(names | {"__call__"})}
     body: dict[str, Any] = {
-        name: _method(method, settings)
+        name: _transformed_method(method, settings)
         for name, method in methods.items()
         if inspect.isfunction(method) and not hasattr(method, "nowrap")
     }
@@ -207,13 +207,13 @@ def _subclass(cls: Any, settings: PartSettings) -> Any:
     def __reduce__(self: Any) -> Any:
         if self.scope is not None:
             raise TypeError("a module that is bound to variables is not pickled: pickle the model and the variables")
-        return _again, (_as(cls, self), settings)
+        return _quantized_copy, (_copy_as(cls, self), settings)
 
     def __getattribute__(self: Any, name: str) -> Any:
-        return _seen_from_outside(self, name, cls.__getattribute__(self, name))
+        return _wrap_submodules(self, name, cls.__getattribute__(self, name))
 
     def __getattr__(self: Any, name: str) -> Any:  # Flax's, which runs `setup` first
-        return _seen_from_outside(self, name, cls.__getattr__(self, name))
+        return _wrap_submodules(self, name, cls.__getattr__(self, name))
 
     # The same names, because Flax names a submodule after its class.
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -223,44 +223,44 @@ def _subclass(cls: Any, settings: PartSettings) -> Any:
     return type(cls)(cls.__name__, (cls,), body)
 
 
-def _root(module: Any) -> Root:
+def _get_root(module: Any) -> QuantizedRoot:
     return type(module)._fp8jax_settings.root(module.scope)  # type: ignore[no-any-return]
 
 
-def _seen_from_outside(module: Any, name: str, value: Any) -> Any:
+def _wrap_submodules(module: Any, name: str, value: Any) -> Any:
     """An attribute of a quantized module; where it is a part that someone may call who is neither Flax nor the model,
     the part with the same rules."""
-    if name.startswith("__") or name in _FLAX or not isinstance(value, (nn.Module, list, tuple, Mapping)):
+    if name.startswith("__") or name in _FLAX_ATTRIBUTES or not isinstance(value, (nn.Module, list, tuple, Mapping)):
         return value
-    if module.scope is not None and (module._state.in_setup or _root(module).inside(module.scope)):
+    if module.scope is not None and (module._state.in_setup or _get_root(module).contains(module.scope)):
         return value
     if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in ("flax", "fp8jax", "dataclasses"):
         return value
-    make = functools.partial(_part, module, name)
-    return jax.tree_util.tree_map_with_path(make, value, is_leaf=lambda x: isinstance(x, nn.Module))
+    wrap_submodule = functools.partial(_quantized_submodule, module, name)
+    return jax.tree_util.tree_map_with_path(wrap_submodule, value, is_leaf=lambda x: isinstance(x, nn.Module))
 
 
-def _part(module: Any, name: str, path: Any, value: Any) -> Any:
+def _quantized_submodule(module: Any, name: str, path: Any, value: Any) -> Any:
     """A module inside of a quantized one, in an attribute or in a container there, with the rules of that one."""
     if not isinstance(value, nn.Module) or hasattr(type(value), "_fp8jax_settings"):
         return value
-    settings: PartSettings = type(module)._fp8jax_settings
+    settings: LinenClassConfig = type(module)._fp8jax_settings
     if module.scope is None and value.scope is None:
         # As Flax will call it.
-        own = "_".join((name, *(jax.tree_util.keystr((step,), simple=True) for step in path)))
-        settings = settings._replace(steps=(*settings.steps, own))
+        field_name = "_".join((name, *(jax.tree_util.keystr((step,), simple=True) for step in path)))
+        settings = settings._replace(steps=(*settings.field_path, field_name))
     elif module.scope is None or value.scope is None:
         return value
     else:
-        root = _root(module)
+        root = _get_root(module)
         settings = settings._replace(bound=root.path)
-    kind: Any = type(value)
-    part = object.__new__(_subclass(kind, settings))
-    vars(part).update(vars(value))
-    return part
+    submodule_class: Any = type(value)
+    submodule = object.__new__(_quantized_subclass(submodule_class, settings))
+    vars(submodule).update(vars(value))
+    return submodule
 
 
-def _method(method: Callable, settings: PartSettings) -> Callable:
+def _transformed_method(method: Callable, settings: LinenClassConfig) -> Callable:
     """A method that is transformed where it is called from outside of the model."""
 
     @nn.nowrap
@@ -269,18 +269,18 @@ def _method(method: Callable, settings: PartSettings) -> Callable:
         scope = self.scope
         if scope is None or self._state.in_setup:
             return method(self, *args, **kwargs)
-        root = settings.root(scope)
-        if root.inside(scope):
+        root = settings.make_root(scope)
+        if root.contains(scope):
             return method(self, *args, **kwargs)
         if not self.is_initializing():
-            return transformed(method, root, type(self)._fp8jax_notices)(self, *args, **kwargs)
-        flags, scope.flags = scope.flags, root.flags(scope)
+            return transform_method(method, root, type(self)._fp8jax_notices)(self, *args, **kwargs)
+        flags, scope.flags = scope.flags, root.with_flag(scope)
         try:
             y = method(self, *args, **kwargs)
         finally:
             self.scope.flags = flags
         counts = dict(self.scope.rng_counters)
-        initialized(method, root)(self, *args, **kwargs)
+        init_method(method, root)(self, *args, **kwargs)
         self.scope.rng_counters.update(counts)
         return y
 

@@ -10,15 +10,15 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.spec import QuantSpec
 from fp8jax.modules import functional
-from fp8jax.modules.matrices import not_a_model
-from fp8jax.modules.nnx import LAYERS, beside, chosen, modules, names, params, settings_of
-from fp8jax.modules.untrained import UntrainedVariable, adapters_of
+from fp8jax.modules.matrices import wrong_model_message
+from fp8jax.modules.nnx import LAYERS, get_layer_names, get_modules, get_owner, get_params, get_settings, select_params
+from fp8jax.modules.untrained import FrozenParam, collect_adapters
 from fp8jax.ops.frozen import FrozenWeight, freeze
 from fp8jax.ops.lora import Adapter, init_adapter, matrix_shape, merge_adapter
 
 Model = TypeVar("Model", bound=nnx.Module)
 # Metadata that says how an array lies on a mesh, which codes, transposed, do not.
-_PLACES = ("sharding", "sharding_names", "sharding_rules", "out_sharding", "mesh")
+_SHARDING_METADATA = ("sharding", "sharding_names", "sharding_rules", "out_sharding", "mesh")
 
 
 def lora(
@@ -57,61 +57,67 @@ def lora(
             keeps states; `targets` match no layer; or as `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(not_a_model("fp8jax.nnx.lora takes an NNX module", model))
-    settings = settings_of(model)
+        raise TypeError(wrong_model_message("fp8jax.nnx.lora takes an NNX module", model))
+    settings = get_settings(model)
     if settings is None:
         raise ValueError(
             "the model is not quantized: give fp8jax.nnx.lora what fp8jax.nnx.quantize returns; for products in 16 "
             "bits, fp8jax.nnx.quantize(model, 'bf16')"
         )
-    adapted = nnx.clone(model)
-    found = modules(adapted)
-    if any(isinstance(v, UntrainedVariable) for m in found.values() for v in params(m).values()):
+    adapted_model = nnx.clone(model)
+    found_modules = get_modules(adapted_model)
+    if any(isinstance(v, FrozenParam) for m in found_modules.values() for v in get_params(m).values()):
         raise ValueError("the model has adapters already; merge them with fp8jax.nnx.merge_lora")
-    taken = chosen(found, settings.rules)
-    if not taken:
+    selected = select_params(found_modules, settings.rules)
+    if not selected:
         raise ValueError(
             "no layer of the model follows a recipe, and adapters stand beside those that do; for products in 16 bits, "
             "fp8jax.nnx.quantize(model, 'bf16')"
         )
-    for path, (_, _, linear) in taken.items():
-        if linear.states and any(scaling.observes for scaling in linear.states.values()):
+    for path, (_, _, linear) in selected.items():
+        if linear.states and any(scaling.collects_stats for scaling in linear.states.values()):
             raise ValueError(f"{path} has {linear.scaling} scaling, which keeps a state: take a recipe without")
-    layers = {path: names(taken, path) for path in taken}
-    matching = {path for path, each in layers.items() if any(re.fullmatch(targets, name) for name in each)}
-    if not matching:
+    layer_names = {path: get_layer_names(selected, path) for path in selected}
+    matching_paths = {
+        path
+        for path, names_of_layer in layer_names.items()
+        if any(re.fullmatch(targets, name) for name in names_of_layer)
+    }
+    if not matching_paths:
         raise ValueError(
-            f"targets {targets!r} match none of the layers {', '.join(sorted(x[0] for x in layers.values()))}"
+            f"targets {targets!r} match none of the layers {', '.join(sorted(x[0] for x in layer_names.values()))}"
         )
     key = rngs.params() if isinstance(rngs, nnx.Rngs) else rngs
-    for i, (path, (holder, name, _)) in enumerate(sorted(taken.items())):
-        module, variable = found[holder], params(found[holder])[name]
-        axes = functional.kernel_axes(module) if isinstance(module, LAYERS[:2]) and name == "kernel" else (1, 1)
+    for i, (path, (holder, name, _)) in enumerate(sorted(selected.items())):
+        module, variable = found_modules[holder], get_params(found_modules[holder])[name]
+        axes = functional.count_kernel_axes(module) if isinstance(module, LAYERS[:2]) and name == "kernel" else (1, 1)
         value = variable.get_value()
-        if path in matching:
+        if path in matching_paths:
             shape = matrix_shape(value, axes)
             adapter = init_adapter(jax.random.fold_in(key, i), shape, rank, alpha, dtype)
-            own, of = beside(found, holder, name)
+            owner, param_name = get_owner(found_modules, holder, name)
             for factor in ("a", "b"):
-                placed = nnx.LoRAParam(getattr(adapter, factor), of=of, alpha=adapter.alpha, factor=factor)
-                setattr(own, f"{of.replace('/', '_')}_adapter_{factor}", placed)
+                lora_param = nnx.LoRAParam(getattr(adapter, factor), of=param_name, alpha=adapter.alpha, factor=factor)
+                setattr(owner, f"{param_name.replace('/', '_')}_adapter_{factor}", lora_param)
         if base is not None:
             value = jax.jit(freeze, static_argnums=(1, 2))(value, QuantSpec.parse(base), axes)
-        _exchange(module, name, _untrained(variable, value))
-    for module in found.values():
-        for name, variable in list(params(module).items()):
-            if not isinstance(variable, (UntrainedVariable, nnx.LoRAParam)):
-                _exchange(module, name, _untrained(variable, variable.get_value()))
-    return adapted
+        _replace_param(module, name, _freeze_param(variable, value))
+    for module in found_modules.values():
+        for name, variable in list(get_params(module).items()):
+            if not isinstance(variable, (FrozenParam, nnx.LoRAParam)):
+                _replace_param(module, name, _freeze_param(variable, variable.get_value()))
+    return adapted_model
 
 
-def _untrained(variable: Any, value: Any) -> UntrainedVariable:
+def _freeze_param(variable: Any, value: Any) -> FrozenParam:
     metadata = dict(variable.get_metadata())
-    places = {k: metadata.pop(k) for k in _PLACES if k in metadata} if isinstance(value, FrozenWeight) else {}
-    return UntrainedVariable(value, written=type(variable), places=tuple(places.items()), **metadata)
+    sharding_metadata = (
+        {k: metadata.pop(k) for k in _SHARDING_METADATA if k in metadata} if isinstance(value, FrozenWeight) else {}
+    )
+    return FrozenParam(value, written=type(variable), places=tuple(sharding_metadata.items()), **metadata)
 
 
-def _exchange(module: Any, name: str, variable: Any) -> None:
+def _replace_param(module: Any, name: str, variable: Any) -> None:
     """Puts another variable in the place of a parameter of a module, in a container or not."""
     if isinstance(module, nnx.List):
         module[int(name)] = variable
@@ -120,10 +126,10 @@ def _exchange(module: Any, name: str, variable: Any) -> None:
     if not steps:
         setattr(module, first, variable)
         return
-    held = getattr(module, first)
+    container = getattr(module, first)
     for step in steps[:-1]:
-        held = held[step if isinstance(held, dict) else int(step)]
-    held[steps[-1] if isinstance(held, dict) else int(steps[-1])] = variable
+        container = container[step if isinstance(container, dict) else int(step)]
+    container[steps[-1] if isinstance(container, dict) else int(steps[-1])] = variable
 
 
 def adapters(model: nnx.Module) -> dict[str, Adapter]:
@@ -132,14 +138,14 @@ def adapters(model: nnx.Module) -> dict[str, Adapter]:
     Raises:
         ValueError: it has none.
     """
-    found = {
+    adapters_by_path = {
         "/".join(filter(None, (path, name))): adapter
-        for path, module in modules(model).items()
-        for name, adapter in adapters_of(vars(module)).items()
+        for path, module in get_modules(model).items()
+        for name, adapter in collect_adapters(vars(module)).items()
     }
-    if not found:
+    if not adapters_by_path:
         raise ValueError("the model has no adapters; fp8jax.nnx.lora adds them")
-    return found
+    return adapters_by_path
 
 
 def merge_lora(model: Model, dtype: DTypeLike | None = None) -> Model:
@@ -152,25 +158,25 @@ def merge_lora(model: Model, dtype: DTypeLike | None = None) -> Model:
     Raises:
         ValueError: it has no adapters.
     """
-    own = adapters(model)
+    adapters_by_path = adapters(model)
     merged = nnx.clone(model)
-    for holder, module in modules(merged).items():
-        for name, variable in list(params(module).items()):
-            if isinstance(variable, UntrainedVariable):
+    for holder, module in get_modules(merged).items():
+        for name, variable in list(get_params(module).items()):
+            if isinstance(variable, FrozenParam):
                 path = "/".join(filter(None, (holder, name)))
-                _exchange(module, name, _trained(variable, own.get(path), dtype))
+                _replace_param(module, name, _unfreeze_param(variable, adapters_by_path.get(path), dtype))
         for name, value in list(vars(module).items()):
             if isinstance(value, nnx.LoRAParam) and "of" in value.get_metadata():
                 delattr(module, name)
     return merged
 
 
-def _trained(variable: Any, adapter: Adapter | None, dtype: DTypeLike | None) -> Any:
+def _unfreeze_param(variable: Any, adapter: Adapter | None, dtype: DTypeLike | None) -> Any:
     value, metadata = variable.get_raw_value(), dict(variable.get_metadata())
-    written, places = metadata.pop("written"), dict(metadata.pop("places"))
-    wanted = value.dtype if dtype is None else dtype
+    param_class, sharding_metadata = metadata.pop("written"), dict(metadata.pop("places"))
+    target_dtype = value.dtype if dtype is None else dtype
     if adapter is not None:
-        value = merge_adapter(value, adapter, wanted)
+        value = merge_adapter(value, adapter, target_dtype)
     elif isinstance(value, FrozenWeight):
-        value = value.dequantize(wanted)
-    return written(value, **metadata, **places)
+        value = value.dequantize(target_dtype)
+    return param_class(value, **metadata, **sharding_metadata)

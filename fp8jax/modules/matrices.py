@@ -4,14 +4,14 @@ import re
 from typing import Any
 
 # Tables that are looked up or added, and what only scales, are no matrices of products.
-_NO_FACTORS = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
-_ELSEWHERE = (
+_NON_MATRIX_NAMES = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
+_ALTERNATIVES_TEXT = (
     "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...), fp8jax.einsum and "
     "fp8jax.dot_general are products to call; fp8jax.compressed_adamw takes parameters of any kind"
 )
 
 # The functions that take a module of each of Flax's two libraries, by the name of their sibling in the other.
-_SIBLINGS: dict[str, tuple[str, dict[str, str]]] = {
+_FLAX_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
     "linen": (
         "Linen",
         {
@@ -26,10 +26,10 @@ _SIBLINGS: dict[str, tuple[str, dict[str, str]]] = {
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter may be a factor of a product, by its name and shape."""
-    return sum(n > 1 for n in shape) >= 2 and not _NO_FACTORS.fullmatch(name)
+    return sum(n > 1 for n in shape) >= 2 and not _NON_MATRIX_NAMES.fullmatch(name)
 
 
-def not_a_model(takes: str, model: Any) -> str:
+def wrong_model_message(expectation: str, model: Any) -> str:
     """What to say where something else than a model of Flax is given.
 
     Args:
@@ -39,18 +39,22 @@ def not_a_model(takes: str, model: Any) -> str:
     kind = type(model)
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
     flax = next(
-        (name for name in _SIBLINGS if f"flax.{name}.module" in {base.__module__ for base in kind.__mro__}), None
+        (name for name in _FLAX_FUNCTIONS if f"flax.{name}.module" in {base.__module__ for base in kind.__mro__}), None
     )
     if isinstance(model, type):
-        why = f"the class {model.__name__}; make an instance of it"
+        description = f"the class {model.__name__}; make an instance of it"
     elif flax is not None:
-        library, functions = _SIBLINGS[flax]
-        function = takes.partition(" ")[0].rpartition(".")[2]
-        why = f"{kind.__name__}, a module of Flax {library}: take {functions.get(function, functions['quantize'])}"
+        library, functions = _FLAX_FUNCTIONS[flax]
+        function = expectation.partition(" ")[0].rpartition(".")[2]
+        description = (
+            f"{kind.__name__}, a module of Flax {library}: take {functions.get(function, functions['quantize'])}"
+        )
     elif "equinox" in bases or "haiku" in bases:
-        why = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ELSEWHERE}"
+        description = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ALTERNATIVES_TEXT}"
     elif isinstance(model, dict):
-        why = f"dict; give the model that has these parameters, not the parameters. Without Flax, {_ELSEWHERE}"
+        description = (
+            f"dict; give the model that has these parameters, not the parameters. Without Flax, {_ALTERNATIVES_TEXT}"
+        )
     else:
-        why = f"{kind.__name__}. Without Flax, {_ELSEWHERE}"
-    return f"{takes}, not {why}"
+        description = f"{kind.__name__}. Without Flax, {_ALTERNATIVES_TEXT}"
+    return f"{expectation}, not {description}"

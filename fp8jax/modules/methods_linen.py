@@ -19,32 +19,41 @@ from jax.tree_util import GetAttrKey, keystr
 
 from fp8jax.core import products
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted
-from fp8jax.modules.calls import transformed as as_function
-from fp8jax.modules.scaled import nothing_seen, observed_operands
+from fp8jax.modules.calls import (
+    Call,
+    CallLeaf,
+    LayerNames,
+    Results,
+    is_array,
+    merge_leaves,
+    partition_leaves,
+    static_fingerprint,
+)
+from fp8jax.modules.calls import transform_call as as_function
+from fp8jax.modules.scaled import get_observed_operands, init_stats
 from fp8jax.modules.scaled_linen import (
-    NOT_MUTABLE,
+    NOT_MUTABLE_MESSAGE,
     SCALING,
     STATISTICS,
-    STATISTICS_LOST,
-    absent,
-    absent_beside_others,
-    variables_path,
+    STATISTICS_LOST_MESSAGE,
+    get_variables_path,
+    missing_collections_message,
+    missing_layer_message,
 )
-from fp8jax.ops.scaled import ScalingState, observes
+from fp8jax.ops.scaled import ScalingState, collects_stats
 from fp8jax.rewrite import training
-from fp8jax.rewrite.held import is_held, leaf_in
+from fp8jax.rewrite.held import frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Ordered
-from fp8jax.rewrite.states import Noted, ParameterState, TrackedScaling, Use, scaling_names
+from fp8jax.rewrite.rules import RuleSet
+from fp8jax.rewrite.states import ParameterState, Stats, TrackedScaling, WeightUse, scaling_names
 from fp8jax.rewrite.transform import Transformed
 
 Place = tuple[str, ...]
 # Parameters, and all other collections.
-_GROUPS = ("params", True)
+_COLLECTION_GROUPS = ("params", True)
 
 
-class Root(NamedTuple):
+class QuantizedRoot(NamedTuple):
     """A quantized module.
 
     Attributes:
@@ -54,23 +63,23 @@ class Root(NamedTuple):
         part: it is a part of this model, called by itself.
     """
 
-    rules: Ordered
+    rules: RuleSet
     path: Place
-    steps: Place = ()
-    part: bool = False
+    field_path: Place = ()
+    is_submodule: bool = False
 
-    def inside(self, scope: Any) -> bool:
+    def contains(self, scope: Any) -> bool:
         """Whether a scope is one of a run of the model."""
         return self._replace(part=False) in scope.flags.get("fp8jax", ())
 
-    def flags(self, scope: Any) -> Any:
+    def with_flag(self, scope: Any) -> Any:
         """The flags of such a scope."""
         return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(part=False))})
 
-    def place(self, scope: Place) -> Place:
+    def model_path(self, scope_path: Place) -> Place:
         """Where in the model the scope at a path is."""
-        whole = scope[len(self.path) :] if scope[: len(self.path)] == self.path else scope
-        return (*self.steps, *whole)
+        relative_path = scope_path[len(self.path) :] if scope_path[: len(self.path)] == self.path else scope_path
+        return (*self.field_path, *relative_path)
 
 
 class LiftedCall(NamedTuple):
@@ -83,296 +92,324 @@ class LiftedCall(NamedTuple):
     """
 
     call: Call
-    places: dict[str, tuple[int, Place]]
-    mutable: Sequence[bool]
+    param_locations: dict[str, tuple[int, Place]]
+    is_mutable: Sequence[bool]
 
 
-def transformed(method: Callable, root: Root, notices: Notices) -> Callable:
+def transform_method(method: Callable, root: QuantizedRoot, notices: Notices) -> Callable:
     """A method with the products of recipes, which is called as it; `notices` are those of its model."""
 
-    def run(lifted: LiftedCall, others: Any) -> Any:
-        planned, held = lifted.call.planned(), {}
-        if not root.part:
-            planned.warn(notices)
-        for use, linear in planned.uses.items():
+    def run(lifted: LiftedCall, other_collections: Any) -> Any:
+        planned_call, param_states = lifted.call.plan_call(), {}
+        if not root.is_submodule:
+            planned_call.warn(notices)
+        for use, linear in planned_call.uses.items():
             if linear.states:
-                number, place = lifted.places[use.path]
-                weight, mutable = lifted.call.params.get(use.path), lifted.mutable[number]
-                held[use.path] = _read(others[number], place, linear, use, weight, mutable)
-        results, observed = planned.with_held(held)
-        y, (params, written) = jax.tree.unflatten(results.structure, joined(results.leaves, iter(results.arrays)))
+                scope_index, place = lifted.param_locations[use.path]
+                weight, mutable = lifted.call.params.get(use.path), lifted.is_mutable[scope_index]
+                param_states[use.path] = _read_state(
+                    other_collections[scope_index], place, linear, use, weight, mutable
+                )
+        results, stats_by_path = planned_call.run_with_states(param_states)
+        y, (params, written) = jax.tree.unflatten(results.structure, merge_leaves(results.leaves, iter(results.arrays)))
         written = tuple(unfreeze(collections) for collections in written)
-        for path, noted in observed.items():
-            number, place = lifted.places[path]
-            if SCALING in written[number]:
-                _note(written[number], place, held[path].linear, noted)
+        for path, stats in stats_by_path.items():
+            scope_index, place = lifted.param_locations[path]
+            if SCALING in written[scope_index]:
+                _merge_stats(written[scope_index], place, param_states[path].linear, stats)
         return y, (params, written)
 
-    return _lifted(method, root, run)
+    return _lift_method(method, root, run)
 
 
-def initialized(method: Callable, root: Root) -> Callable:
+def init_method(method: Callable, root: QuantizedRoot) -> Callable:
     """A method that, called as it, adds the variables of scalings for parameters that are there, and nothing else."""
 
-    def run(lifted: LiftedCall, others: Any) -> Any:
-        new: tuple[dict[str, Any], ...] = tuple({} for _ in others)
-        planned = lifted.call.planned()
-        stacked = {use.path: use.stacked for use in planned.uses}
-        for path, tracked in planned.init().items():
-            number, place = lifted.places[path]
-            if not lifted.mutable[number]:
-                raise _absent(place, tracked.linear, initializing=True)
-            _add(new[number], variables_path(place), tracked, stacked[path])
-        return None, (tuple({} for _ in others), new)
+    def run(lifted: LiftedCall, other_collections: Any) -> Any:
+        new_variables: tuple[dict[str, Any], ...] = tuple({} for _ in other_collections)
+        planned_call = lifted.call.plan_call()
+        layer_axes = {use.path: use.layer_axes for use in planned_call.uses}
+        for path, tracked_scaling in planned_call.init().items():
+            scope_index, place = lifted.param_locations[path]
+            if not lifted.is_mutable[scope_index]:
+                raise _missing_variables_error(place, tracked_scaling.linear, initializing=True)
+            _add_variables(new_variables[scope_index], get_variables_path(place), tracked_scaling, layer_axes[path])
+        return None, (tuple({} for _ in other_collections), new_variables)
 
-    return _lifted(method, root, run, fresh=True)
+    return _lift_method(method, root, run, is_init=True)
 
 
-def planned(method: Callable, root: Root, tell: Callable[[CallPlan], None]) -> Callable:
+def plan_method(method: Callable, root: QuantizedRoot, record_plan: Callable[[CallPlan], None]) -> Callable:
     """A method that, called as it, computes nothing and tells its plan."""
 
-    def run(lifted: LiftedCall, others: Any) -> Any:
-        tell(lifted.call.planned().plan)
-        return None, (tuple({} for _ in others), tuple({} for _ in others))
+    def run(lifted: LiftedCall, other_collections: Any) -> Any:
+        record_plan(lifted.call.plan_call().plan)
+        return None, (tuple({} for _ in other_collections), tuple({} for _ in other_collections))
 
-    return _lifted(method, root, run)
+    return _lift_method(method, root, run)
 
 
-class _Tracing(threading.local):
+class _TracedCall(threading.local):
     """What Flax gives the call that is traced now: its core, and what makes scopes of variables, and the reverse.
 
     The function of a call is kept, and these, which hold variables, are not.
     """
 
-    now: tuple[Callable, Callable, Callable] | None = None
+    current: tuple[Callable, Callable, Callable] | None = None
 
     @contextlib.contextmanager
-    def of(self, *now: Callable) -> Iterator[None]:
-        before, self.now = self.now, now  # type: ignore[assignment]
+    def set_current(self, *now: Callable) -> Iterator[None]:
+        previous, self.current = self.current, now  # type: ignore[assignment]
         try:
             yield
         finally:
-            self.now = before
+            self.current = previous
 
 
-_tracing = _Tracing()
+_traced_call = _TracedCall()
 
 
-class _Function(NamedTuple):
+class _TracedFunction(NamedTuple):
     """The function of a call, and the counters of random keys in its scopes after a run, once it has been traced."""
 
     transformed: Transformed
     counters: list[dict[Any, Any]]
 
 
-def _lifted(method: Callable, root: Root, run: Callable[[LiftedCall, Any], Any], fresh: bool = False) -> Callable:
+def _lift_method(
+    method: Callable, root: QuantizedRoot, run: Callable[[LiftedCall, Any], Any], is_init: bool = False
+) -> Callable:
     """A method whose call is one of `run` with its function; `fresh`, of the function that initializes it."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fields = _fields(self)
+        fields = _module_fingerprint(self)
 
         def transform(core: Callable) -> Callable:
             def inner(scope_fn: Callable, repack: Callable, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
                 # Where variables are initialized none is there yet but parameters.
-                given = (groups[0], tuple({} for _ in groups[1])) if fresh else groups
-                scopes = _roots(scope_fn(given, rngs))
-                everything = (given, rngs, args, kwargs)
-                leaves, structure = jax.tree.flatten_with_path(everything, is_leaf=leaf_in(given[0]))
+                input_groups = (groups[0], tuple({} for _ in groups[1])) if is_init else groups
+                scopes = _root_scopes(scope_fn(input_groups, rngs))
+                call_tree = (input_groups, rngs, args, kwargs)
+                leaves, structure = jax.tree.flatten_with_path(
+                    call_tree, is_leaf=frozen_leaf_predicate(input_groups[0])
+                )
                 values = [x for _, x in leaves]
-                kinds, places = _kinds(leaves, root, [scope.path for scope in scopes])
-                function = _function_of(method, root, fields, structure, kinds, values, scopes)
-                call = Call(function.transformed, *parted(kinds, values))
+                leaf_kinds, param_locations = _classify_leaves(leaves, root, [scope.path for scope in scopes])
+                function = _get_function(method, root, fields, structure, leaf_kinds, values, scopes)
+                call = Call(function.transformed, *partition_leaves(leaf_kinds, values))
                 mutable = [scope.is_mutable_collection(SCALING) for scope in scopes]
-                with _tracing.of(core, scope_fn, repack):
-                    results = run(LiftedCall(call, places, mutable), groups[1])
+                with _traced_call.set_current(core, scope_fn, repack):
+                    results = run(LiftedCall(call, param_locations, mutable), groups[1])
                 for scope, counters in zip(scopes, function.counters, strict=True):
-                    scope.rng_counters.update(_copied(counters))
+                    scope.rng_counters.update(_copy_counters(counters))
                 return results
 
-            return lift.pack(inner, _GROUPS, _GROUPS, (True,), enable_kwargs=True)  # type: ignore[no-any-return]
+            return lift.pack(inner, _COLLECTION_GROUPS, _COLLECTION_GROUPS, (True,), enable_kwargs=True)  # type: ignore[no-any-return]
 
         return nn.transforms.decorator_lift_transform(transform, method)(self, *args, **kwargs)
 
     return call
 
 
-def _roots(scopes: Sequence[Any]) -> list[Any]:
+def _root_scopes(scopes: Sequence[Any]) -> list[Any]:
     return [scope for scope in dict.fromkeys(scopes) if scope.parent is None]
 
 
-def _copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:
+def _copy_counters(counters: Mapping[Any, Any]) -> dict[Any, Any]:
     """Counters of a scope, in which are those of scopes in it."""
-    return {key: _copied(n) if isinstance(n, Mapping) else n for key, n in counters.items()}
+    return {key: _copy_counters(n) if isinstance(n, Mapping) else n for key, n in counters.items()}
 
 
-def _kinds(
-    leaves: Sequence[tuple[Any, Any]], root: Root, scopes: Sequence[Place]
+def _classify_leaves(
+    leaves: Sequence[tuple[Any, Any]], root: QuantizedRoot, scopes: Sequence[Place]
 ) -> tuple[tuple[CallLeaf, ...], dict[str, tuple[int, Place]]]:
     """What the leaves of (groups of variables, keys, arguments, keywords) are, and where its parameters are."""
-    kinds, places = list[CallLeaf](), dict[str, tuple[int, Place]]()
+    kinds, param_locations = list[CallLeaf](), dict[str, tuple[int, Place]]()
     for path, x in leaves:
-        if not (is_plain(x) or is_held(x)):
+        if not (is_array(x) or is_frozen(x)):
             kinds.append(CallLeaf("setting", x))
         elif path[0].idx > 1:
             kinds.append(CallLeaf("argument"))
         elif path[0].idx == 0 and path[1].idx == 0:
             steps = [step for step in path[4:] if step != GetAttrKey("value")]  # of metadata around a parameter
-            place, number = tuple(keystr((step,), simple=True) for step in steps), path[2].idx
-            kinds.append(CallLeaf("parameter", "/".join((*root.place(scopes[number]), *place))))
-            places[kinds[-1].value] = number, place
+            place, scope_index = tuple(keystr((step,), simple=True) for step in steps), path[2].idx
+            kinds.append(CallLeaf("parameter", "/".join((*root.model_path(scopes[scope_index]), *place))))
+            param_locations[kinds[-1].value] = scope_index, place
         else:
             kinds.append(CallLeaf("array"))
-    return tuple(kinds), places
+    return tuple(kinds), param_locations
 
 
-def _function_of(
+def _get_function(
     method: Callable,
-    root: Root,
+    root: QuantizedRoot,
     fields: Hashable,
     structure: Any,
-    kinds: tuple[CallLeaf, ...],
+    leaf_kinds: tuple[CallLeaf, ...],
     values: Sequence[Any],
     scopes: Sequence[Any],
-) -> _Function:
+) -> _TracedFunction:
     """The function of a call. In a program one is made as often as the call stands there; outside of any, once."""
-    shapes = tuple((x.shape, x.dtype) for x in values if is_plain(x) or is_held(x))
+    shapes = tuple((x.shape, x.dtype) for x in values if is_array(x) or is_frozen(x))
     context = tuple((scope.path, repr(scope.mutable), scope.flags) for scope in scopes)
-    inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
-    drawn = any(n for scope in scopes for n in scope.rng_counters.values())
-    settings = [leaf.value for leaf in kinds if leaf.kind == "setting"]
-    make: Any = _function
-    if fields is None or inside or drawn or any(isinstance(x, nn.Module) for x in settings):
-        make = _function.__wrapped__
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+    has_drawn_keys = any(n for scope in scopes for n in scope.rng_counters.values())
+    settings = [leaf.value for leaf in leaf_kinds if leaf.kind == "setting"]
+    make: Any = _make_function
+    if fields is None or is_traced or has_drawn_keys or any(isinstance(x, nn.Module) for x in settings):
+        make = _make_function.__wrapped__
     try:
-        return make(method, root, (fields, contents(*settings)), structure, kinds, shapes, context)  # type: ignore[no-any-return]
+        return make(method, root, (fields, static_fingerprint(*settings)), structure, leaf_kinds, shapes, context)  # type: ignore[no-any-return]
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        return _function.__wrapped__(method, root, None, structure, kinds, shapes, context)
+        return _make_function.__wrapped__(method, root, None, structure, leaf_kinds, shapes, context)
 
 
 @functools.lru_cache(maxsize=128)
-def _function(
-    method: Callable, root: Root, fields: Any, structure: Any, kinds: tuple[CallLeaf, ...], shapes: Any, context: Any
-) -> _Function:
+def _make_function(
+    method: Callable,
+    root: QuantizedRoot,
+    fields: Any,
+    structure: Any,
+    leaf_kinds: tuple[CallLeaf, ...],
+    shapes: Any,
+    context: Any,
+) -> _TracedFunction:
     counters: list[dict[Any, Any]] = []
 
     def call(leaves: list[Any]) -> Results:
-        assert _tracing.now is not None
-        core, scope_fn, repack = _tracing.now
+        assert _traced_call.current is not None
+        core, scope_fn, repack = _traced_call.current
         groups, rngs, args, kwargs = jax.tree.unflatten(structure, leaves)
         scopes = scope_fn(groups, rngs)
-        roots = _roots(scopes)
+        roots = _root_scopes(scopes)
         for scope in scopes:
-            scope.flags = root.flags(scope)
+            scope.flags = root.with_flag(scope)
         y = core(scopes, *args, **kwargs)
-        left, of_left = jax.tree.flatten((y, repack(scopes)))
-        counters[:] = [_copied(scope.rng_counters) for scope in roots]
-        after = tuple(CallLeaf("array") if is_plain(x) else CallLeaf("setting", x) for x in left)
-        count = sum(map(is_plain, jax.tree.leaves(y)))
-        return Results([x for x in left if is_plain(x)], of_left, after, count)
+        result_leaves, result_structure = jax.tree.flatten((y, repack(scopes)))
+        counters[:] = [_copy_counters(scope.rng_counters) for scope in roots]
+        result_kinds = tuple(CallLeaf("array") if is_array(x) else CallLeaf("setting", x) for x in result_leaves)
+        count = sum(map(is_array, jax.tree.leaves(y)))
+        return Results([x for x in result_leaves if is_array(x)], result_structure, result_kinds, count)
 
-    arrays = [leaf for leaf in kinds if leaf.kind != "setting"]
-    each = zip(arrays, shapes, strict=True)
-    names = Names("", [(leaf.value, shape) for leaf, (shape, _) in each if leaf.kind == "parameter"])
-    how: Any = {"modules": True, "names": names, "whole": not root.part, "checks": not root.part}
-    return _Function(as_function(call, method, kinds, root.rules, **how), counters)
+    arrays = [leaf for leaf in leaf_kinds if leaf.kind != "setting"]
+    arrays_with_shapes = zip(arrays, shapes, strict=True)
+    names = LayerNames("", [(leaf.value, shape) for leaf, (shape, _) in arrays_with_shapes if leaf.kind == "parameter"])
+    caller_options: Any = {
+        "modules": True,
+        "names": names,
+        "whole": not root.is_submodule,
+        "checks": not root.is_submodule,
+    }
+    return _TracedFunction(as_function(call, method, leaf_kinds, root.rules, **caller_options), counters)
 
 
-def _fields(module: nn.Module) -> Hashable:
+def _module_fingerprint(module: nn.Module) -> Hashable:
     """What tells the programs of modules apart; None where nothing does, or someone watches their calls."""
-    if products.changed() or _watched():
+    if products.find_patched_matmul() or _is_intercepted():
         return None
-    seen: dict[int, int] = {}
+    module_numbers: dict[int, int] = {}
 
-    def fields(x: Any) -> Hashable:
+    def field_values(x: Any) -> Hashable:
         if isinstance(x, nn.Module):
-            if id(x) in seen:
-                return seen[id(x)]
-            seen[id(x)] = len(seen)
+            if id(x) in module_numbers:
+                return module_numbers[id(x)]
+            module_numbers[id(x)] = len(module_numbers)
             names = [f.name for f in dataclasses.fields(x) if f.name != "parent"]
-            return type(x), *((name, fields(getattr(x, name, None))) for name in names)
+            return type(x), *((name, field_values(getattr(x, name, None))) for name in names)
         if isinstance(x, Mapping):
-            return type(x), *((key, fields(value)) for key, value in x.items())
+            return type(x), *((key, field_values(value)) for key, value in x.items())
         if isinstance(x, (list, tuple)):
-            return type(x), *map(fields, x)
-        return x, contents(x)
+            return type(x), *map(field_values, x)
+        return x, static_fingerprint(x)
 
     try:
-        found = fields(module)
-        hash(found)
+        fingerprint = field_values(module)
+        hash(fingerprint)
     except TypeError:
         return None
-    return found
+    return fingerprint
 
 
-def _watched() -> bool:
+def _is_intercepted() -> bool:
     """Whether someone looks into calls of modules, or intercepts them."""
     flax: Any = nn.module
     try:  # Flax's record of this has no public name: where it is another one, each call is traced.
-        looks = any(flax._context.capture_stack) or flax._context.call_info_stack
-        return bool(looks or len(flax._global_interceptor_stack))
+        is_captured = any(flax._context.capture_stack) or flax._context.call_info_stack
+        return bool(is_captured or len(flax._global_interceptor_stack))
     except (AttributeError, TypeError):
         return True
 
 
-def _read(
-    collections: Mapping[str, Any], place: Place, linear: Linear, use: Use, weight: Any, mutable: bool
+def _read_state(
+    collections: Mapping[str, Any], place: Place, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
 ) -> ParameterState:
     """What the variables of a scaling hold for the products with a parameter, which is `weight` in this call."""
-    path = variables_path(place)
-    own, slot = _find(collections, SCALING, path), _find(collections, STATISTICS, path).get("slot")
-    names = {operand: part.variable(operand) for operand, part in linear.states.items()}
-    if not set(names.values()) <= set(own) or (slot is None and observes(linear, "dy")):
-        raise _absent(place, linear, initializing=False, others=bool(collections.get(SCALING)))
-    state = ScalingState(**{operand: own[name] for operand, name in names.items()})
-    layer, names_of = "/".join(place[:-1]) or "the layer", scaling_names(linear)
+    path = get_variables_path(place)
+    scaling_variables, slot = (
+        _get_variables(collections, SCALING, path),
+        _get_variables(collections, STATISTICS, path).get("slot"),
+    )
+    names = {operand: part.variable_name(operand) for operand, part in linear.states.items()}
+    if not set(names.values()) <= set(scaling_variables) or (slot is None and collects_stats(linear, "dy")):
+        raise _missing_variables_error(
+            place, linear, initializing=False, has_other_layers=bool(collections.get(SCALING))
+        )
+    state = ScalingState(**{operand: scaling_variables[name] for operand, name in names.items()})
+    layer, names_text = "/".join(place[:-1]) or "the layer", scaling_names(linear)
     if slot is not None:
-        slot = training.require_statistics(slot, weight, STATISTICS_LOST.format(layer=layer, names=names_of))
-    if observing := observed_operands(linear):
-        read = getattr(state, observing[0])
-        if not mutable:
-            read = training.forbid_training(read, weight, NOT_MUTABLE.format(layer=layer, names=names_of))
-        read = training.read_state(read, (weight, slot), layer, names_of, "linen")
-        state = state._replace(**{observing[0]: read})
-    if linear.tracked and state.w is not None:
-        state = state._replace(w=training.read_state(state.w, weight, layer, names_of, "linen", training.BOUNDS))
-    return ParameterState(linear, use.stacked, state, slot)
+        slot = training.require_statistics(slot, weight, STATISTICS_LOST_MESSAGE.format(layer=layer, names=names_text))
+    if observed := get_observed_operands(linear):
+        state_array = getattr(state, observed[0])
+        if not is_mutable:
+            state_array = training.forbid_training(
+                state_array, weight, NOT_MUTABLE_MESSAGE.format(layer=layer, names=names_text)
+            )
+        state_array = training.read_state(state_array, (weight, slot), layer, names_text, "linen")
+        state = state._replace(**{observed[0]: state_array})
+    if linear.needs_weight_bounds and state.w is not None:
+        state = state._replace(w=training.read_state(state.w, weight, layer, names_text, "linen", training.BOUNDS))
+    return ParameterState(linear, use.layer_axes, state, slot)
 
 
-def _absent(place: Place, linear: Linear, initializing: bool, others: bool = False) -> ValueError:
+def _missing_variables_error(
+    place: Place, linear: Linear, initializing: bool, has_other_layers: bool = False
+) -> ValueError:
     layer = "/".join(place[:-1]) or "the layer"
-    what = absent(linear, initializing) if not others else absent_beside_others(layer)
-    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {what}")
+    fix = missing_collections_message(linear, initializing) if not has_other_layers else missing_layer_message(layer)
+    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
 
-def _find(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:
+def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:
     """The variables at a path of a collection; none where there is no such path."""
-    found: Any = collections.get(name, {})
+    node: Any = collections.get(name, {})
     for step in path:
-        found = found.get(step, {}) if isinstance(found, Mapping) else {}
-    return found if isinstance(found, Mapping) else {}
+        node = node.get(step, {}) if isinstance(node, Mapping) else {}
+    return node if isinstance(node, Mapping) else {}
 
 
-def _note(collections: dict[str, Any], place: Place, linear: Linear, noted: Noted) -> None:
+def _merge_stats(collections: dict[str, Any], place: Place, linear: Linear, stats: Stats) -> None:
     """Merges what products have observed into what was seen before."""
-    variables: Any = _find(collections, SCALING, variables_path(place))
-    for operand, value in noted.items():
-        variables[f"seen_{operand}"] = linear.states[operand].merged(variables[f"seen_{operand}"], value)
+    variables: Any = _get_variables(collections, SCALING, get_variables_path(place))
+    for operand, value in stats.items():
+        variables[f"seen_{operand}"] = linear.states[operand].merge_stats(variables[f"seen_{operand}"], value)
 
 
-def _add(collections: dict[str, Any], path: Place, tracked: TrackedScaling, stacked: tuple[int, ...]) -> None:
+def _add_variables(
+    collections: dict[str, Any], path: Place, tracked_scaling: TrackedScaling, layer_axes: tuple[int, ...]
+) -> None:
     """Adds the variables of one scaling at a path."""
-    linear = tracked.linear
-    new = {part.variable(o): getattr(tracked.state, o) for o, part in linear.states.items()}
-    new |= {f"seen_{o}": nothing_seen(linear, o, stacked) for o in ("x", "w") if observes(linear, o)}
-    _put(collections.setdefault(SCALING, {}), path, new)
-    if observes(linear, "dy"):
-        _put(collections.setdefault(STATISTICS, {}), path, {"slot": jnp.zeros(stacked, jnp.float32)})
+    linear = tracked_scaling.linear
+    new_variables = {part.variable_name(o): getattr(tracked_scaling.state, o) for o, part in linear.states.items()}
+    new_variables |= {f"seen_{o}": init_stats(linear, o, layer_axes) for o in ("x", "w") if collects_stats(linear, o)}
+    _put_variables(collections.setdefault(SCALING, {}), path, new_variables)
+    if collects_stats(linear, "dy"):
+        _put_variables(collections.setdefault(STATISTICS, {}), path, {"slot": jnp.zeros(layer_axes, jnp.float32)})
 
 
-def _put(collection: dict[str, Any], path: Place, variables: dict[str, Any]) -> None:
+def _put_variables(collection: dict[str, Any], path: Place, variables: dict[str, Any]) -> None:
     for step in path:
         collection = collection.setdefault(step, {})
     collection |= variables

@@ -13,30 +13,30 @@ from jax import lax
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules import functional
-from fp8jax.modules.calls import Names
-from fp8jax.modules.functional import ModuleMethod, stacked_axes
-from fp8jax.modules.matrices import is_matrix, not_a_model
+from fp8jax.modules.calls import LayerNames
+from fp8jax.modules.functional import ModuleMethod, count_layer_axes
+from fp8jax.modules.matrices import is_matrix, wrong_model_message
 from fp8jax.modules.scaled import (
-    Holder,
     LayerScaling,
-    observed_operands,
-    state_name,
+    ParameterStateModule,
+    get_observed_operands,
+    get_state_name,
 )
-from fp8jax.modules.tabulated_nnx import MARK, marked
-from fp8jax.modules.untrained import UntrainedVariable, as_written
+from fp8jax.modules.tabulated_nnx import TABULATE_ID, make_tabulate_property
+from fp8jax.modules.untrained import FrozenParam, restore_param_classes
 from fp8jax.rewrite import training
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import Ordered, Rules, ordered
+from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
 from fp8jax.rewrite.states import ParameterState
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 # What holds matrices that no product of a recipe takes.
-_OTHERS = (nnx.Embed, nnx.Conv, nnx.ConvTranspose)
+_UNQUANTIZED_LAYERS = (nnx.Embed, nnx.Conv, nnx.ConvTranspose)
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantizedAs:
+class QuantizedClassConfig:
     """How the calls of a quantized module are transformed.
 
     Attributes:
@@ -46,10 +46,10 @@ class QuantizedAs:
         whole: it is the model itself, and so something in it is to be quantized.
     """
 
-    rules: Ordered
+    rules: RuleSet
     prefix: str
     methods: tuple[str, ...]
-    whole: bool
+    is_model: bool
 
 
 class QuantizedMeta(type(nnx.Module)):  # type: ignore[misc]
@@ -59,89 +59,95 @@ class QuantizedMeta(type(nnx.Module)):  # type: ignore[misc]
 def _reduce(cls: Any) -> Any:
     if "_fp8jax_settings" not in vars(cls):
         return cls.__qualname__
-    return quantized_class, (cls._fp8jax_written, cls._fp8jax_settings)
+    return make_quantized_class, (cls._fp8jax_written, cls._fp8jax_settings)
 
 
 copyreg.pickle(QuantizedMeta, _reduce)  # type: ignore[arg-type]
 
 
 @functools.cache
-def quantized_class(written: Any, settings: QuantizedAs) -> type:
+def make_quantized_class(original: Any, settings: QuantizedClassConfig) -> type:
     """The subclass of a module's class whose methods are transformed; in all else it is that class."""
     names = ("__module__", "__qualname__", "__doc__")
-    body = {name: getattr(written, name) for name in names}
-    body |= {"_fp8jax_written": written, "_fp8jax_settings": settings}
-    body["_fp8jax_notices"] = Notices() if settings.whole else None
-    body |= {name: _method(written, name, settings) for name in settings.methods if callable(getattr(written, name, 0))}
-    method = _as_written(written, "__call__", settings) if settings.whole and "__call__" in body else None
-    body[MARK] = marked(written, method, _remove_holders)
-    meta: Any = _metaclass(type(written))  # type: ignore[arg-type]
-    return meta(written.__name__, (written,), body, pytree=written._pytree__is_pytree)  # type: ignore[no-any-return]
+    body = {name: getattr(original, name) for name in names}
+    body |= {"_fp8jax_written": original, "_fp8jax_settings": settings}
+    body["_fp8jax_notices"] = Notices() if settings.is_model else None
+    body |= {
+        name: _quantized_method(original, name, settings)
+        for name in settings.methods
+        if callable(getattr(original, name, 0))
+    }
+    method = _original_method(original, "__call__", settings) if settings.is_model and "__call__" in body else None
+    body[TABULATE_ID] = make_tabulate_property(original, method, _remove_state_modules)
+    meta: Any = _make_metaclass(type(original))  # type: ignore[arg-type]
+    return meta(original.__name__, (original,), body, pytree=original._pytree__is_pytree)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _metaclass(meta: type) -> Any:
+def _make_metaclass(meta: type) -> Any:
     if issubclass(QuantizedMeta, meta):
         return QuantizedMeta
-    made = type(meta.__name__, (QuantizedMeta, meta), {})
-    copyreg.pickle(made, _reduce)  # type: ignore[arg-type]
-    return made
+    quantized_metaclass = type(meta.__name__, (QuantizedMeta, meta), {})
+    copyreg.pickle(quantized_metaclass, _reduce)  # type: ignore[arg-type]
+    return quantized_metaclass
 
 
-def _as_written(written: Any, name: str, settings: QuantizedAs) -> ModuleMethod:
+def _original_method(original: Any, name: str, settings: QuantizedClassConfig) -> ModuleMethod:
     """A method of a class as it is written."""
-    whole = settings.whole and name == "__call__"
-    return ModuleMethod(getattr(written, name), name, settings.rules, settings.prefix, whole, _unwrap)
+    requires_product = settings.is_model and name == "__call__"
+    return ModuleMethod(
+        getattr(original, name), name, settings.rules, settings.prefix, requires_product, _restore_original_classes
+    )
 
 
-def _method(written: Any, name: str, settings: QuantizedAs) -> Callable:
-    method = _as_written(written, name, settings)
-    function = method.written
+def _quantized_method(original: Any, name: str, settings: QuantizedClassConfig) -> Callable:
+    method = _original_method(original, name, settings)
+    function = method.original
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        holders: dict[str, Holder] = {}
+        state_modules: dict[str, ParameterStateModule] = {}
 
-        def held(variables: Sequence[Any], weights: Mapping[str, Any]) -> dict[str, ParameterState]:
-            holders.update(_holders(self, variables))
-            return {path: holder.given(weights.get(path)) for path, holder in holders.items()}
+        def read_states(variables: Sequence[Any], weights: Mapping[str, Any]) -> dict[str, ParameterState]:
+            state_modules.update(_find_state_modules(self, variables))
+            return {path: holder.read_state(weights.get(path)) for path, holder in state_modules.items()}
 
         try:
-            y, noted = functional.run(self, method, args, kwargs, held, type(self)._fp8jax_notices)
+            y, stats_by_path = functional.run(self, method, args, kwargs, read_states, type(self)._fp8jax_notices)
         except jax.errors.ConcretizationTypeError:
             # It looks at values: it runs as it is written, and the modules that it calls are transformed.
-            if any(is_matrix(name, param.shape) for name, param in params(self).items()):
+            if any(is_matrix(name, param.shape) for name, param in get_params(self).items()):
                 raise
             return function(self, *args, **kwargs)
-        for path, seen in noted.items():
-            holders[path].note(seen)
+        for path, stats in stats_by_path.items():
+            state_modules[path].merge_stats(stats)
         return y
 
     return call
 
 
-def _holders(module: nnx.Module, variables: Sequence[Any]) -> dict[str, Holder]:
+def _find_state_modules(module: nnx.Module, variables: Sequence[Any]) -> dict[str, ParameterStateModule]:
     """What holds the states and the codes of a module's parameters, by the paths of these."""
-    if not any(isinstance(v, Holder.VARIABLES) for v in variables):
+    if not any(isinstance(v, ParameterStateModule.VARIABLES) for v in variables):
         return {}
-    found = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, Holder)]
-    return {"/".join(m.weight_path(path)): m for path, m in found}
+    modules_by_path = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, ParameterStateModule)]
+    return {"/".join(m.get_weight_path(path)): m for path, m in modules_by_path}
 
 
-def _unwrap(module: nnx.Module) -> Callable[[], None]:
+def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
     """Gives all modules in one the classes as they are written, until what it returns is called."""
-    variables_back = as_written(module)
+    restore_variables = restore_param_classes(module)
     changed = [m for _, m in nnx.iter_modules(module) if "_fp8jax_settings" in vars(type(m))]
     classes = [type(m) for m in changed]
     for m, cls in zip(changed, classes, strict=True):
         object.__setattr__(m, "__class__", cls._fp8jax_written)  # type: ignore[attr-defined]
 
-    def wrap() -> None:
+    def restore() -> None:
         for m, cls in zip(changed, classes, strict=True):
             object.__setattr__(m, "__class__", cls)
-        variables_back()
+        restore_variables()
 
-    return wrap
+    return restore
 
 
 def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__",)) -> Model:
@@ -186,38 +192,40 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
             a quantized product cannot give, or has batch axes under a scaling that observes operands.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(not_a_model("fp8jax.nnx.quantize takes an NNX module", model))
-    each = ordered(rules)
-    submodules = modules(model)
-    _check_kernels(submodules)
-    changed = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
-    if changed:
-        what = min(changed, key=len) or "the model"  # parts come before what they are parts of
+        raise TypeError(wrong_model_message("fp8jax.nnx.quantize takes an NNX module", model))
+    ordered_rules = as_rule_set(rules)
+    submodules = get_modules(model)
+    _check_kernel_variables(submodules)
+    quantized_paths = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
+    if quantized_paths:
+        what = min(quantized_paths, key=len) or "the model"  # parts come before what they are parts of
         raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):
             raise ValueError(f"no module of the model has the method {name!r} that methods= names")
     quantized = nnx.clone(model)
-    submodules = modules(quantized)
-    products, record = chosen(submodules, each), training.TrainingRecord()
-    for holder, name, linear in products.values():
+    submodules = get_modules(quantized)
+    products, record = select_params(submodules, ordered_rules), training.TrainingRecord()
+    for module_path, name, linear in products.values():
         # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
-        if observed_operands(linear) or (linear.states and isinstance(submodules[holder], LAYERS[:2])):
-            _hold(submodules, holder, name, linear, record)
-    taken = {holder for holder, _, _ in products.values()} | set(_contexts(submodules, each))
+        if get_observed_operands(linear) or (linear.states and isinstance(submodules[module_path], LAYERS[:2])):
+            _add_scaling(submodules, module_path, name, linear, record)
+    selected_modules = {holder for holder, _, _ in products.values()} | set(
+        _find_context_paths(submodules, ordered_rules)
+    )
     for path, module in submodules.items():
-        inside = any(not path or holder == path or holder.startswith(f"{path}/") for holder in taken)
-        if inside and any(callable(getattr(type(module), name, None)) for name in methods):
+        has_selected = any(not path or holder == path or holder.startswith(f"{path}/") for holder in selected_modules)
+        if has_selected and any(callable(getattr(type(module), name, None)) for name in methods):
             # Without rules on paths layers that differ in these alone share their programs.
-            prefix, cls = path if each.own else "", type(module)
-            settings = QuantizedAs(each, prefix, tuple(methods), module is quantized)
-            object.__setattr__(module, "__class__", quantized_class(cls, settings))  # type: ignore[arg-type]
+            prefix, cls = path if ordered_rules.user_rules else "", type(module)
+            settings = QuantizedClassConfig(ordered_rules, prefix, tuple(methods), module is quantized)
+            object.__setattr__(module, "__class__", make_quantized_class(cls, settings))  # type: ignore[arg-type]
     if (notices := getattr(type(quantized), "_fp8jax_notices", None)) is not None:
         notices.texts.clear()  # a class is that of all models that are alike
     return quantized
 
 
-def _check_kernels(submodules: dict[str, Any]) -> None:
+def _check_kernel_variables(submodules: dict[str, Any]) -> None:
     """Raises ValueError where another library has put something else in the place of a layer's kernel."""
     for path, module in submodules.items():
         if isinstance(module, LAYERS) and not isinstance(module.kernel, nnx.Variable):
@@ -227,102 +235,106 @@ def _check_kernels(submodules: dict[str, Any]) -> None:
             )
 
 
-def _contexts(submodules: dict[str, Any], rules: Ordered) -> Iterator[str]:
+def _find_context_paths(submodules: dict[str, Any], rules: RuleSet) -> Iterator[str]:
     """The paths of layers and norms of which rules say what is kept of what they read."""
     for path, module in submodules.items():
-        if params(module) and rules.choice(path).context.saved is not None:
+        if get_params(module) and rules.choose(path).context.residual is not None:
             yield path
 
 
-def candidates(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, tuple[str, str]], list[str]]:
+def find_candidates(submodules: dict[str, Any], rules: RuleSet) -> tuple[dict[str, tuple[str, str]], list[str]]:
     """The parameters whose products a recipe may take, by path: the module that holds each, and its name in it; and the
     paths of modules with a vector that scales."""
     matrices, norms = dict[str, tuple[str, str]](), list[str]()
-    for holder, module in submodules.items():
-        if isinstance(module, (*_OTHERS, Holder)):
+    for module_path, module in submodules.items():
+        if isinstance(module, (*_UNQUANTIZED_LAYERS, ParameterStateModule)):
             continue
-        for name, param in params(module).items():
-            path = "/".join(filter(None, (holder, name)))
+        for name, param in get_params(module).items():
+            path = "/".join(filter(None, (module_path, name)))
             if not functional.is_parameter(param, path.split("/"), rules):
                 continue
             if name == "scale":
-                norms.append(holder)
+                norms.append(module_path)
             elif is_matrix(name.rpartition("/")[2], param.shape) and jnp.issubdtype(param.dtype, jnp.floating):
-                matrices[path] = holder, name
+                matrices[path] = module_path, name
     return matrices, norms
 
 
-def names(matrices: Iterable[str], path: str) -> tuple[str, ...]:
+def get_layer_names(matrices: Iterable[str], path: str) -> tuple[str, ...]:
     """The path of a parameter's layer, and others that rules may match; see `Names`."""
-    return Names("", [(each, (2, 2)) for each in matrices])(path)
+    return LayerNames("", [(matrix_path, (2, 2)) for matrix_path in matrices])(path)
 
 
-def chosen(submodules: dict[str, Any], rules: Ordered) -> dict[str, tuple[str, str, Linear]]:
+def select_params(submodules: dict[str, Any], rules: RuleSet) -> dict[str, tuple[str, str, Linear]]:
     """The parameters whose products rules give a recipe: by path, the module that holds it, its name in it, the recipe.
 
     Raises:
         ValueError: a rule matches nothing, or there is no such parameter.
     """
-    matrices, norms = candidates(submodules, rules)
-    find = Names("", [(path, (2, 2)) for path in matrices])
-    paths = {path: find(path) for path in matrices}
+    matrices, norms = find_candidates(submodules, rules)
+    get_names = LayerNames("", [(path, (2, 2)) for path in matrices])
+    paths = {path: get_names(path) for path in matrices}
     rules.check_all_used(
         [*(first for first, *_ in paths.values()), *(norms if matrices else [])],
-        also={first: also for first, *also in paths.values()},
+        aliases={first: alternative_paths for first, *alternative_paths in paths.values()},
     )
-    choices = {path: rules.choice(first, also=also).linear for path, (first, *also) in paths.items()}
+    choices = {path: rules.choose(first, aliases=also).linear for path, (first, *also) in paths.items()}
     return {p: (*matrices[p], linear) for p, linear in choices.items() if linear is not None}
 
 
-def params(module: Any) -> dict[str, Any]:
+def get_params(module: Any) -> dict[str, Any]:
     """The parameters that a module holds itself, in containers of Python or not, by their paths in it."""
-    return dict(_params(vars(module), ""))
+    return dict(_iter_params(vars(module), ""))
 
 
-def _params(held: Any, path: str) -> Iterator[tuple[str, Any]]:
-    for name, value in held.items() if isinstance(held, dict) else enumerate(held):
-        if isinstance(value, (nnx.Param, UntrainedVariable)):
+def _iter_params(attributes: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in attributes.items() if isinstance(attributes, dict) else enumerate(attributes):
+        if isinstance(value, (nnx.Param, FrozenParam)):
             yield f"{path}{name}", value
         elif isinstance(value, (dict, list, tuple)) and not str(name).startswith("_"):
-            yield from _params(value, f"{path}{name}/")
+            yield from _iter_params(value, f"{path}{name}/")
 
 
-def modules(model: nnx.Module) -> dict[str, Any]:
+def get_modules(model: nnx.Module) -> dict[str, Any]:
     """All modules of a model, by path; a module that stands in several places, by its first."""
     return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
 
 
-def beside(found: dict[str, Any], holder: str, name: str) -> tuple[Any, str]:
+def get_owner(modules_by_path: dict[str, Any], module_path: str, name: str) -> tuple[Any, str]:
     """The module in which what belongs to a parameter stands, and its path in it: beside a container, not in it."""
-    while isinstance(found[holder], (nnx.List, nnx.Dict, nnx.Sequential)) and holder:
-        holder, _, last = holder.rpartition("/")
+    while isinstance(modules_by_path[module_path], (nnx.List, nnx.Dict, nnx.Sequential)) and module_path:
+        module_path, _, last = module_path.rpartition("/")
         name = f"{last}/{name}"
-    return found[holder], name
+    return modules_by_path[module_path], name
 
 
-def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear, record: training.TrainingRecord) -> None:
+def _add_scaling(
+    modules_by_path: dict[str, Any], module_path: str, name: str, linear: Linear, record: training.TrainingRecord
+) -> None:
     """Puts the state of a parameter's products beside it."""
-    value = params(found[holder])[name].get_value()
-    layer, name = beside(found, holder, name)
-    cls = _written(layer).__name__
+    value = get_params(modules_by_path[module_path])[name].get_value()
+    layer, name = get_owner(modules_by_path, module_path, name)
+    cls = _original_class(layer).__name__
     if isinstance(layer, LAYERS) and name == "kernel":
         einsum = isinstance(layer, nnx.Einsum)
         place = "einsum_op" if einsum else "dot_general"
-        how: Any = {"written": getattr(layer, place), "product": jnp.einsum if einsum else lax.dot_general}
-        scaling = LayerScaling(linear, value, name, stacked_axes(layer), f"an nnx.{cls}", record=record, **how)
+        original_options: Any = {"written": getattr(layer, place), "product": jnp.einsum if einsum else lax.dot_general}
+        scaling = LayerScaling(
+            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", record=record, **original_options
+        )
     else:
-        place = state_name(name.replace("/", "_"))
+        place = get_state_name(name.replace("/", "_"))
         scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
     setattr(layer, place, nnx.data(scaling))
 
 
-def _written(module: Any) -> type:
+def _original_class(module: Any) -> type:
     """The class of a module as it is written."""
     classes: Any = type(module).__mro__
     return next((c._fp8jax_written for c in classes if "_fp8jax_written" in vars(c)), type(module))
 
 
-def settings_of(module: Any) -> QuantizedAs | None:
+def get_settings(module: Any) -> QuantizedClassConfig | None:
     """How the calls of a module are transformed; None where they are not."""
     return getattr(type(module), "_fp8jax_settings", None)
 
@@ -338,31 +350,31 @@ def unquantize(model: Model) -> Model:
         ValueError: it is not quantized.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(not_a_model("fp8jax.nnx.unquantize takes an NNX module", model))
-    if not any(settings_of(m) for m in modules(model).values()):
+        raise TypeError(wrong_model_message("fp8jax.nnx.unquantize takes an NNX module", model))
+    if not any(get_settings(m) for m in get_modules(model).values()):
         raise ValueError("the model is not quantized")
-    if any(isinstance(v, UntrainedVariable) for m in modules(model).values() for v in params(m).values()):
+    if any(isinstance(v, FrozenParam) for m in get_modules(model).values() for v in get_params(m).values()):
         raise ValueError("the model has adapters: take fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
-    plain = nnx.clone(model)
-    for module in modules(plain).values():
-        _remove_holders(module)
-        if settings_of(module):
-            object.__setattr__(module, "__class__", _written(module))
-    return plain
+    unquantized = nnx.clone(model)
+    for module in get_modules(unquantized).values():
+        _remove_state_modules(module)
+        if get_settings(module):
+            object.__setattr__(module, "__class__", _original_class(module))
+    return unquantized
 
 
-def _remove_holders(module: nnx.Module) -> None:
+def _remove_state_modules(module: nnx.Module) -> None:
     """Takes what a module holds for its products out of it, in place."""
     for name, value in list(vars(module).items()):
-        if isinstance(value, Holder):
+        if isinstance(value, ParameterStateModule):
             if value.product is None:
                 delattr(module, name)
             else:
                 setattr(module, name, nnx.static(value.written))
 
 
-def plan_of(model: Any, args: Any, kwargs: Any) -> CallPlan:
+def plan_call(model: Any, args: Any, kwargs: Any) -> CallPlan:
     """The plan of a call of a quantized model."""
-    settings = settings_of(model)
+    settings = get_settings(model)
     assert settings is not None
-    return functional.explain(model, _as_written(_written(model), "__call__", settings), args, kwargs)
+    return functional.plan_call(model, _original_method(_original_class(model), "__call__", settings), args, kwargs)

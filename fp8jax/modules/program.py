@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from fp8jax.core.tables import sentence
 from fp8jax.modules.compiled import Product as Product
-from fp8jax.modules.compiled import read, widened
-from fp8jax.ops.choice import Choice, listening, saving, summary
+from fp8jax.modules.compiled import describe_widened, parse_products
+from fp8jax.ops.choice import Choice, record_choices, record_residuals, summary
 from fp8jax.rewrite.primitives import PRODUCTS
 
 
@@ -31,22 +31,22 @@ class Program:
     traced: tuple[Product, ...]
     compiled: tuple[Product, ...]
     choices: tuple[tuple[str, Choice], ...] = ()
-    saved: tuple[str, ...] = ()
+    residuals: tuple[str, ...] = ()
 
     @property
-    def widened(self) -> tuple[str, ...]:
+    def widened_lines(self) -> tuple[str, ...]:
         """What was asked for in 8 bits and runs in more: in what, why, and what helps."""
-        return widened(self.compiled, self.choices, self.backend)
+        return describe_widened(self.compiled, self.choices, self.backend)
 
     def __str__(self) -> str:
         lines = [f"program of a forward and backward pass, compiled for {self.backend}"]
         for name, products in (("traced", self.traced), ("compiled", self.compiled)):
             lines += [f"  {name:<8}  {p}" for p in products]
-        asked = sum(p.executed for p in self.compiled if p.asked)
-        done = sum(p.executed for p in self.compiled if p.asked and p.eight_bit)
-        lines.append(f"  fp8jax asked for {asked} products, {done} of them run on 8-bit operands")
-        lines += [f"  WARNING: {line}" for line in self.widened]
-        lines += [f"  saved {line}" for line in self.saved]
+        num_requested = sum(p.executions for p in self.compiled if p.requested_formats)
+        num_8bit = sum(p.executions for p in self.compiled if p.requested_formats and p.is_8bit)
+        lines.append(f"  fp8jax asked for {num_requested} products, {num_8bit} of them run on 8-bit operands")
+        lines += [f"  WARNING: {line}" for line in self.widened_lines]
+        lines += [f"  saved {line}" for line in self.residuals]
         lines += [f"  {line}" for line in summary(self.choices)]
         return "\n".join(sentence(line, indent=4) for line in lines)
 
@@ -57,34 +57,34 @@ def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
     def rebuild(arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        mixed = [next(rest) if a else leaf for leaf, a in zip(leaves, is_array, strict=True)]
-        return jax.tree.unflatten(structure, mixed)
+        remaining = iter(arrays)
+        all_leaves = [next(remaining) if a else leaf for leaf, a in zip(leaves, is_array, strict=True)]
+        return jax.tree.unflatten(structure, all_leaves)
 
     return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], rebuild
 
 
-def inspect(fn: Callable, *args: Any) -> Program:
+def inspect_program(fn: Callable, *args: Any) -> Program:
     """The products of `fn`.
 
     Args:
         fn: a function of arrays, to be compiled for the default device.
         args: arrays or `jax.ShapeDtypeStruct`, in any structure.
     """
-    with listening() as told, saving() as saved:
+    with record_choices() as choices, record_residuals() as residuals:
         traced = jax.jit(fn).trace(*args)
-    written: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
-    executed: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
-    for eqn, times in _walk(traced.jaxpr.jaxpr, 1):
+    occurrences: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+    executions: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
+    for eqn, times in _iter_products(traced.jaxpr.jaxpr, 1):
         key = (eqn.primitive.name, tuple(str(v.aval.dtype) for v in eqn.invars[:2]))
-        written[key] += 1
-        executed[key] += times
-    products = tuple(Product(*key, n, executed[key]) for key, n in written.items())
-    counts = read(traced.lower().compile().as_text() or "")
-    return Program(jax.default_backend(), products, counts, tuple(told), tuple(saved))
+        occurrences[key] += 1
+        executions[key] += times
+    products = tuple(Product(*key, n, executions[key]) for key, n in occurrences.items())
+    compiled_products = parse_products(traced.lower().compile().as_text() or "")
+    return Program(jax.default_backend(), products, compiled_products, tuple(choices), tuple(residuals))
 
 
-def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+def _iter_products(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
     """The products of a jaxpr and how often each runs; loops without a known length count once."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -96,7 +96,7 @@ def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
             for item in value if isinstance(value, (tuple, list)) else [value]:
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
-                    yield from _walk(inner, inner_times)
+                    yield from _iter_products(inner, inner_times)
 
 
 def split_abstract(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from fp8jax.core.recipe import Context, Linear, folding
+from fp8jax.core.recipe import Context, Linear, describe_folding
 from fp8jax.core.tables import sentence, table
 from fp8jax.modules.program import Program
-from fp8jax.rewrite.held import StandIn
+from fp8jax.rewrite.held import FrozenInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,38 +31,40 @@ class Layer:
     linear: Linear | None
     reason: str
     dtype: str | None = None
-    held: StandIn | None = None
+    frozen: FrozenInfo | None = None
 
     @property
     def products(self) -> dict[str, str]:
         """What the forward, dgrad and wgrad product multiply; empty where the layer is left alone."""
         if self.linear is None:
             return {}
-        plain = self.dtype or "as written"
-        if self.held is not None:
+        unquantized_dtype = self.dtype or "as written"
+        if self.frozen is not None:
             pairs = {"forward": "x", "dgrad": "dy"}
-            weight = self.held.spec or plain
-            return {k: f"{self.linear.spec(v) or plain} x {weight}" for k, v in pairs.items()} | {"wgrad": "-"}
+            weight = self.frozen.spec or unquantized_dtype
+            return {k: f"{self.linear.spec(v) or unquantized_dtype} x {weight}" for k, v in pairs.items()} | {
+                "wgrad": "-"
+            }
         return {
-            name: f"{left or plain} x {right or plain}" if left or right else plain
-            for name, (left, right) in self.linear.taken().items()
+            name: f"{left or unquantized_dtype} x {right or unquantized_dtype}" if left or right else unquantized_dtype
+            for name, (left, right) in self.linear.matmul_operands().items()
         }
 
     @property
-    def saved(self) -> tuple[str, float | None]:
+    def x_residual(self) -> tuple[str, float | None]:
         """What is kept of the input for the backward pass, and its bytes an element, None where unknown."""
-        spec = self.linear.kept() if self.linear and self.held is None else None
-        if self.held is not None and not self.held.rank:
+        spec = self.linear.residual_spec() if self.linear and self.frozen is None else None
+        if self.frozen is not None and not self.frozen.rank:
             return "nothing", 0.0
         if spec is not None:
             return str(spec), spec.bytes_per_element
         return self.dtype or "as written", float(jnp.dtype(self.dtype).itemsize) if self.dtype else None
 
     @property
-    def spans_tokens(self) -> str | None:
+    def token_spanning_spec(self) -> str | None:
         """The spec of the forward input if a scale of it is shared by tokens, which lets later ones change earlier."""
         spec = self.linear.spec("x") if self.linear else None
-        spans = spec is not None and spec.level1 != "none" and spec.block_shape((2, 2))[0] > 1
+        spans = spec is not None and spec.outer_scale != "none" and spec.block_shape((2, 2))[0] > 1
         return str(spec) if spans else None
 
 
@@ -83,21 +85,21 @@ class ContextEntry:
 
     path: str
     kind: str
-    computes: str | None
+    computation: str | None
     context: Context | None
     reason: str
-    attention: tuple[str, ...] = ()
+    attention_layers: tuple[str, ...] = ()
     readers: tuple[tuple[str, str], ...] = ()
-    alone: bool = False
+    has_only_listed_readers: bool = False
 
     @property
-    def keeps(self) -> str:
+    def residuals(self) -> str:
         """What is kept for the backward pass, and what the layers keep that read the result."""
-        if self.attention:
-            return f"{', '.join(self.attention)}: no copy of what attention keeps"
-        if self.context is None or self.computes is None:
+        if self.attention_layers:
+            return f"{', '.join(self.attention_layers)}: no copy of what attention keeps"
+        if self.context is None or self.computation is None:
             return "as written"
-        quantized = self.context.lean and not self.alone
+        quantized = self.context.lean and not self.has_only_listed_readers
         lean = "; quantized layers that read its result keep nothing of it" if quantized else ""
         others = "".join(f"; {reader} keeps it in {dtype}" for reader, dtype in self.readers)
         bound = "; scales from bounds" if self.context.scales == "bound" else ""
@@ -119,56 +121,64 @@ class Report:
 
     layers: tuple[Layer, ...]
     program: Program | None = None
-    parts: tuple[ContextEntry, ...] = ()
+    context_entries: tuple[ContextEntry, ...] = ()
     notes: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
-    unplanned: tuple[ContextEntry, ...] = ()
+    unplanned_entries: tuple[ContextEntry, ...] = ()
 
     @property
-    def quantized(self) -> tuple[Layer, ...]:
+    def quantized_layers(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.linear is not None)
 
     @property
-    def skipped(self) -> tuple[Layer, ...]:
+    def skipped_layers(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers if layer.linear is None)
 
     @property
-    def leaks(self) -> tuple[Layer, ...]:
+    def leaking_layers(self) -> tuple[Layer, ...]:
         """Layers that let the values of later tokens into the scales of earlier ones."""
-        return tuple(layer for layer in self.layers if layer.spans_tokens)
+        return tuple(layer for layer in self.layers if layer.token_spanning_spec)
 
     def __str__(self) -> str:
         head = ("layer", "kind", "kernel", "forward", "dgrad", "wgrad", "saved input", "bytes/element", "chosen by")
         rows: list[tuple[str, ...]] = [head]
-        for layer in self.quantized:
-            saved, size = layer.saved
+        for layer in self.quantized_layers:
+            saved, size = layer.x_residual
             size_text = "?" if size is None else f"{size:.4g}"
-            rows.append((*_name(layer), *layer.products.values(), saved, size_text, layer.reason))
-        parts = [table(rows, names=3) if rows[1:] else "no layer is quantized", *map(sentence, self._told())]
-        if self.parts or self.unplanned:
+            rows.append((*_name_columns(layer), *layer.products.values(), saved, size_text, layer.reason))
+        sections = [table(rows, names=3) if rows[1:] else "no layer is quantized", *map(sentence, self._remarks())]
+        if self.context_entries or self.unplanned_entries:
             rows = [("norm, activation or attention", "kind", "computes", "keeps", "chosen by")]
-            rows += [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts + self.unplanned]
-            parts.append(table(rows, names=3))
-        if self.skipped:
-            rows = [("left alone", "kind", "kernel", "why"), *((*_name(x), x.reason) for x in self.skipped)]
-            parts.append(table(rows, names=3))
-        parts += [sentence(f"note: {note}") for note in self.notes]
-        parts += [sentence(figure) for figure in self.figures]
-        return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
+            rows += [
+                (p.path or "-", p.kind, p.computation or "-", p.residuals, p.reason)
+                for p in self.context_entries + self.unplanned_entries
+            ]
+            sections.append(table(rows, names=3))
+        if self.skipped_layers:
+            rows = [
+                ("left alone", "kind", "kernel", "why"),
+                *((*_name_columns(x), x.reason) for x in self.skipped_layers),
+            ]
+            sections.append(table(rows, names=3))
+        sections += [sentence(f"note: {note}") for note in self.notes]
+        sections += [sentence(figure) for figure in self.figures]
+        return "\n\n".join([*sections, *([str(self.program)] if self.program else [])])
 
-    def _told(self) -> Iterator[str]:
+    def _remarks(self) -> Iterator[str]:
         """What of the layers needs a sentence."""
-        if self.leaks:
-            specs = ", ".join(sorted({str(layer.spans_tokens) for layer in self.leaks}))
+        if self.leaking_layers:
+            specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
-                f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the "
+                f"scales that span tokens: the inputs of {len(self.leaking_layers)} layers ({specs}). Later tokens change the "
                 "scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
-        if folds := dict.fromkeys(spec for layer in self.quantized if layer.linear for spec in layer.linear.folds):
-            yield folding(folds)
-        if any(part.context is not None and part.context.lean for part in self.parts):
+        if folds := dict.fromkeys(
+            spec for layer in self.quantized_layers if layer.linear for spec in layer.linear.folded_specs
+        ):
+            yield describe_folding(folds)
+        if any(part.context is not None and part.context.lean for part in self.context_entries):
             yield "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
 
 
-def _name(layer: Layer) -> tuple[str, str, str]:
+def _name_columns(layer: Layer) -> tuple[str, str, str]:
     return layer.path or "-", layer.kind, str(layer.kernel or "-").replace(" ", "")

@@ -12,36 +12,36 @@ from jax import Array
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
+from fp8jax.ops.scaled import ScalingState, ScalingStats, collects_stats, init_scaling, update_scaling
 from fp8jax.ops.sharding import merge
 from fp8jax.rewrite import training
-from fp8jax.rewrite.states import Noted, ParameterState, first_state, scaling_names
+from fp8jax.rewrite.states import ParameterState, Stats, initial_state, scaling_names
 
-OWN = "fp8jax_"
-_STATISTICS = (
+STATE_PREFIX = "fp8jax_"
+_STATISTICS_MESSAGE = (
     "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
     "leaves it out. Write fp8jax.nnx.value_and_grad(...) or fp8jax.nnx.grad(...) in place of Flax's functions. Or "
     "differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic), and give all of the gradients to "
     "fp8jax.nnx.end_step. For gradients that do not train, call model.eval() first: scales then stay as they are"
 )
-_CLOSED_OVER = (
+_CLOSED_OVER_MESSAGE = (
     "{layer} has {names} scaling, whose state a call changes, and the model is from outside of a transformed function, "
     "such as the one that is differentiated: pass the model to this function as an argument, or call model.eval() "
     "first if its scales are to stay as they are"
 )
 
 
-def observed_operands(linear: Linear) -> list[str]:
+def get_observed_operands(linear: Linear) -> list[str]:
     """The operands that calls of a layer observe."""
-    return [operand for operand in linear.states if observes(linear, operand)]
+    return [operand for operand in linear.states if collects_stats(linear, operand)]
 
 
-def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:
+def init_stats(linear: Linear, operand: str, layer_axes: tuple[int, ...] = ()) -> Array:
     """What has been observed of an operand before the first call."""
-    return jnp.zeros((*stacked, *linear.states[operand].statistic), jnp.float32)
+    return jnp.zeros((*layer_axes, *linear.states[operand].stats_shape), jnp.float32)
 
 
-def advanced(
+def advance_states(
     linear: Linear, state: ScalingState, observed: Mapping[str, Array], axis_name: AxisNames
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The states of a layer after a step, by operand, and what is seen then: nothing.
@@ -54,29 +54,32 @@ def advanced(
         observed: of the step, by operand.
         axis_name: mesh axes of replicas whose observations are merged, or None.
     """
-    seen = {o: jnp.zeros_like(value) for o, value in observed.items() if o != "dy"}
+    reset_stats = {o: jnp.zeros_like(value) for o, value in observed.items() if o != "dy"}
     if axis_name is not None:
-        observed = {o: linear.states[o].over_replicas(value, axis_name) for o, value in observed.items()}
-    new = update_scaling(state, Observed(**observed), linear)._asdict()
+        observed = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in observed.items()}
+    new = update_scaling(state, ScalingStats(**observed), linear)._asdict()
     states = {operand: value for operand, value in new.items() if value is not None}
-    called = _called(linear, observed)
+    was_called = _was_called(linear, observed)
     return {
-        o: _where(called, value, getattr(state, o)) if o in observed else value for o, value in states.items()
-    }, seen
+        o: _where_called(was_called, value, getattr(state, o)) if o in observed else value
+        for o, value in states.items()
+    }, reset_stats
 
 
-def _called(linear: Linear, observed: Mapping[str, Array]) -> Array | None:
+def _was_called(linear: Linear, observed: Mapping[str, Array]) -> Array | None:
     """Whether a layer was called since its last step, (*stacked,); None where its states tell that by themselves."""
-    magnitudes = {o: value for o, value in observed.items() if not linear.states[o].decides}
+    magnitudes = {o: value for o, value in observed.items() if not linear.states[o].is_threshold}
     forward = {o: value for o, value in magnitudes.items() if o != "dy"} or magnitudes
-    each = [jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].statistic), v.ndim))) for o, v in forward.items()]
-    return functools.reduce(jnp.logical_or, each) if each else None
+    called_by_operand = [
+        jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].stats_shape), v.ndim))) for o, v in forward.items()
+    ]
+    return functools.reduce(jnp.logical_or, called_by_operand) if called_by_operand else None
 
 
-def _where(called: Array | None, new: Array, old: Array | None) -> Array:
-    if called is None or old is None:
+def _where_called(was_called: Array | None, new: Array, old: Array | None) -> Array:
+    if was_called is None or old is None:
         return new
-    return jnp.where(jnp.expand_dims(called, tuple(range(called.ndim, new.ndim))), new, old)
+    return jnp.where(jnp.expand_dims(was_called, tuple(range(was_called.ndim, new.ndim))), new, old)
 
 
 class ScalingVariable(nnx.Variable):
@@ -98,14 +101,14 @@ class WeightVariables(nnx.Module):
     """A `QuantizedWeight` as variables, so that loops over stacked layers take it apart."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        leaves, self.tree = jax.tree.flatten(weight)
+        leaves, self.treedef = jax.tree.flatten(weight)
         self.leaves = nnx.List([QuantizedWeightVariable(leaf) for leaf in leaves])
 
-    def weight(self) -> QuantizedWeight:
-        return jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.leaves])
+    def unflatten(self) -> QuantizedWeight:
+        return jax.tree.unflatten(self.treedef, [leaf[...] for leaf in self.leaves])
 
 
-class Holder(nnx.Module):
+class ParameterStateModule(nnx.Module):
     """What an NNX model holds for the products with one parameter, besides it. It stands where a layer of Flax has the
     function that multiplies, and is called as that; or in an attribute of its own.
 
@@ -119,32 +122,34 @@ class Holder(nnx.Module):
 
     VARIABLES: tuple[type, ...] = (QuantizedWeightVariable,)
 
-    def __init__(self, linear: Linear, weight: str, written: Any, product: Any) -> None:
-        self.linear, self.weight, self.written, self.product = linear, weight, written, product
-        self.held: Any = nnx.data(None)
+    def __init__(self, linear: Linear, weight: str, original: Any, jax_function: Any) -> None:
+        self.linear, self.weight, self.written, self.product = linear, weight, original, jax_function
+        self.prequantized: Any = nnx.data(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.written or self.product)(*args, **kwargs)
 
-    def weight_path(self, path: Sequence[Any]) -> tuple[str, ...]:
+    def get_weight_path(self, path: Sequence[Any]) -> tuple[str, ...]:
         """The path of the parameter, for that of the holder."""
         return (*map(str, path[:-1]), *self.weight.split("/"))
 
-    def stacked(self) -> tuple[int, ...]:
+    def layer_axes(self) -> tuple[int, ...]:
         """The sizes of the first axes of the parameter, those of stacked layers; `nnx.scan` takes them off."""
-        assert self.held is not None
-        codes: tuple[int, ...] = self.held.weight().forward.codes.shape
+        assert self.prequantized is not None
+        codes: tuple[int, ...] = self.prequantized.weight().forward.codes.shape
         return codes[:-2]
 
-    def given(self, weight: Any) -> ParameterState:
+    def read_state(self, weight: Any) -> ParameterState:
         """What a call reads that has this weight."""
-        return ParameterState(self.linear, self.stacked(), weight=None if self.held is None else self.held.weight())
+        return ParameterState(
+            self.linear, self.layer_axes(), weight=None if self.prequantized is None else self.prequantized.weight()
+        )
 
-    def note(self, observed: Noted) -> None:
+    def merge_stats(self, observed: Stats) -> None:
         """Merges what a call observed into what was seen."""
 
 
-class LayerScaling(Holder):
+class LayerScaling(ParameterStateModule):
     """The state of the scaling of one parameter's products, in an NNX model.
 
     Attributes:
@@ -170,102 +175,106 @@ class LayerScaling(Holder):
         linear: Linear,
         kernel: Array,
         weight: str,
-        stacked: int = 0,
+        num_layer_axes: int = 0,
         kind: str = "a layer",
-        written: Any = None,
-        product: Any = None,
+        original: Any = None,
+        jax_function: Any = None,
         record: training.TrainingRecord | None = None,
     ) -> None:
-        super().__init__(linear, weight, written, product)
+        super().__init__(linear, weight, original, jax_function)
         self.kind, self.record = kind, record or training.TrainingRecord()
         self.use_running_average = False
-        layers = kernel.shape[:stacked]
+        layers = kernel.shape[:num_layer_axes]
 
-        def states(kernel: Array) -> dict[str, Array]:
+        def make_variables(kernel: Array) -> dict[str, Array]:
             init = lambda w: init_scaling(linear, merge(w, 1, w.ndim - 1))  # noqa: E731
             for _ in layers:
                 init = jax.vmap(init)
-            first = first_state(linear, init(kernel))._asdict()
-            own = {linear.states[o].variable(o): s for o, s in first.items() if s is not None}
-            seen = {f"seen_{o}": nothing_seen(linear, o, layers) for o in ("x", "w") if observes(linear, o)}
-            return own | seen
+            first = initial_state(linear, init(kernel))._asdict()
+            state_arrays = {linear.states[o].variable_name(o): s for o, s in first.items() if s is not None}
+            init_observed = {
+                f"seen_{o}": init_stats(linear, o, layers) for o in ("x", "w") if collects_stats(linear, o)
+            }
+            return state_arrays | init_observed
 
-        abstract = isinstance(kernel, jax.ShapeDtypeStruct)  # of a model that `nnx.eval_shape` made
-        for name, state in (jax.eval_shape(states, kernel) if abstract else states(kernel)).items():
+        is_abstract = isinstance(kernel, jax.ShapeDtypeStruct)  # of a model that `nnx.eval_shape` made
+        for name, state in (jax.eval_shape(make_variables, kernel) if is_abstract else make_variables(kernel)).items():
             setattr(self, name, ScalingVariable(state))
-        if observes(linear, "dy"):
+        if collects_stats(linear, "dy"):
             self.slot = GradientStatistic(
-                jax.ShapeDtypeStruct(layers, jnp.float32) if abstract else jnp.zeros(layers, jnp.float32)
+                jax.ShapeDtypeStruct(layers, jnp.float32) if is_abstract else jnp.zeros(layers, jnp.float32)
             )
 
-    def stacked(self) -> tuple[int, ...]:
+    def layer_axes(self) -> tuple[int, ...]:
         for operand in ("x", "w"):
-            if observes(self.linear, operand):
-                seen: tuple[int, ...] = getattr(self, f"seen_{operand}").shape
-                return seen[: len(seen) - len(self.linear.states[operand].statistic)]
-        shape: tuple[int, ...] = (self.slot if hasattr(self, "slot") else self.tracked()).shape
+            if collects_stats(self.linear, operand):
+                stats_shape: tuple[int, ...] = getattr(self, f"seen_{operand}").shape
+                return stats_shape[: len(stats_shape) - len(self.linear.states[operand].stats_shape)]
+        shape: tuple[int, ...] = (self.slot if hasattr(self, "slot") else self.bound_variable()).shape
         return shape
 
-    def given(self, weight: Any) -> ParameterState:
-        slot, state = self.slot[...] if hasattr(self, "slot") else None, self.state()
+    def read_state(self, weight: Any) -> ParameterState:
+        slot, state = self.slot[...] if hasattr(self, "slot") else None, self.scaling_state()
         if not self.use_running_average:
             names = scaling_names(self.linear)
             if slot is not None:
-                slot = training.require_statistics(slot, weight, _STATISTICS.format(layer=self.kind, names=names))
-            of: Any = {"layer": self.kind, "names": names, "record": self.record}
-            if observed_operands(self.linear):
-                operand = "x" if state.x is not None else observed_operands(self.linear)[0]
-                read = training.read_state(getattr(state, operand), (weight, slot), **of)
-                state = state._replace(**{operand: read})
-            if self.linear.tracked and state.w is not None:
-                state = state._replace(w=training.read_state(state.w, weight, call=training.BOUNDS, **of))
-        return super().given(weight)._replace(state=state, slot=slot)
+                slot = training.require_statistics(
+                    slot, weight, _STATISTICS_MESSAGE.format(layer=self.kind, names=names)
+                )
+            context: Any = {"layer": self.kind, "names": names, "record": self.record}
+            if get_observed_operands(self.linear):
+                operand = "x" if state.x is not None else get_observed_operands(self.linear)[0]
+                state_array = training.read_state(getattr(state, operand), (weight, slot), **context)
+                state = state._replace(**{operand: state_array})
+            if self.linear.needs_weight_bounds and state.w is not None:
+                state = state._replace(w=training.read_state(state.w, weight, call=training.BOUNDS, **context))
+        return super().read_state(weight)._replace(state=state, amax_slot=slot)
 
-    def note(self, observed: Noted) -> None:
+    def merge_stats(self, observed: Stats) -> None:
         if self.use_running_average:
             return
         if observed:
-            training.observes(self.record)
+            training.record_observation(self.record)
         try:
             for operand, value in observed.items():
-                seen = getattr(self, f"seen_{operand}")
-                seen[...] = self.linear.states[operand].merged(seen[...], value)
+                stats = getattr(self, f"seen_{operand}")
+                stats[...] = self.linear.states[operand].merge_stats(stats[...], value)
         except errors.TraceContextError:
             names = scaling_names(self.linear)
-            raise errors.TraceContextError(_CLOSED_OVER.format(layer=self.kind, names=names)) from None
+            raise errors.TraceContextError(_CLOSED_OVER_MESSAGE.format(layer=self.kind, names=names)) from None
 
-    def note_in(self, other: "LayerScaling") -> None:
+    def share_stats(self, other: "LayerScaling") -> None:
         """From now on what calls observe is noted in another one's variables."""
         for operand in ("x", "w"):
-            if observes(self.linear, operand):
+            if collects_stats(self.linear, operand):
                 setattr(self, f"seen_{operand}", getattr(other, f"seen_{operand}"))
         if hasattr(self, "slot"):
             self.slot = other.slot
 
-    def state(self) -> ScalingState:
-        return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
+    def scaling_state(self) -> ScalingState:
+        return ScalingState(**{o: getattr(self, p.variable_name(o))[...] for o, p in self.linear.states.items()})
 
-    def tracked(self) -> nnx.Variable:
+    def bound_variable(self) -> nnx.Variable:
         """The variable of the weight's state that comes from the optimizer."""
-        variable: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
+        variable: nnx.Variable = getattr(self, self.linear.states["w"].variable_name("w"))
         return variable
 
-    def note_gradient(self, dy: Array) -> None:
+    def merge_gradient_amax(self, dy: Array) -> None:
         """Merges the largest magnitude of the output's gradient into the slot."""
         self.slot[...] = jnp.maximum(self.slot[...], dy)
 
-    def advance(self, axis_name: AxisNames = None) -> None:
+    def advance_state(self, axis_name: AxisNames = None) -> None:
         """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
-        names = {o: "slot" if o == "dy" else f"seen_{o}" for o in observed_operands(self.linear)}
+        names = {o: "slot" if o == "dy" else f"seen_{o}" for o in get_observed_operands(self.linear)}
         observed = {o: getattr(self, name)[...] for o, name in names.items()}
-        states, _ = advanced(self.linear, self.state(), observed, axis_name)
+        states, _ = advance_states(self.linear, self.scaling_state(), observed, axis_name)
         for operand, state in states.items():
-            getattr(self, self.linear.states[operand].variable(operand))[...] = state
+            getattr(self, self.linear.states[operand].variable_name(operand))[...] = state
         for operand, name in names.items():
             getattr(self, name)[...] = jnp.zeros_like(observed[operand])
 
 
-Holder.VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
+ParameterStateModule.VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
 
 
 def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None) -> Any:
@@ -295,42 +304,44 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         ValueError: the model has no such scaling.
     """
     layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)]
-    layers = [(path, m) for path, m in layers if observed_operands(m.linear)]
+    layers = [(path, m) for path, m in layers if get_observed_operands(m.linear)]
     if not layers:
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
     for record in {m.record for _, m in layers}:
-        training.advances(training.ADVANCE, record)
-        own = [m for _, m in layers if m.record is record]
-        seen = [getattr(m, f"seen_{o}")[...] for m in own for o in observed_operands(m.linear) if o != "dy"]
-        training.check_observations(record, seen)
-    rest = None if grads is None else note_gradients(model, grads)
+        training.record_advance(training.ADVANCE, record)
+        layers_of_record = [m for _, m in layers if m.record is record]
+        stats = [
+            getattr(m, f"seen_{o}")[...] for m in layers_of_record for o in get_observed_operands(m.linear) if o != "dy"
+        ]
+        training.warn_if_stats_lost(record, stats)
+    other_grads = None if grads is None else merge_gradient_stats(model, grads)
     for _, module in layers:
-        module.advance(axis_name)
-    return rest
+        module.advance_state(axis_name)
+    return other_grads
 
 
-def note_gradients(model: Any, grads: Any) -> Any:
+def merge_gradient_stats(model: Any, grads: Any) -> Any:
     """The gradients without statistics; these are merged into the slots of the model, in place."""
-    statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
-    seen = dict(nnx.to_flat_state(statistics))
-    for path, module in nnx.iter_modules(model) if seen else ():
-        leaf = seen.get((*path, "slot"))
+    statistics, other_grads = nnx.split_state(grads, GradientStatistic, ...)
+    amax_by_path = dict(nnx.to_flat_state(statistics))
+    for path, module in nnx.iter_modules(model) if amax_by_path else ():
+        leaf = amax_by_path.get((*path, "slot"))
         if leaf is not None and isinstance(module, LayerScaling):
-            module.note_gradient(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf))
-    return rest
+            module.merge_gradient_amax(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf))
+    return other_grads
 
 
-def state_name(weight: str) -> str:
+def get_state_name(weight: str) -> str:
     """Where the variables of a product with a parameter are, in a layer of a user's own class; see `layer_path`."""
-    return f"{OWN}{weight}"
+    return f"{STATE_PREFIX}{weight}"
 
 
-def layer_path(path: Sequence[Any]) -> tuple[Any, ...]:
+def get_layer_path(path: Sequence[Any]) -> tuple[Any, ...]:
     """The path of the layer to which a product's variables belong."""
-    return tuple(path[:-1]) if path and str(path[-1]).startswith(OWN) else tuple(path)
+    return tuple(path[:-1]) if path and str(path[-1]).startswith(STATE_PREFIX) else tuple(path)
 
 
-def weight_path(path: Sequence[Any]) -> tuple[str, ...]:
+def get_weight_path(path: Sequence[Any]) -> tuple[str, ...]:
     """The path of the weight to whose product the variables at a path belong."""
-    layer = layer_path(path)
-    return (*map(str, layer), str(path[-1]).removeprefix(OWN) if len(layer) < len(path) else "kernel")
+    layer = get_layer_path(path)
+    return (*map(str, layer), str(path[-1]).removeprefix(STATE_PREFIX) if len(layer) < len(path) else "kernel")

@@ -11,39 +11,39 @@ from jax import Array
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules.scaled import (
-    OWN,
-    advanced,
-    layer_path,
-    observed_operands,
-    weight_path,
+    STATE_PREFIX,
+    advance_states,
+    get_layer_path,
+    get_observed_operands,
+    get_weight_path,
 )
-from fp8jax.ops.scaled import ScalingState, observes
+from fp8jax.ops.scaled import ScalingState, collects_stats
 from fp8jax.rewrite import training
-from fp8jax.rewrite.bounds import stacked_bound
-from fp8jax.rewrite.rules import Rules, ordered
+from fp8jax.rewrite.bounds import bound_per_layer
+from fp8jax.rewrite.rules import Rules, as_rule_set
 from fp8jax.rewrite.states import scaling_names
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
-_STEP = (
+_STEP_MESSAGE = (
     "Write (loss, new), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(params, statistics), "
     'where loss_fn calls apply(..., mutable=["fp8jax_scaling"]) and returns what that has written, and then '
     'fp8jax.linen.end_step(new["fp8jax_scaling"], seen, opt_state, rules), which fp8jax.linen.TrainState does'
 )
-NOT_MUTABLE = (
+NOT_MUTABLE_MESSAGE = (
     "{layer} has {names} scaling and is trained, and what it observes is lost: the collection 'fp8jax_scaling' is not "
-    f"mutable. {_STEP}"
+    f"mutable. {_STEP_MESSAGE}"
 )
-STATISTICS_LOST = (
+STATISTICS_LOST_MESSAGE = (
     "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
-    f"is not taken of the collection 'fp8jax_statistics'. {_STEP}"
+    f"is not taken of the collection 'fp8jax_statistics'. {_STEP_MESSAGE}"
 )
 
 
-def absent(linear: Linear, initializing: bool) -> str:
+def missing_collections_message(linear: Linear, is_initializing: bool) -> str:
     """What to do where the collections of a layer's variables are not there."""
-    names = [SCALING, *([STATISTICS] if observes(linear, "dy") else [])]
+    names = [SCALING, *([STATISTICS] if collects_stats(linear, "dy") else [])]
     axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
-    if initializing:
+    if is_initializing:
         return (
             "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
             f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
@@ -54,7 +54,7 @@ def absent(linear: Linear, initializing: bool) -> str:
     )
 
 
-def absent_beside_others(layer: str) -> str:
+def missing_layer_message(layer: str) -> str:
     """What to do where those of other layers are there, as in a checkpoint of a model that left the layer alone."""
     return (
         f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
@@ -63,9 +63,9 @@ def absent_beside_others(layer: str) -> str:
     )
 
 
-def variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
+def get_variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
     """Where in their collections the variables of the product with a parameter are."""
-    return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{OWN}{place[-1]}")
+    return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{STATE_PREFIX}{place[-1]}")
 
 
 def advance_scaling(
@@ -103,32 +103,34 @@ def advance_scaling(
     Raises:
         ValueError: the two collections are not of the same layers, or the rules are missing.
     """
-    training.advances(training.ADVANCE)
+    training.record_advance(training.ADVANCE)
     flat, slots = flatten_dict(scaling), flatten_dict(statistics)
     layers = {path[:-1] for path in flat}
-    others = {path[:-1] for path in slots}
-    if not layers or not others <= layers:
+    statistics_layers = {path[:-1] for path in slots}
+    if not layers or not statistics_layers <= layers:
         raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
     for layer in layers:
-        own = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
-        linear = _linear(layer, own, rules)
-        observing = observed_operands(linear)
-        if "dy" in observing and layer not in others:
+        layer_variables = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
+        linear = _find_linear(layer, layer_variables, rules)
+        observed_names = get_observed_operands(linear)
+        if "dy" in observed_names and layer not in statistics_layers:
             raise ValueError(
-                f"{'/'.join(layer_path(layer)) or 'the layer'} has {scaling_names(linear)} scaling, and there are no "
-                f"statistics of the gradients of its output: give those of the collection 'fp8jax_statistics'. {_STEP}"
+                f"{'/'.join(get_layer_path(layer)) or 'the layer'} has {scaling_names(linear)} scaling, and there are no "
+                f"statistics of the gradients of its output: give those of the collection 'fp8jax_statistics'. {_STEP_MESSAGE}"
             )
-        if layer in others and "dy" not in observing:
+        if layer in statistics_layers and "dy" not in observed_names:
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
-        states = {operand: own[part.variable(operand)] for operand, part in linear.states.items()}
-        observed = {o: slots[*layer, "slot"] if o == "dy" else own[f"seen_{o}"] for o in observing}
-        new, seen = advanced(linear, ScalingState(**states), observed, axis_name)
-        flat |= {(*layer, linear.states[operand].variable(operand)): state for operand, state in new.items()}
-        flat |= {(*layer, f"seen_{operand}"): value for operand, value in seen.items()}
+        states = {operand: layer_variables[part.variable_name(operand)] for operand, part in linear.states.items()}
+        observed = {o: slots[*layer, "slot"] if o == "dy" else layer_variables[f"seen_{o}"] for o in observed_names}
+        new_states, reset_stats = advance_states(linear, ScalingState(**states), observed, axis_name)
+        flat |= {
+            (*layer, linear.states[operand].variable_name(operand)): state for operand, state in new_states.items()
+        }
+        flat |= {(*layer, f"seen_{operand}"): value for operand, value in reset_stats.items()}
     return unflatten_dict(flat)
 
 
-def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
+def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
     """Gives the layers of a model with automatic weight scaling their bounds: call it after each update.
 
         updates, opt_state = tx.update(grads, opt_state, params)  # of a chain that ends with fp8jax.track_weights()
@@ -144,42 +146,44 @@ def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
-    return _bounded(scaling, bounds, _tracked(scaling))
+    return _with_bounds(scaling, bounds, _find_weight_paths(scaling))
 
 
-def give_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
+def update_trained_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
     """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer follows no weight of one.
     """
-    tracked = _tracked(scaling)
-    return _bounded(scaling, bounds, {path: weight for path, weight in tracked.items() if weight in bounds} or tracked)
+    weight_paths = _find_weight_paths(scaling)
+    return _with_bounds(
+        scaling, bounds, {path: weight for path, weight in weight_paths.items() if weight in bounds} or weight_paths
+    )
 
 
-def _tracked(scaling: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
+def _find_weight_paths(scaling: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
     """By the path of each bound in the collection that of its weight."""
-    training.advances(training.BOUNDS)
-    name = Automatic().variable("w")
-    tracked = {path: weight_path(path[:-1]) for path in flatten_dict(scaling) if path[-1] == name}
-    if not tracked:
+    training.record_advance(training.BOUNDS)
+    name = Automatic().variable_name("w")
+    weight_paths = {path: get_weight_path(path[:-1]) for path in flatten_dict(scaling) if path[-1] == name}
+    if not weight_paths:
         raise ValueError("the model has no layer with automatic weight scaling")
-    return tracked
+    return weight_paths
 
 
-def _bounded(
+def _with_bounds(
     scaling: Mapping[str, Any],
     bounds: Mapping[tuple[str, ...], Array],
-    weights: Mapping[tuple[str, ...], tuple[str, ...]],
+    weight_paths: Mapping[tuple[str, ...], tuple[str, ...]],
 ) -> dict[str, Any]:
     """The collection with the bounds of these weights."""
     flat = flatten_dict(scaling)
-    for path, weight in weights.items():
-        flat[path] = stacked_bound(bounds.get(weight), "/".join(weight), flat[path].shape)
+    for path, weight in weight_paths.items():
+        flat[path] = bound_per_layer(bounds.get(weight), "/".join(weight), flat[path].shape)
     return unflatten_dict(flat)
 
 
-def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def reset_weight_amax_bounds(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """The collection "fp8jax_scaling" of a model with automatic weight scaling, measured: for parameters that were
     loaded after it was given bounds. Of one that was not, each call measures the weights.
 
@@ -189,17 +193,17 @@ def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> di
         ValueError: the model has no layer with automatic weight scaling.
     """
     kernels = flatten_dict(nn.meta.unbox(params))
-    bounds = {path: Automatic().measure(kernel) for path, kernel in kernels.items() if jnp.ndim(kernel) >= 2}
-    return set_weight_bounds(scaling, bounds)
+    bounds = {path: Automatic().measure_amax(kernel) for path, kernel in kernels.items() if jnp.ndim(kernel) >= 2}
+    return update_weight_amax_bounds(scaling, bounds)
 
 
-def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
+def _find_linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
     """The recipe of a layer's product with these variables in the collection of states."""
-    path = "/".join(layer_path(layer))
+    path = "/".join(get_layer_path(layer))
     name = path or "the layer"
     if rules is not None:
-        linear = ordered(rules).choice(path, also=["/".join(weight_path(layer))]).linear
-        if linear is None or not {part.variable(o) for o, part in linear.states.items()} <= set(variables):
+        linear = as_rule_set(rules).choose(path, aliases=["/".join(get_weight_path(layer))]).linear
+        if linear is None or not {part.variable_name(o) for o, part in linear.states.items()} <= set(variables):
             raise ValueError(f"{name} has other variables of scaling than these rules make: give those of `quantize`")
         return linear
     if not set(OPERANDS) <= set(variables):
@@ -207,4 +211,4 @@ def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules
             f"{name} has variables {sorted(variables)}, which are not those of delayed scaling: give rules=, as for "
             "fp8jax.linen.quantize, to TrainState.create, end_step or advance_scaling"
         )
-    return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=variables["x"].shape[-1])
+    return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", amax_history_length=variables["x"].shape[-1])

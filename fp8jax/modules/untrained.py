@@ -8,21 +8,21 @@ from flax import nnx
 from fp8jax.ops.lora import AdaptedWeight, Adapter
 
 
-class UntrainedVariable(nnx.Variable):
+class FrozenParam(nnx.Variable):
     """A parameter that is not trained: an array, or an `fp8jax.FrozenWeight`. `written` is its class as a parameter."""
 
 
-def adapters_of(held: Mapping[str, Any]) -> dict[str, Adapter]:
+def collect_adapters(attributes: Mapping[str, Any]) -> dict[str, Adapter]:
     """The adapters among a module's variables, by the name of the parameter in it."""
     factors: dict[str, dict[str, Any]] = {}
-    for variable in held.values():
+    for variable in attributes.values():
         metadata = variable.get_metadata() if isinstance(variable, nnx.LoRAParam) else {}
         if "of" in metadata and "factor" in metadata:
             factors.setdefault(metadata["of"], {})[metadata["factor"]] = variable
     return {
-        name: Adapter(both["a"].get_raw_value(), both["b"].get_raw_value(), both["a"].alpha)
-        for name, both in factors.items()
-        if len(both) == 2
+        name: Adapter(pair["a"].get_raw_value(), pair["b"].get_raw_value(), pair["a"].alpha)
+        for name, pair in factors.items()
+        if len(pair) == 2
     }
 
 
@@ -36,22 +36,22 @@ def with_adapters(paths: Any, variables: Any, params: dict[str, Any]) -> dict[st
     for path, variable in zip(paths, variables, strict=True):
         if isinstance(variable, nnx.LoRAParam) and path[0] == 0:
             modules.setdefault(tuple(path[1:-1]), {})[str(path[-1])] = variable
-    found = dict(params)
-    for place, held in modules.items():
-        for name, adapter in adapters_of(held).items():
+    adapted_params = dict(params)
+    for place, lora_params in modules.items():
+        for name, adapter in collect_adapters(lora_params).items():
             path = "/".join(map(str, (*place, name)))
-            found[path] = AdaptedWeight(params[path], adapter)
-    return found
+            adapted_params[path] = AdaptedWeight(params[path], adapter)
+    return adapted_params
 
 
-def as_written(module: Any) -> Callable[[], None]:
+def restore_param_classes(module: Any) -> Callable[[], None]:
     """Gives variables that are not trained the classes that they had as parameters, until what it returns is called."""
-    changed = {id(v): v for _, v in nnx.iter_graph(module) if isinstance(v, UntrainedVariable)}.values()
-    for variable in changed:
+    frozen_params = {id(v): v for _, v in nnx.iter_graph(module) if isinstance(v, FrozenParam)}.values()
+    for variable in frozen_params:
         object.__setattr__(variable, "__class__", variable.get_metadata()["written"])
 
-    def back() -> None:
-        for variable in changed:
-            object.__setattr__(variable, "__class__", UntrainedVariable)
+    def undo() -> None:
+        for variable in frozen_params:
+            object.__setattr__(variable, "__class__", FrozenParam)
 
-    return back
+    return undo

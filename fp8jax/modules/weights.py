@@ -11,11 +11,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.functional import kernel_axes
-from fp8jax.modules.nnx import settings_of
-from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables
-from fp8jax.modules.untrained import UntrainedVariable
-from fp8jax.modules.weight_bounds import with_known_bounds
+from fp8jax.modules.functional import count_kernel_axes
+from fp8jax.modules.nnx import get_settings
+from fp8jax.modules.scaled import LayerScaling, ParameterStateModule, WeightVariables
+from fp8jax.modules.untrained import FrozenParam
+from fp8jax.modules.weight_bounds import measure_missing_bounds
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import weight_scale
 from fp8jax.ops.sharding import merge
@@ -27,14 +27,16 @@ Model = TypeVar("Model", bound=nnx.Module)
 Quantizer = Callable[[str, Array, Linear, Array | None], QuantizedWeight | None]
 
 
-_GRADIENTS = ("bfloat16", "float16", "float32")
+_GRADIENT_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _quantizer(path: str, w: Array, linear: Linear, scale: Array | None) -> QuantizedWeight:
+def _default_quantizer(path: str, w: Array, linear: Linear, scale: Array | None) -> QuantizedWeight:
     return quantize_weight(w, recipe=linear, scale=scale)
 
 
-def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradients: DTypeLike | None = None) -> Model:
+def quantize_weights(
+    model: Model, quantizer: Quantizer = _default_quantizer, *, gradient_dtype: DTypeLike | None = None
+) -> Model:
     """A copy of a model that `fp8jax.nnx.quantize` made, whose layers hold their weights quantized.
 
     Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
@@ -67,70 +69,80 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
         ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own. Or gradients
             have another dtype than these, or a recipe joins products (`Linear.joins`), which read no held codes.
     """
-    if gradients is not None and str(jnp.dtype(gradients)) not in _GRADIENTS:
-        raise ValueError(f"gradients must be one of {', '.join(_GRADIENTS)}, or None, not {gradients!r}")
+    if gradient_dtype is not None and str(jnp.dtype(gradient_dtype)) not in _GRADIENT_DTYPES:
+        raise ValueError(f"gradients must be one of {', '.join(_GRADIENT_DTYPES)}, or None, not {gradient_dtype!r}")
     copy = nnx.clone(model)
-    seen_in = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)}
-    for path, own in nnx.iter_modules(copy):
-        if isinstance(own, LayerScaling):
-            own.note_in(seen_in[path])
+    original_layers = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)}
+    for path, layer_copy in nnx.iter_modules(copy):
+        if isinstance(layer_copy, LayerScaling):
+            layer_copy.share_stats(original_layers[path])
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
-    if any(isinstance(m, LayerScaling) and m.linear.tracked for _, m in nnx.iter_modules(copy)):
-        with_known_bounds(copy)
-    held: list[Any] = [layer for path, layer in layers if _hold(layer, functools.partial(quantizer, path))]
-    if not held and quantizer is _quantizer and not (gradients is None and _in_16_bits(model)):
+    if any(isinstance(m, LayerScaling) and m.linear.needs_weight_bounds for _, m in nnx.iter_modules(copy)):
+        measure_missing_bounds(copy)
+    prequantized_layers: list[Any] = [
+        layer for path, layer in layers if _prequantize(layer, functools.partial(quantizer, path))
+    ]
+    if (
+        not prequantized_layers
+        and quantizer is _default_quantizer
+        and not (gradient_dtype is None and _has_only_16_bit_products(model))
+    ):
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
-    if gradients is not None:
-        for layer in held:
+    if gradient_dtype is not None:
+        for layer in prequantized_layers:
             # Without a dtype of its own a layer computes in what inputs and parameters promote to.
             layer.dtype = layer.dtype or layer.kernel[...].dtype
-        for kernel in {id(layer.kernel): layer.kernel for layer in held}.values():
-            kernel.set_value(kernel[...].astype(gradients))
+        for kernel in {id(layer.kernel): layer.kernel for layer in prequantized_layers}.values():
+            kernel.set_value(kernel[...].astype(gradient_dtype))
     return copy
 
 
-def _in_16_bits(model: Any) -> bool:
+def _has_only_16_bit_products(model: Any) -> bool:
     """Whether a quantized model's rules have all products in 16 bits."""
-    rules = [settings.rules for _, m in nnx.iter_modules(model) if (settings := settings_of(m)) is not None]
+    rules = [settings.rules for _, m in nnx.iter_modules(model) if (settings := get_settings(m)) is not None]
     linears = [rule.linear for rule in (rules[0].rules if rules else ())]
-    return bool(rules) and not any(linear is not None and linear.quantized for linear in linears)
+    return bool(rules) and not any(linear is not None and linear.is_quantized for linear in linears)
 
 
-def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:
-    settings = settings_of(layer)
-    linear = None if settings is None else settings.rules.choice(settings.prefix).linear
+def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:
+    settings = get_settings(layer)
+    linear = None if settings is None else settings.rules.choose(settings.prefix).linear
     if linear is None or linear.spec("w") is None or linear.spec("w_dgrad") is None:
         return False
     if getattr(layer, "batch_axis", None):
         return False
-    inputs, outputs = kernel_axes(layer)
-    if isinstance(layer.kernel, UntrainedVariable):
+    inputs, outputs = count_kernel_axes(layer)
+    if isinstance(layer.kernel, FrozenParam):
         return False
     kernel = layer.kernel[...]
-    stacked = kernel.ndim - inputs - outputs
-    matrix = merge(kernel, *[1] * stacked, inputs, outputs)
-    holder = layer.dot_general
-    if isinstance(holder, LayerScaling):
-        scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, holder.state())
-        weight = _mapped(lambda w, s: quantizer(w, linear, s), stacked)(matrix, scale)
+    num_layer_axes = kernel.ndim - inputs - outputs
+    matrix = merge(kernel, *[1] * num_layer_axes, inputs, outputs)
+    state_module = layer.dot_general
+    if isinstance(state_module, LayerScaling):
+        scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), num_layer_axes)(
+            matrix, state_module.scaling_state()
+        )
+        weight = _vmap_times(lambda w, s: quantizer(w, linear, s), num_layer_axes)(matrix, scale)
     else:
-        weight = _mapped(lambda w: quantizer(w, linear, None), stacked)(matrix)
+        weight = _vmap_times(lambda w: quantizer(w, linear, None), num_layer_axes)(matrix)
     if weight is None:
         return False
-    if linear.joins:
+    if linear.fuse_parallel_matmuls:
         raise ValueError(
             f"{settings.prefix or 'the model'} has a recipe with linear.joins, whose products quantize their weights "  # type: ignore[union-attr]
             "as one, in each call: they read no held codes. Quantize the model by one with joins=False, or give a "
             "quantizer that returns None there"
         )
-    if not isinstance(holder, Holder):
-        layer.dot_general = holder = nnx.data(Holder(linear, "kernel", layer.dot_general, lax.dot_general))
-    layer.dot_general.held = nnx.data(WeightVariables(weight))
+    if not isinstance(state_module, ParameterStateModule):
+        layer.dot_general = state_module = nnx.data(
+            ParameterStateModule(linear, "kernel", layer.dot_general, lax.dot_general)
+        )
+    layer.dot_general.prequantized = nnx.data(WeightVariables(weight))
     return True
 
 
-def _mapped(fn: Any, times: int) -> Any:
+def _vmap_times(fn: Any, times: int) -> Any:
     for _ in range(times):
         fn = jax.vmap(fn)
     return fn

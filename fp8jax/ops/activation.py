@@ -16,8 +16,16 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
-from fp8jax.ops.saveable import ACTIVATION, named
-from fp8jax.ops.saved import NOTHING, Gradient, Made, Origin, decode, differentiable, keep
+from fp8jax.ops.saveable import ACTIVATION, with_checkpoint_name
+from fp8jax.ops.saved import (
+    NO_FACTS,
+    ArrayFacts,
+    CotangentFacts,
+    Recomputed,
+    dequantize_residual,
+    quantize_residual,
+    with_saved_vjp,
+)
 from fp8jax.recipes import context_part
 
 
@@ -46,7 +54,7 @@ def glu(
     Raises:
         ValueError: unknown activation, or the shapes or dtypes differ.
     """
-    check_alike(gate, up)
+    check_glu_inputs(gate, up)
     return activate(activation, gate, up, context_part(recipe))[0]
 
 
@@ -66,17 +74,17 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> 
     return activate(activation, x, None, context_part(recipe))[0]
 
 
-def check_alike(gate: Array, up: Array) -> None:
+def check_glu_inputs(gate: Array, up: Array) -> None:
     """Raises ValueError for what are no two inputs of a gated activation."""
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
 
 
 # The derivative of GELU is at most 1.129, that of SiLU 1.100; neither is larger than its argument.
-SLOPE = 1.13
+MAX_SLOPE = 1.13
 
 
-class ActivationSaved(NamedTuple):
+class ActivationResiduals(NamedTuple):
     """What an activation saves: the codes of its gate or only input, of `up`, and of the activated gate.
 
     Where inputs are kept as they are, these in place of their codes.
@@ -88,7 +96,7 @@ class ActivationSaved(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Activation:
+class ActivationBackward:
     """How an activation goes back: `fp8jax.ops.saved.Remade`.
 
     Attributes:
@@ -100,113 +108,126 @@ class Activation:
 
     activation: str
     dtype: DTypeLike
-    bounded: bool = False
-    written: bool = False
+    uses_bounds: bool = False
+    writes_cotangents: bool = False
     biased: bool = False
 
-    def again(self, saved: ActivationSaved, gradient: Gradient) -> Made:
-        activated = ACTIVATIONS[self.activation](decode(saved.gate))
-        y = (activated if saved.up is None else activated * decode(saved.up)).astype(self.dtype)
+    def recompute(self, saved: ActivationResiduals, gradient: CotangentFacts) -> Recomputed:
+        activated = ACTIVATIONS[self.activation](dequantize_residual(saved.gate))
+        y = (activated if saved.up is None else activated * dequantize_residual(saved.up)).astype(self.dtype)
         dy = gradient.array if (gradient.array.shape, gradient.array.dtype) == (y.shape, y.dtype) else None
-        sources, part = self._operands(saved, y, dy), None
-        foreseen = self._foreseen(saved, gradient, None if dy is None else sources)
+        sources, fused_output = self._operands(saved, y, dy), None
+        predicted = self._predict_cotangents(saved, gradient, None if dy is None else sources)
         if sources is not None:
             from pallas_kernels.remake_triton import RESULT
 
             operation, operands = sources
-            ahead = None if dy is None else foreseen
-            (part,) = fused.Computation(operation, (RESULT,), operands, ahead=ahead).parts
-        return Made(y, part, foreseen)
+            result_prediction = None if dy is None else predicted
+            (fused_output,) = fused.FusedOutputs(operation, (RESULT,), operands, predicted=result_prediction).outputs
+        return Recomputed(y, fused_output, predicted)
 
     def backward(
         self,
-        saved: ActivationSaved,
+        saved: ActivationResiduals,
         dy: Array,
         dtypes: tuple[DTypeLike | None, ...],
-        others: Array | None,
-        foreseen: fused.Foreseen | None,
-    ) -> tuple[tuple[Array, ...], tuple[Origin, ...]]:
-        plain = self._operands(saved, dy, dy, fp8=False) if self.written and {*dtypes} == {self.dtype} else None
-        if plain is not None:
-            operation, operands = plain
-            arrays = fused.run(lambda on, operands: on.cotangents(operation, operands), operands)
-            return tuple(fused.array(x, dy) for x in arrays), ()
-        up, activated = (None if q is None else decode(q) for q in saved[1:])
-        cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(saved.gate), up, activated, dy)
+        passthrough_cotangent: Array | None,
+        predicted: fused.CotangentPrediction | None,
+    ) -> tuple[tuple[Array, ...], tuple[ArrayFacts, ...]]:
+        kernel_operands = (
+            self._operands(saved, dy, dy, fp8=False) if self.writes_cotangents and {*dtypes} == {self.dtype} else None
+        )
+        if kernel_operands is not None:
+            operation, operands = kernel_operands
+            arrays = fused.run(lambda backend, operands: backend.cotangents(operation, operands), operands)
+            return tuple(fused.reshape_like(x, dy) for x in arrays), ()
+        up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
+        cotangents = activation_cotangents(
+            ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
+        )
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
         if any(dtype != self.dtype for dtype in dtypes):
             return cast, ()
-        foreseen, sources = foreseen or fused.Foreseen(), self._operands(saved, cast[0], dy)
-        parts: tuple[fused.Output | None, ...] = (None,) * len(cast)
+        predicted, sources = predicted or fused.CotangentPrediction(), self._operands(saved, cast[0], dy)
+        fused_outputs: tuple[fused.FusedOutput | None, ...] = (None,) * len(cast)
         if sources is not None:
             from pallas_kernels.remake_triton import GATE, UP
 
             kinds = (GATE, UP)[: len(cast)]
-            sums = dict(enumerate(foreseen.sums))
-            parts = fused.Computation(
-                sources[0], kinds, sources[1], foreseen.peaks, None, foreseen.variants, sums
-            ).parts
-        spec, scales = foreseen.spec, foreseen.scales or (None,) * len(cast)
-        known = (None if spec is None or scale is None else (spec, scale) for scale in scales)
-        return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, known, strict=True))
+            sums = dict(enumerate(predicted.sums))
+            fused_outputs = fused.FusedOutputs(
+                sources[0], kinds, sources[1], predicted.peaks, None, predicted.variants, sums
+            ).outputs
+        spec, scales = predicted.spec, predicted.scales or (None,) * len(cast)
+        scale_facts = (None if spec is None or scale is None else (spec, scale) for scale in scales)
+        return cast, tuple(
+            ArrayFacts(None, fused_output, scale)
+            for fused_output, scale in zip(fused_outputs, scale_facts, strict=True)
+        )
 
-    def _foreseen(self, saved: ActivationSaved, gradient: Gradient, sources: Any) -> fused.Foreseen:
+    def _predict_cotangents(
+        self, saved: ActivationResiduals, gradient: CotangentFacts, sources: Any
+    ) -> fused.CotangentPrediction:
         """Scales of the cotangents of gate and up from bounds on them, if these are wanted.
 
         `sources` are how kernels compute the cotangents, or None.
         """
         spec = gradient.spec
-        if not self.bounded or spec is None or spec.format != "e5m2" or not fused.takes(spec):
-            return fused.Foreseen()
+        if not self.uses_bounds or spec is None or spec.format != "e5m2" or not fused.supports(spec):
+            return fused.CotangentPrediction()
         assert isinstance(saved.gate, QTensor)
-        plain = saved.gate.spec.granularity in ("tensor", "token", "group")
-        if not plain or gradient.array.shape != saved.gate.shape:
-            return fused.Foreseen()
-        slopes = [jnp.float32(SLOPE)]
+        has_row_scales = saved.gate.spec.granularity in ("tensor", "token", "group")
+        if not has_row_scales or gradient.array.shape != saved.gate.shape:
+            return fused.CotangentPrediction()
+        slopes = [jnp.float32(MAX_SLOPE)]
         if saved.up is not None:
             assert isinstance(saved.up, QTensor)
-            slopes = [SLOPE * _largest(saved.up), _largest(saved.gate)]
-        rows, fmt = gradient.rows(), formats.get(spec.format)
-        bounds = tuple(scaling.largest_magnitude(rows * slope) for slope in slopes)
+            slopes = [MAX_SLOPE * _row_bounds(saved.up), _row_bounds(saved.gate)]
+        rows, fmt = gradient.row_bounds(), formats.get(spec.format)
+        bounds = tuple(scaling.compute_amax(rows * slope) for slope in slopes)
         if sources is None:
-            peaks = self._peaks(saved, gradient.array)
+            peaks = self._cotangent_amaxes(saved, gradient.array)
         else:
             operation, operands = sources
-            peaks = fused.run(functools.partial(_peaks_under, operation, fmt), operands, bounds)
-        tight = (
+            peaks = fused.run(functools.partial(_peaks_if_loose, operation, fmt), operands, bounds)
+        scale_bounds = (
             jnp.where(scaling.is_loose(bound, peak, fmt), peak, bound)
             for bound, peak in zip(bounds, peaks, strict=True)
         )
-        return fused.Foreseen(
-            spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in tight), summed=self.biased
+        return fused.CotangentPrediction(
+            spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in scale_bounds), needs_sums=self.biased
         )
 
-    def _peaks(self, saved: ActivationSaved, dy: Array) -> tuple[Array, ...]:
+    def _cotangent_amaxes(self, saved: ActivationResiduals, dy: Array) -> tuple[Array, ...]:
         """The largest magnitudes of the cotangents of gate and up."""
-        up, activated = (None if q is None else decode(q) for q in saved[1:])
-        cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(saved.gate), up, activated, dy)
-        return tuple(scaling.largest_magnitude(ct.astype(self.dtype)) for ct in cotangents)
+        up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
+        cotangents = activation_cotangents(
+            ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
+        )
+        return tuple(scaling.compute_amax(ct.astype(self.dtype)) for ct in cotangents)
 
     def _operands(
-        self, saved: ActivationSaved, like: Array, dy: Array | None, *, fp8: bool = True
+        self, saved: ActivationResiduals, like: Array, dy: Array | None, *, fp8: bool = True
     ) -> tuple[Any, Any] | None:
         """How the kernels compute the result, or with its gradient those of the inputs, alike to an array.
 
         None for XLA.
         """
         spec = None if isinstance(saved.gate, Array) else saved.gate.spec
-        operation = _fused(self.activation, like, saved.up, spec, saved.activated is not None, fp8=fp8)
+        operation = _kernel_operation(self.activation, like, saved.up, spec, saved.activated is not None, fp8=fp8)
         if operation is None:
             return None
         from pallas_kernels import remake_triton
 
         names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
-        parts = [part for q in saved for part in ((None, None) if q is None else fused.stored(q))]
-        arrays: Any = dict(zip(names, parts, strict=True))
-        return operation, remake_triton.Operands(**arrays, gradient=None if dy is None else fused.matrix(dy))
+        arrays_and_scales = [
+            array for q in saved for array in ((None, None) if q is None else fused.residual_matrices(q))
+        ]
+        named_arrays: Any = dict(zip(names, arrays_and_scales, strict=True))
+        return operation, remake_triton.Operands(**named_arrays, gradient=None if dy is None else fused.to_matrix(dy))
 
 
-def _peaks_under(operation: Any, fmt: formats.Format, on: Any, operands: Any, bounds: tuple[Array, ...]) -> Any:
+def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands: Any, bounds: tuple[Array, ...]) -> Any:
     """The largest magnitudes of an activation's cotangents, or 0 where a sample of rows shows that no bound is loose.
 
     The fp32 scalars are those of the gate and, if the activation is gated, of `up`.
@@ -215,15 +236,15 @@ def _peaks_under(operation: Any, fmt: formats.Format, on: Any, operands: Any, bo
 
     kinds = (GATE, UP)[: len(bounds)]
     with jax.named_scope("sample"):
-        sample = on.peaks(operation, kinds, operands, every=scaling.EVERY)
-    loose = [(peak == 0) | scaling.is_loose(bound, peak, fmt) for bound, peak in zip(bounds, sample, strict=True)]
+        sample = backend.peaks(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
+    is_loose = [(peak == 0) | scaling.is_loose(bound, peak, fmt) for bound, peak in zip(bounds, sample, strict=True)]
     with jax.named_scope("mend"):
-        return tuple(on.peaks(operation, kinds, operands, wanted=functools.reduce(jnp.logical_or, loose)))
+        return tuple(backend.peaks(operation, kinds, operands, wanted=functools.reduce(jnp.logical_or, is_loose)))
 
 
-def _largest(residual: QTensor) -> Array:
+def _row_bounds(residual: QTensor) -> Array:
     """An upper bound of the magnitudes in each row, fp32 (rows,), from the scales."""
-    scale = fused.matrix(residual.scale).astype(jnp.float32)
+    scale = fused.to_matrix(residual.scale).astype(jnp.float32)
     return jnp.max(scale, -1, initial=0.0) * formats.get(residual.spec.format).max
 
 
@@ -233,115 +254,131 @@ def activate(
     up: Array | None,
     recipe: Recipe | Context | str,
     *,
-    biased: bool = False,
-) -> tuple[Array, Origin]:
+    has_bias: bool = False,
+) -> tuple[Array, ArrayFacts]:
     """The result of an activation, `glu` where there is an `up`, and what it is made from.
 
     `biased` says that linear layers with a bias have made an input: the pass that quantizes its gradient then gives
     that of the bias, too.
     """
-    context, function, reader = context_part(recipe), _function(name), fused.reader(recipe)
-    spare, operation, written = context.lean or context.spec is None or up is None, None, fused.written(recipe)
-    if context.spec is not None or fused.at_once(recipe):
-        operation = _fused(name, gate, up, context.spec, not spare, forward=True, fp8=not written)
+    context, function, consumer = context_part(recipe), _function(name), fused.find_consumer(recipe)
+    omits_activated, operation, writes_result = (
+        context.lean or context.spec is None or up is None,
+        None,
+        fused.writes_result(recipe),
+    )
+    if context.spec is not None or fused.emits_codes(recipe):
+        operation = _kernel_operation(
+            name, gate, up, context.spec, not omits_activated, forward=True, fp8=not writes_result
+        )
     if context.spec is None and operation is None:
         y = function(gate) if up is None else function(gate) * up
-        return derivatives.passed("an activation", y, gate, up), NOTHING
+        return derivatives.check_differentiable_dtypes("an activation", y, gate, up), NO_FACTS
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
-    to = None if reader is None else reader.spec("x")
-    part = scale = codes = None
+    out_spec = None if consumer is None else consumer.spec("x")
+    fused_output = scale = codes = None
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
-    plain = lax.optimization_barrier(g)
-    activated = function(plain)
+    barrier_gate = lax.optimization_barrier(g)
+    activated = function(barrier_gate)
     y = activated if u is None else activated * u
     if operation is None:
         assert context.spec is not None
-        kept = plain, u, None if spare else activated
-        saved = ActivationSaved(*(None if x is None else keep(x, context.spec) for x in kept))  # type: ignore[arg-type]
-        if to is not None and not to.folds:
-            matrix = fused.matrix(y)
-            scale = _bound(to, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
-    elif written:
+        residual_arrays = barrier_gate, u, None if omits_activated else activated
+        residuals = ActivationResiduals(
+            *(None if x is None else quantize_residual(x, context.spec) for x in residual_arrays)
+        )  # type: ignore[arg-type]
+        if out_spec is not None and not out_spec.is_folded:
+            matrix = fused.to_matrix(y)
+            scale = _scale_from_sample(out_spec, scaling.compute_sample_amax(matrix), scaling.compute_amax(matrix))
+    elif writes_result:
         assert context.spec is not None
-        saved, y = _keep_and_write(operation, g, u, context.spec)
+        residuals, y = _save_and_write_result(operation, g, u, context.spec)
     else:
-        saved, result, scale, codes = _keep(operation, g, u, context.spec, to)
-        (part,) = result.parts
+        residuals, result, scale, codes = _save_and_quantize_result(operation, g, u, context.spec, out_spec)
+        (fused_output,) = result.outputs
     inputs = (gate,) if up is None else (gate, up)
-    saved = saved if context.spec is None else named(saved, ACTIVATION)
-    how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written, biased)
-    y, _ = differentiable(how, inputs, saved, y, name="an activation")
-    origin = fused.origin(context, how, saved, part, reader, scale, codes)
-    y = derivatives.passed("an activation", y, *inputs)
-    return y, origin
+    residuals = residuals if context.spec is None else with_checkpoint_name(residuals, ACTIVATION)
+    recomputable = ActivationBackward(
+        name, gate.dtype, context.lean and context.scales == "bound", writes_result, has_bias
+    )
+    y, _ = with_saved_vjp(recomputable, inputs, residuals, y, name="an activation")
+    facts = fused.make_array_facts(context, recomputable, residuals, fused_output, consumer, scale, codes)
+    y = derivatives.check_differentiable_dtypes("an activation", y, *inputs)
+    return y, facts
 
 
-def _bound(to: QuantSpec, sample: Array, largest: Array | float = 0.0) -> Array:
+def _scale_from_sample(out_spec: QuantSpec, sample: Array, amax: Array | float = 0.0) -> Array:
     """The scale of a result from the largest magnitudes of a sample of it, and of all of it if that is known."""
-    return scaling.to_scale(jnp.maximum(scaling.beyond_sample(sample), largest), formats.get(to.format))
+    return scaling.to_scale(jnp.maximum(scaling.amax_from_sample(sample), amax), formats.get(out_spec.format))
 
 
-def _fused(
+def _kernel_operation(
     name: str,
     like: Array,
     up: Any,
     spec: QuantSpec | None,
-    activated: bool,
+    saves_activated: bool,
     *,
     forward: bool = False,
     fp8: bool = True,
 ) -> Any:
-    how: Any = {"activation": name, "gated": up is not None, "activated": activated}
-    return fused.operation(like, spec, like.dtype, forward=forward, fp8=fp8, **how)
+    fields: Any = {"activation": name, "gated": up is not None, "activated": saves_activated}
+    return fused.describe_operation(like, spec, like.dtype, forward=forward, fp8=fp8, **fields)
 
 
-def _keep_and_write(operation: Any, gate: Array, up: Array | None, spec: QuantSpec) -> tuple[ActivationSaved, Array]:
+def _save_and_write_result(
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec
+) -> tuple[ActivationResiduals, Array]:
     """What is kept, and the result."""
-    coding, dtype = fused.coding(spec), gate.dtype
-    g, u = fused.matrix(gate), None if up is None else fused.matrix(up)
+    coding, dtype = fused.to_coding(spec), gate.dtype
+    g, u = fused.to_matrix(gate), None if up is None else fused.to_matrix(up)
     parts, _, y = fused.run(
-        lambda on, *arrays: on.keep_activation(operation, *arrays, coding, result=(None, dtype)), g, u
+        lambda backend, *arrays: backend.keep_activation(operation, *arrays, coding, result=(None, dtype)), g, u
     )
-    return _saved(parts, gate, spec), fused.array(y, gate)
+    return _to_residuals(parts, gate, spec), fused.reshape_like(y, gate)
 
 
-def _saved(parts: Any, like: Array, spec: QuantSpec) -> ActivationSaved:
-    codes: Any = [None if part is None else fused.residual(part[0], part[1], like, spec) for part in parts]
-    return ActivationSaved(*codes)
+def _to_residuals(parts: Any, like: Array, spec: QuantSpec) -> ActivationResiduals:
+    codes: Any = [None if part is None else fused.to_residual(part[0], part[1], like, spec) for part in parts]
+    return ActivationResiduals(*codes)
 
 
-def _keep(
-    operation: Any, gate: Array, up: Array | None, spec: QuantSpec | None, to: QuantSpec | None
-) -> tuple[ActivationSaved, fused.Computation, Array | None, Any]:
+def _save_and_quantize_result(
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec | None, out_spec: QuantSpec | None
+) -> tuple[ActivationResiduals, fused.FusedOutputs, Array | None, Any]:
     """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes.
 
     Codes of rows have their scales beside them.
     """
     from pallas_kernels import remake_triton
 
-    coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
-    exact, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
+    coding, g, u = fused.to_coding(spec), fused.to_matrix(gate), None if up is None else fused.to_matrix(up)
+    exact_operation, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
 
-    def both(on: Any, *arrays: Any) -> Any:
-        keep = functools.partial(on.keep_activation, operation, *arrays, coding)
-        if to is None or to.folds:
-            parts, peak, codes = keep(result=None if to is None else (None, formats.get(to.format).dtype))
+    def save_and_quantize(backend: Any, *arrays: Any) -> Any:
+        save = functools.partial(backend.keep_activation, operation, *arrays, coding)
+        if out_spec is None or out_spec.is_folded:
+            parts, peak, codes = save(result=None if out_spec is None else (None, formats.get(out_spec.format).dtype))
             return parts, peak, None, codes
         operands = remake_triton.Operands(arrays[0], up=arrays[1])
         with jax.named_scope("sample"):
-            (sample,) = on.peaks(exact, kinds, operands, every=scaling.EVERY)
-        parts, peak, codes = keep(result=(_bound(to, sample), formats.get(to.format).dtype))
-        scale = _bound(to, sample, peak)
+            (sample,) = backend.peaks(exact_operation, kinds, operands, every=scaling.SAMPLE_EVERY)
+        parts, peak, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
+        scale = _scale_from_sample(out_spec, sample, peak)
         with jax.named_scope("mend"):
-            codes = on.mend(exact, kinds, operands, codes, scale, peak > scaling.beyond_sample(sample))
+            codes = backend.mend(
+                exact_operation, kinds, operands, codes, scale, peak > scaling.amax_from_sample(sample)
+            )
         return parts, peak, scale, codes
 
     # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
-    nothing = spec is None and (to is None or not to.folds)
-    parts, peak, scale, codes = ((), None, None, None) if nothing else fused.run(both, g, u)
-    saved = ActivationSaved(gate, up, None) if spec is None else _saved(parts, gate, spec)
-    result = fused.Computation(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
-    return saved, result, scale, codes
+    is_empty = spec is None and (out_spec is None or not out_spec.is_folded)
+    parts, peak, scale, codes = ((), None, None, None) if is_empty else fused.run(save_and_quantize, g, u)
+    residuals = ActivationResiduals(gate, up, None) if spec is None else _to_residuals(parts, gate, spec)
+    result = fused.FusedOutputs(
+        exact_operation, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,)
+    )
+    return residuals, result, scale, codes
 
 
 def _function(name: str) -> Callable[[Array], Array]:

@@ -18,17 +18,17 @@ from jax import Array
 
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
-from fp8jax.core.noise import round_stochastically
-from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
+from fp8jax.core.noise import round_stochastic
+from fp8jax.core.qtensor import QTensor, quantize_stochastic, quantize_with_scale
 from fp8jax.ops import adamw_fused, alike, kernels
 from fp8jax.ops.adamw_leaf import Adam as Adam
-from fp8jax.ops.adamw_leaf import Form, Leaf, renewed, within
+from fp8jax.ops.adamw_leaf import AdamLeaf, Form, apply_change, scale_and_clip
 from fp8jax.ops.adamw_leaf import Moment as Moment
-from fp8jax.ops.choice import placed_like, tell, vary_with
-from fp8jax.ops.members import settled
+from fp8jax.ops.choice import cast_varying_like, record_choice, reshard_like
+from fp8jax.ops.members import suppress_dead_elements
 
 
-class Portion(NamedTuple):
+class TreeSlice(NamedTuple):
     """Of what the parameters of a step are a part, so that the step has the bits of one of the whole.
 
     Attributes:
@@ -39,24 +39,24 @@ class Portion(NamedTuple):
     name: str = ""
     layer: Array | None = None
 
-    def path(self, own: Any) -> str:
+    def path(self, key_path: Any) -> str:
         """The path of a parameter in the whole tree."""
-        return "/".join(filter(None, (self.name, jax.tree_util.keystr(own, simple=True, separator="/"))))
+        return "/".join(filter(None, (self.name, jax.tree_util.keystr(key_path, simple=True, separator="/"))))
 
-    def before(self, leaf: Leaf) -> Array | None:
+    def preceding_blocks(self, leaf: AdamLeaf) -> Array | None:
         """How many eights of elements of the stack come before a layer's second moment; errors as of `_eights`."""
         if leaf.nu_noise is None:
             return None
         last = leaf.grad.shape[-1] if leaf.grad.ndim else 1
         size = math.prod(leaf.grad.shape[:-1]) * (leaf.padded_row or last)
-        return self._eights(size, leaf.grad.shape, "second moments", "nu_rounding='nearest'")
+        return self._counter_blocks(size, leaf.grad.shape, "second moments", "nu_rounding='nearest'")
 
-    def own(self, words: Array, shape: tuple[int, ...]) -> Array:
+    def layer_seed(self, seed: Array, shape: tuple[int, ...]) -> Array:
         """The words of noise of a layer of a stack, from those of the stack; errors as of `_eights`."""
-        eights = self._eights(math.prod(shape), shape, "weights", "another master")
-        return words if eights is None else noise.later(words, eights)
+        counter_blocks = self._counter_blocks(math.prod(shape), shape, "weights", "another master")
+        return seed if counter_blocks is None else noise.advance_counter(seed, counter_blocks)
 
-    def _eights(self, size: int, shape: tuple[int, ...], what: str, fix: str) -> Array | None:
+    def _counter_blocks(self, size: int, shape: tuple[int, ...], quantity: str, fix: str) -> Array | None:
         """How many eights of elements come before a layer of this size; None of what is not stacked.
 
         Raises:
@@ -66,13 +66,13 @@ class Portion(NamedTuple):
             return None
         if size % 8:
             raise ValueError(
-                f"a stacked parameter with layers of shape {shape} has {what} that are rounded stochastically, with "
+                f"a stacked parameter with layers of shape {shape} has {quantity} that are rounded stochastically, with "
                 f"noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
             )
         return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
 
 
-WHOLE = Portion()
+WHOLE_TREE = TreeSlice()
 
 
 def step(
@@ -88,7 +88,7 @@ def step(
     key: Array | None = None,
     stochastic: bool = False,
     form: Form = "step",
-    part: Portion = WHOLE,
+    tree_slice: TreeSlice = WHOLE_TREE,
 ) -> tuple[Any, Any, Any]:
     """The new parameters, or the changes to be added to them.
 
@@ -121,21 +121,21 @@ def step(
             given, and no parameter is bf16; `adam.applied` is, for an update, which nobody adds if it is not taken; or
             as of `Portion.before`.
     """
-    if form == "update" and adam.applied is not None:
+    if form == "update" and adam.apply_if is not None:
         raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
-    nu_words = noise.of_step(adam.count) if nu_stochastic else None
-    own_words = noise.of_step(adam.count) if stochastic else None
-    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, own_words, nu_words, part)
+    nu_seed = noise.step_seed(adam.count) if nu_stochastic else None
+    weight_seed = noise.step_seed(adam.count) if stochastic else None
+    leaves, treedef = _make_leaves(grads, mu, nu, params, decays, key, weight_seed, nu_seed, tree_slice)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
-    impls = [tell("adamw", adamw_fused.choose(leaf, impl, adam.nesterov)).impl for leaf in leaves]
+    impls = [record_choice("adamw", adamw_fused.choose(leaf, impl, adam.nesterov)).impl for leaf in leaves]
     reference = functools.partial(_reference, form, adam)
-    if impl == "auto" and any(leaf.quantized for leaf in leaves):
-        kernels.warn()
+    if impl == "auto" and any(leaf.quantized_moments for leaf in leaves):
+        kernels.warn_if_missing()
     if "triton" in impls:
-        fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))
-        otherwise = None if impl == "triton" else placed_like(fused, _each_varying(adam, reference), (leaves,))
-        rows = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
+        fused = _with_varying_axes(adam, functools.partial(_fused, form, adam, impls))
+        default = None if impl == "triton" else reshard_like(fused, _with_varying_axes(adam, reference), (leaves,))
+        rows = jax.lax.platform_dependent(leaves, cuda=fused, default=default)
     else:
         rows = reference(leaves)
     result, mus, nus = (treedef.unflatten([row[i] for row in rows]) for i in range(3))
@@ -145,7 +145,7 @@ def step(
 update = functools.partial(step, form="update")
 
 
-def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
+def adam_direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     """Adam's bias-corrected direction (Kingma and Ba, Algorithm 1), from moments before they are stored again.
 
     Computed by optax's own functions over the whole tree, so moments kept in fp32 give the bits of
@@ -163,7 +163,7 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
         With `adam.nesterov`, m in the directions is b1 times the next step's moment and 1 - b1 times the gradient, each
         bias-corrected (Dozat, 2016).
     """
-    g = jax.tree.map(lambda x: within(x, adam.factor), grads)
+    g = jax.tree.map(lambda x: scale_and_clip(x, adam.grad_scale), grads)
     if adam.nesterov and not any(map(_is_quantized, jax.tree.leaves((mu, nu), is_leaf=_is_quantized))):
         # Of gradients that XLA computes in the same pass it makes other sums than of arguments, which optax has.
         g = jax.lax.optimization_barrier(g)
@@ -171,9 +171,9 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
     with jax.numpy_dtype_promotion("standard"):  # optax raises a number to an integer's power
         if adam.nesterov:
-            ahead = optax.tree.bias_correction(m, adam.b1, optax.safe_increment(adam.count))
-            now = optax.tree.bias_correction(g, adam.b1, adam.count)
-            m_hat = jax.tree.map(lambda m, g: adam.b1 * m + (1 - adam.b1) * g, ahead, now)
+            next_m_hat = optax.tree.bias_correction(m, adam.b1, optax.safe_increment(adam.count))
+            g_hat = optax.tree.bias_correction(g, adam.b1, adam.count)
+            m_hat = jax.tree.map(lambda m, g: adam.b1 * m + (1 - adam.b1) * g, next_m_hat, g_hat)
         else:
             m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
         v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
@@ -181,7 +181,7 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     return d, m, v
 
 
-def cut(x: Array, limit: Any) -> Array:
+def clip_finite(x: Array, limit: Any) -> Array:
     """Finite values beyond a limit's magnitude as that magnitude; NaN and Inf as they are, for all to see."""
     return jnp.where((jnp.abs(x) > limit) & jnp.isfinite(x), jnp.sign(x) * limit, x)
 
@@ -192,7 +192,7 @@ def load(moment: Moment) -> Array:
 
 
 def store(
-    values: Array, like: Moment, words: Array | None = None, fading: Array | None = None, row: int | None = None
+    values: Array, like: Moment, seed: Array | None = None, dither: Array | None = None, row_length: int | None = None
 ) -> Moment:
     """Stores fp32 values in the way that `like` is stored.
 
@@ -205,127 +205,146 @@ def store(
         row: of bf16 that is rounded stochastically, what its rows count as for the noise; None is their length.
     """
     if not isinstance(like, QTensor):
-        if words is None or like.dtype != jnp.bfloat16:
+        if seed is None or like.dtype != jnp.bfloat16:
             return values.astype(like.dtype)
-        return round_stochastically(values, words, row=row)
-    if words is not None:
-        return quantize_by_position(values, like, words)
-    return quantize_with_scale(values, like.spec, None, fading=fading)
+        return round_stochastic(values, seed, row=row_length)
+    if seed is not None:
+        return quantize_stochastic(values, like, seed)
+    return quantize_with_scale(values, like.spec, None, dither=dither)
 
 
-def _leaves(
+def _make_leaves(
     grads: Any,
     mu: Any,
     nu: Any,
     params: Any,
     decays: Any,
     key: Array | None,
-    own_words: Array | None,
-    nu_words: Array | None,
-    part: Portion,
-) -> tuple[list[Leaf], Any]:
+    weight_seed: Array | None,
+    nu_seed: Array | None,
+    tree_slice: TreeSlice,
+) -> tuple[list[AdamLeaf], Any]:
     """The leaves of a tree of gradients, each with what belongs to it, and the tree's structure."""
     treedef: Any
     paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
     gs = [g for _, g in paths]
     weights = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
-    words: Sequence[Array | None] = [None] * len(gs)
+    seeds: Sequence[Array | None] = [None] * len(gs)
     if key is not None:
         random = jax.random.bits(key, (len(gs), 2), jnp.uint32)
-        words = [random[i] if _rounds(w) else None for i, w in enumerate(weights)]
-    elif own_words is not None:
-        salts = [noise.salt(f"master/{part.path(path)}") for path, _ in paths]
-        words = [
-            part.own(noise.salted(own_words, salt), w.shape) if _rounds(w) else None
-            for w, salt in zip(weights, salts, strict=True)
+        seeds = [random[i] if _supports_stochastic_rounding(w) else None for i, w in enumerate(weights)]
+    elif weight_seed is not None:
+        param_seeds = [noise.param_seed(f"master/{tree_slice.path(path)}") for path, _ in paths]
+        seeds = [
+            tree_slice.layer_seed(noise.fold_in_seed(weight_seed, salt), w.shape)
+            if _supports_stochastic_rounding(w)
+            else None
+            for w, salt in zip(weights, param_seeds, strict=True)
         ]
-    mus, nus, which = (treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads)))
+    mus, nus, decay_flags = (treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads)))
     # By names alone: the same in a dict, a dataclass and an NNX state, and whatever else is in the tree.
-    salts = [noise.salt(part.path(path)) for path, _ in paths]
-    nu_noise = [nu_words if _is_quantized(moment) or moment.dtype == jnp.bfloat16 else None for moment in nus]
-    leaves = [Leaf(*row) for row in zip(gs, weights, mus, nus, which, words, nu_noise, salts, strict=True)]
-    return [dataclasses.replace(leaf, before=part.before(leaf)) for leaf in leaves], treedef
+    param_seeds = [noise.param_seed(tree_slice.path(path)) for path, _ in paths]
+    nu_noise = [nu_seed if _is_quantized(moment) or moment.dtype == jnp.bfloat16 else None for moment in nus]
+    leaves = [
+        AdamLeaf(*row) for row in zip(gs, weights, mus, nus, decay_flags, seeds, nu_noise, param_seeds, strict=True)
+    ]
+    return [dataclasses.replace(leaf, preceding_blocks=tree_slice.preceding_blocks(leaf)) for leaf in leaves], treedef
 
 
-def _rounds(weight: Any) -> bool:
+def _supports_stochastic_rounding(weight: Any) -> bool:
     """Whether a parameter can be rounded stochastically."""
     return weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)
 
 
-def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+def _reference(form: Form, adam: Adam, leaves: Sequence[AdamLeaf]) -> list[tuple[Array, Moment, Moment]]:
     """The step in plain JAX: of parameters with quantized moments one by one, of the others all at once."""
-    words = next((leaf.nu_noise for leaf in leaves if leaf.nu_noise is not None), None)
+    seed = next((leaf.nu_noise for leaf in leaves if leaf.nu_noise is not None), None)
     numbered = [
         (dataclasses.replace(leaf, nu_noise=None, salt=0), None if leaf.nu_noise is None else np.uint32(leaf.salt))
         for leaf in leaves
     ]
-    static, scalars = adam.parts()
-    rows = iter(alike.each(_row, (form, static), (scalars, words), [row for row in numbered if row[0].quantized]))
-    plain = [_salted(words, *row) for row in numbered if not row[0].quantized]
-    rest = iter(_rows(form, adam, plain))
-    return [next(rows if leaf.quantized else rest) for leaf in leaves]
+    static, scalars = adam.split_static()
+    rows = iter(
+        alike.map_leaves(
+            _step_leaf, (form, static), (scalars, seed), [row for row in numbered if row[0].quantized_moments]
+        )
+    )
+    plain = [_with_param_seed(seed, *row) for row in numbered if not row[0].quantized_moments]
+    plain_rows = iter(_step_leaves(form, adam, plain))
+    return [next(rows if leaf.quantized_moments else plain_rows) for leaf in leaves]
 
 
-def _salted(words: Array | None, leaf: Leaf, salt: Any) -> Leaf:
+def _with_param_seed(seed: Array | None, leaf: AdamLeaf, param_seed: Any) -> AdamLeaf:
     """A leaf with words of noise of its own, of those of the step and its salt."""
-    if salt is None or words is None:
+    if param_seed is None or seed is None:
         return leaf
-    return dataclasses.replace(leaf, nu_noise=noise.salted(words, salt))
+    return dataclasses.replace(leaf, nu_noise=noise.fold_in_seed(seed, param_seed))
 
 
-def _row(static: Any, common: Any, row: tuple[Leaf, Any]) -> tuple[Array, Moment, Moment]:
-    (form, constants), (scalars, words) = static, common
-    return _rows(form, Adam(**dict(constants), **scalars), [_salted(words, *row)])[0]
+def _step_leaf(static: Any, common: Any, row: tuple[AdamLeaf, Any]) -> tuple[Array, Moment, Moment]:
+    (form, constants), (scalars, seed) = static, common
+    return _step_leaves(form, Adam(**dict(constants), **scalars), [_with_param_seed(seed, *row)])[0]
 
 
-def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+def _step_leaves(form: Form, adam: Adam, leaves: Sequence[AdamLeaf]) -> list[tuple[Array, Moment, Moment]]:
     """The step of some parameters, whose words of noise are their own."""
     grads, mus, nus = ([getattr(leaf, name) for leaf in leaves] for name in ("grad", "mu", "nu"))
-    directions, *moments = advanced(grads, mus, nus, adam)
-    fading = noise.fading(adam.count, adam.b1)
+    directions, *moments = adam_direction(grads, mus, nus, adam)
+    dither = noise.decay_dither(adam.count, adam.b1)
     # Which members matter no longer, moments alone say: with nesterov a gradient may cancel a live one's.
-    plain = advanced(grads, mus, nus, dataclasses.replace(adam, nesterov=False))[0] if adam.nesterov else directions
+    plain_directions = (
+        adam_direction(grads, mus, nus, dataclasses.replace(adam, nesterov=False))[0] if adam.nesterov else directions
+    )
     pairs = [
-        settled(g, d, m, v, mu, nu, adam) for g, d, m, v, mu, nu in zip(grads, plain, *moments, mus, nus, strict=True)
+        suppress_dead_elements(g, d, m, v, mu, nu, adam)
+        for g, d, m, v, mu, nu in zip(grads, plain_directions, *moments, mus, nus, strict=True)
     ]
     mus = [
-        store(m, mu, fading=fading if adamw_fused.fades(mu, adam.b1) else None)
+        store(m, mu, dither=dither if adamw_fused.needs_dither(mu, adam.b1) else None)
         for (m, _), mu in zip(pairs, mus, strict=True)
     ]
-    nus = [store(v, nu, leaf.words, row=leaf.padded_row) for leaf, (_, v), nu in zip(leaves, pairs, nus, strict=True)]
+    nus = [
+        store(v, nu, leaf.nu_seed, row_length=leaf.padded_row)
+        for leaf, (_, v), nu in zip(leaves, pairs, nus, strict=True)
+    ]
     results = []
     for leaf, d in zip(leaves, directions, strict=True):
         if adam.max_direction is not None:
-            d = cut(d, adam.max_direction)
+            d = clip_finite(d, adam.max_direction)
         if leaf.decays and leaf.weight is not None:
             d = d + adam.weight_decay * leaf.weight.astype(jnp.float32)
         change = jnp.asarray(-adam.rate, jnp.float32) * d
-        results.append(renewed(form, leaf, change))
+        results.append(apply_change(form, leaf, change))
     new = list(zip(results, mus, nus, strict=True))
-    if adam.applied is None:
+    if adam.apply_if is None:
         return new
     old = [(leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
-    return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), new, old)
+    return jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), new, old)
 
 
-def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+def _fused(
+    form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[AdamLeaf]
+) -> list[tuple[Array, Moment, Moment]]:
     """The step with the kernel for those leaves whose entry of `impls` says so, and the reference for the others."""
-    rest = [leaf for leaf, impl in zip(leaves, impls, strict=True) if impl == "xla"]
-    rows = iter(_reference(form, adam, rest))
-    scalars = functools.cache(functools.partial(adamw_fused.scalars_of, adam))
+    reference_leaves = [leaf for leaf, impl in zip(leaves, impls, strict=True) if impl == "xla"]
+    rows = iter(_reference(form, adam, reference_leaves))
+    scalars = functools.cache(functools.partial(adamw_fused.make_scalars, adam))
     return [
         adamw_fused.run(form, leaf, adam, scalars) if impl == "triton" else next(rows)
         for leaf, impl in zip(leaves, impls, strict=True)
     ]
 
 
-def _each_varying(adam: Adam, rows: Any) -> Any:
+def _with_varying_axes(adam: Adam, step_fn: Any) -> Any:
     """`rows`, each result of which varies over the mesh axes of what it depends on: parameters may differ in theirs."""
 
-    def call(leaves: Sequence[Leaf]) -> Any:
+    def call(leaves: Sequence[AdamLeaf]) -> Any:
         scalars, decays = list(vars(adam).values()), (adam.b1, adam.b2)
-        results = zip(leaves, rows(leaves), strict=True)
-        return [(vary_with(row[0], leaf, scalars), *vary_with(row[1:], leaf, decays)) for leaf, row in results]
+        results = zip(leaves, step_fn(leaves), strict=True)
+        return [
+            (cast_varying_like(row[0], leaf, scalars), *cast_varying_like(row[1:], leaf, decays))
+            for leaf, row in results
+        ]
 
     return call
 

@@ -13,24 +13,24 @@ from jax import Array
 
 from fp8jax.core import expansion, formats, noise
 from fp8jax.core.masters import MasterWeight
-from fp8jax.core.noise import round_stochastically
+from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.adamw_leaf import Adam as Adam
+from fp8jax.ops.adamw_leaf import AdamLeaf as AdamLeaf
 from fp8jax.ops.adamw_leaf import Form as Form
-from fp8jax.ops.adamw_leaf import Leaf as Leaf
 from fp8jax.ops.adamw_leaf import Moment as Moment
-from fp8jax.ops.adamw_leaf import difference
-from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
-from fp8jax.ops.cuts import WHOLE, Cut
-from fp8jax.ops.partition import on_one_device, partitioned
+from fp8jax.ops.adamw_leaf import exact_update
+from fp8jax.ops.choice import Choice, capability, check_impl, choose_impl, missing_triton
+from fp8jax.ops.cuts import UNSHARDED, DimSharding
+from fp8jax.ops.partition import on_one_device, run_partitioned
 
 # Members of a group that no longer matter, as `fp8jax.ops.members.settled` takes them: shares of a group's direction,
 # and of its largest second moment.
-IDLE, SILENT = 1 / 40, 2.0**-24
-RAISED, NEAR, LOWEST = 1 / 2, 1 / 8, 1 / 128
+DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
+DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
 # Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
 # bring weights a quarter too far after their last gradient.
-SLOW = 0.98
+DITHER_FROM_B1 = 0.98
 
 
 class _Operands(NamedTuple):
@@ -43,7 +43,7 @@ class _Operands(NamedTuple):
     nu_noise: Array | None
 
 
-def fades(moment: Moment, b1: Any) -> bool:
+def needs_dither(moment: Moment, b1: Any) -> bool:
     """Whether a first moment is rounded by `fp8jax.core.noise.fading`, so that its decay is not lost.
 
     With range expansion codes reach down to the smallest value of a group, and lie close enough together for a decay of
@@ -51,40 +51,42 @@ def fades(moment: Moment, b1: Any) -> bool:
     """
     if not isinstance(moment, QTensor):
         return False
-    return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > SLOW)
+    return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > DITHER_FROM_B1)
 
 
-def choose(leaf: Leaf, impl: str, nesterov: bool = False) -> Choice:
+def choose(leaf: AdamLeaf, impl: str, nesterov: bool = False) -> Choice:
     """What computes the step of a parameter; with `nesterov`, XLA.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
     """
     check_impl(impl)
-    if not leaf.quantized:
+    if not leaf.quantized_moments:
         return Choice("xla", "no moment is quantized")
-    why = "the kernel has no nesterov" if nesterov else None
-    return triton_or_xla(impl, lambda: why or missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel")
+    reason = "the kernel has no nesterov" if nesterov else None
+    return choose_impl(
+        impl, lambda: reason or missing_triton("adamw_triton") or _unsupported_reason(leaf), "the fused kernel"
+    )
 
 
-def _unsupported(leaf: Leaf) -> str | None:
+def _unsupported_reason(leaf: AdamLeaf) -> str | None:
     from pallas_kernels import adamw_triton
 
     if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
 
-    specs = [moment.spec for moment in leaf.quantized]
+    specs = [moment.spec for moment in leaf.quantized_moments]
     if any(spec.expand == "coat" for spec in specs):
         return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
     in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
     if not in_groups or any(spec.rounding != "nearest" or spec.group_size != leaf.group_size for spec in specs):
-        stored = " and ".join(map(str, specs))
-        return f"moments are stored as {stored}, not in the same groups along the last axis, to nearest"
-    mu, nu = (tuple(x.dtype for x in _parts(moment)) for moment in (leaf.mu, leaf.nu))
-    return adamw_triton.unsupported(leaf.grad.shape, leaf.grad.dtype, leaf.dtype, mu, nu, leaf.group_size)
+        stored_specs = " and ".join(map(str, specs))
+        return f"moments are stored as {stored_specs}, not in the same groups along the last axis, to nearest"
+    mu, nu = (tuple(x.dtype for x in _moment_arrays(moment)) for moment in (leaf.mu, leaf.nu))
+    return adamw_triton.unsupported_reason(leaf.grad.shape, leaf.grad.dtype, leaf.dtype, mu, nu, leaf.group_size)
 
 
-class Place(NamedTuple):
+class ShardStride(NamedTuple):
     """Where the groups of a part, or its elements, lie among those of the whole array.
 
     Group n of the part is group `first + n // inner * stride + n % inner` of the whole.
@@ -100,7 +102,9 @@ class Place(NamedTuple):
     stride: int
 
     @classmethod
-    def of(cls, cut: Cut, names: Sequence[str], whole: Sequence[int], part: Sequence[int]) -> "Place | None":
+    def from_sharding(
+        cls, sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], shard_counts: Sequence[int]
+    ) -> "ShardStride | None":
         """None where runs of groups have no constant stride.
 
         Args:
@@ -109,17 +113,19 @@ class Place(NamedTuple):
         """
         runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
         first = jnp.zeros((), jnp.uint32)
-        for name, n, own in zip(reversed(names), reversed(whole), reversed(part), strict=True):
-            first = first + jnp.asarray(cut.start(name, own)).astype(jnp.uint32) * np.uint32(stride % 2**32)
+        for name, n, shard_count in zip(reversed(names), reversed(global_counts), reversed(shard_counts), strict=True):
+            first = first + jnp.asarray(sharding.shard_offset(name, shard_count)).astype(jnp.uint32) * np.uint32(
+                stride % 2**32
+            )
             if stride == runs[-1][0] * runs[-1][1]:
-                runs[-1][0] *= own
-            elif own > 1:
-                runs.append([own, stride])
+                runs[-1][0] *= shard_count
+            elif shard_count > 1:
+                runs.append([shard_count, stride])
             stride *= n
         return None if len(runs) > 2 else cls(first, runs[0][0], runs[1][1] if len(runs) > 1 else 0)
 
 
-def scalars_of(adam: Adam, decays: bool, faded: bool) -> tuple[Array | None, ...]:
+def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
     """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is faded or not."""
     from pallas_kernels import adamw_triton
 
@@ -130,26 +136,28 @@ def scalars_of(adam: Adam, decays: bool, faded: bool) -> tuple[Array | None, ...
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
         *(1 - adam.b1**count, 1 - adam.b2**count),
         *(adam.eps, adam.eps_root),
-        *(adam.factor, adam.applied, adam.max_direction),
-        noise.fading(adam.count)[0] if faded else None,
+        *(adam.grad_scale, adam.apply_if, adam.max_direction),
+        noise.decay_dither(adam.count)[0] if is_dithered else None,
     )
     return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
 
 
 def run(
-    form: Form, leaf: Leaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
+    form: Form, leaf: AdamLeaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
 ) -> tuple[Array, Moment, Moment]:
     """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `scalars_of`."""
     from pallas_kernels import adamw_triton
 
-    faded = fades(leaf.mu, adam.b1)
+    is_dithered = needs_dither(leaf.mu, adam.b1)
     storage = (
-        _storage(leaf.mu, signed=True, fading=faded),
-        _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None),
+        _kernel_storage(leaf.mu, signed=True, is_dithered=is_dithered),
+        _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.nu_noise is not None),
     )
-    values = (scalars or functools.partial(scalars_of, adam))(leaf.decays, faded)
-    asked, form = form, "step" if leaf.exact else form
-    reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
+    values = (scalars or functools.partial(make_scalars, adam))(leaf.decays, is_dithered)
+    requested_form, form = form, "step" if leaf.exact else form
+    needs_weight = form == "step" or (
+        leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
+    )
     size = leaf.group_size
 
     def groups(shape: Sequence[int]) -> list[int]:
@@ -161,7 +169,7 @@ def run(
             adamw_triton.AdamWScalars(*x.scalars),
             mu_storage=storage[0],
             nu_storage=storage[1],
-            members=members(),
+            dead_elements=dead_element_params(),
             group_size=size,
             form=form,
             dtype=dtype,
@@ -172,82 +180,84 @@ def run(
             compute_capability=capability(),
         )
 
-    def part(cut: Cut, names: Sequence[str], whole: Sequence[int], x: _Operands, *how: Any) -> Any:
+    def step_part(
+        sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], x: _Operands, *kernel_args: Any
+    ) -> Any:
         """The step of a part of the parameter; noise of its second moment goes by numbers of groups of the whole."""
-        if x.nu_noise is None or not cut.axes:
-            return kernel(x, None, *how)
-        place = Place.of(cut, names, whole, groups(x.grad.shape))
-        if place is not None:
-            run = place.inner, place.stride or 1
-            return kernel(x._replace(nu_noise=_later(x.nu_noise, place.first, size)), run, *how)
+        if x.nu_noise is None or not sharding.axes:
+            return kernel(x, None, *kernel_args)
+        stride = ShardStride.from_sharding(sharding, names, global_counts, groups(x.grad.shape))
+        if stride is not None:
+            run = stride.inner, stride.stride or 1
+            return kernel(x._replace(nu_noise=_advance_seed(x.nu_noise, stride.first, size)), run, *kernel_args)
 
-        def row(i: Array) -> Any:
-            number = (cut.start(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
-            words = _later(x.nu_noise, number * np.uint32(math.prod(whole[1:]) % 2**32), size)
+        def step_row(i: Array) -> Any:
+            number = (sharding.shard_offset(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
+            seed = _advance_seed(x.nu_noise, number * np.uint32(math.prod(global_counts[1:]) % 2**32), size)
             grad, weight, mu, nu = jax.tree.map(lambda array: array[i], tuple(x[:4]))
-            own = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=words)
-            return part(cut, names[1:], whole[1:], own, *how)
+            row_operands = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=seed)
+            return step_part(sharding, names[1:], global_counts[1:], row_operands, *kernel_args)
 
-        return jax.lax.map(row, jnp.arange(x.grad.shape[0]))
+        return jax.lax.map(step_row, jnp.arange(x.grad.shape[0]))
 
-    def local(cut: Cut, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
-        if x.noise is None or not cut.axes:
-            return part(cut, names, groups(shape), x, form, leaf.dtype)
+    def step_shard(sharding: DimSharding, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
+        if x.noise is None or not sharding.axes:
+            return step_part(sharding, names, groups(shape), x, form, leaf.dtype)
         # The kernel numbers weights in its own part; their noise goes by their places in the whole.
         assert x.weight is not None
-        change, mu, nu = part(cut, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
-        begin = [cut.start(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
+        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
+        offsets = [sharding.shard_offset(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
-        weight = round_stochastically(weight, x.noise, whole=shape, begin=begin)
-        applied = adamw_triton.AdamWScalars(*x.scalars).applied
+        weight = round_stochastic(weight, x.noise, whole=shape, begin=offsets)
+        applied = adamw_triton.AdamWScalars(*x.scalars).apply_if
         return weight if applied is None else jnp.where(applied > 0, weight, x.weight), mu, nu
 
     def call(*operands: Any) -> Any:
         x = _Operands(*operands)
         names = [f"axis{i}" for i in range(x.grad.ndim)]
-        array, shape = " ".join(names), x.grad.shape
+        dims, shape = " ".join(names), x.grad.shape
         moments = [
-            (array, *[f"{array}/{size}"] * (len(parts) - 1)) for parts in (x.mu, x.nu)
+            (dims, *[f"{dims}/{size}"] * (len(weight_arrays) - 1)) for weight_arrays in (x.mu, x.nu)
         ]  # codes or values, then what there is for each group
         if on_one_device():  # `_over_leading_axes` has mapped it
-            return local(WHOLE, names, shape, x)
-        kinds = str(leaf.dtype), None if rest is None else str(rest.dtype)
-        static = storage, size, kinds, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
-        of_weight = array if rest is None else (array, array)
-        ins = (array, of_weight, *moments, ("",) * len(x.scalars), "-", "-")
-        return partitioned(
+            return step_shard(UNSHARDED, names, shape, x)
+        dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
+        static = storage, size, dtypes, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
+        weight_dims = dims if remainder is None else (dims, dims)
+        ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
+        return run_partitioned(
             f"adamw_{form}", static,
-            lambda cut, *own: local(cut, names, shape, _Operands(*own)), operands, ins, (of_weight, *moments),
+            lambda cut, *own: step_shard(cut, names, shape, _Operands(*own)), operands, ins, (weight_dims, *moments),
         )  # fmt: skip
 
     weight: Any = leaf.weight
-    weight, rest = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
-    parts = weight if rest is None else (weight, rest)
-    moments = _parts(leaf.mu), _parts(leaf.nu)
-    operands = _Operands(leaf.grad, parts if reads else None, *moments, values, leaf.noise, leaf.words)
-    results = _over_leading_axes(call)(*operands)
+    weight, remainder = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
+    parts = weight if remainder is None else (weight, remainder)
+    moments = _moment_arrays(leaf.mu), _moment_arrays(leaf.nu)
+    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, values, leaf.noise, leaf.nu_seed)
+    results = _vmap_as_leading_axis(call)(*operands)
     # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
-    result, mu, nu = jax.tree.map(placed, results, (leaf.grad if parts is None else parts, *moments))
-    result = result if rest is None else MasterWeight(*result)
-    if asked != form:
-        result = difference(result, leaf.weight)
-    return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
+    result, mu, nu = jax.tree.map(reshard_array_like, results, (leaf.grad if parts is None else parts, *moments))
+    result = result if remainder is None else MasterWeight(*result)
+    if requested_form != form:
+        result = exact_update(result, leaf.weight)
+    return result, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu)
 
 
-def placed(x: Array, like: Array) -> Array:
+def reshard_array_like(x: Array, like: Array) -> Array:
     """A result that lies on Explicit axes as what it takes the place of."""
     sharding = jax.typeof(like).sharding
-    same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
-    return x if same else jax.sharding.reshard(x, sharding)
+    is_same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
+    return x if is_same else jax.sharding.reshard(x, sharding)
 
 
-def _later(words: Array | None, groups: Array, size: int) -> Array:
+def _advance_seed(seed: Array | None, groups: Array, size: int) -> Array:
     """The words of noise of a part that begins so many groups of a size after the whole."""
-    assert words is not None
-    return noise.later(words, groups * np.uint32(size // 8))
+    assert seed is not None
+    return noise.advance_counter(seed, groups * np.uint32(size // 8))
 
 
-def _over_leading_axes(local: Any) -> Any:
+def _vmap_as_leading_axis(function: Any) -> Any:
     """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see.
 
     Noise does: with it, which goes by positions in one parameter, the kernel runs once for each.
@@ -255,11 +265,11 @@ def _over_leading_axes(local: Any) -> Any:
 
     @jax.custom_batching.custom_vmap
     def mapped(*operands: Any) -> Any:
-        return local(*operands)
+        return function(*operands)
 
     @mapped.def_vmap
     def rule(size: int, batched: Any, *operands: Any) -> Any:
-        if any(words is not None for words in operands[5:]):
+        if any(seed is not None for seed in operands[5:]):
 
             def one(i: Array) -> Any:
                 return mapped(*jax.tree.map(lambda x, is_mapped: x[i] if is_mapped else x, operands, tuple(batched)))
@@ -269,49 +279,49 @@ def _over_leading_axes(local: Any) -> Any:
         if any(jax.tree.leaves(batched[4])):
             raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
 
-        def spread(x: Array, is_mapped: bool) -> Array:
+        def broadcast(x: Array, is_mapped: bool) -> Array:
             return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
 
-        results = mapped(*jax.tree.map(spread, operands[:4], tuple(batched[:4])), *operands[4:])
+        results = mapped(*jax.tree.map(broadcast, operands[:4], tuple(batched[:4])), *operands[4:])
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped
 
 
-def _parts(moment: Moment) -> tuple[Array, ...]:
+def _moment_arrays(moment: Moment) -> tuple[Array, ...]:
     if not isinstance(moment, QTensor):
         return (moment,)
     moment.check_blocks()
     return tuple(x for x in (moment.codes, moment.scale, moment.expansion) if x is not None)
 
 
-def _restored(parts: tuple[Array, ...], like: Moment) -> Moment:
+def _to_moment(arrays: tuple[Array, ...], like: Moment) -> Moment:
     if not isinstance(like, QTensor):
-        return parts[0]
-    exponents = parts[2] if like.spec.expand else None
-    return dataclasses.replace(like, codes=parts[0], scale=parts[1], expansion=exponents)
+        return arrays[0]
+    exponents = arrays[2] if like.spec.expand else None
+    return dataclasses.replace(like, codes=arrays[0], scale=arrays[1], expansion=exponents)
 
 
-def members() -> Any:
+def dead_element_params() -> Any:
     """`fp8jax.ops.members` as the kernel takes it."""
     from pallas_kernels import adamw_triton
 
-    return adamw_triton.Members(IDLE, SILENT, RAISED, NEAR, LOWEST)
+    return adamw_triton.DeadElementParams(DEAD_M_RATIO, DEAD_V_RATIO, DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW)
 
 
-def _storage(moment: Moment, signed: bool, stochastic: bool = False, fading: bool = False) -> Any:
+def _kernel_storage(moment: Moment, signed: bool, is_stochastic: bool = False, is_dithered: bool = False) -> Any:
     from pallas_kernels import adamw_triton
 
     if not isinstance(moment, QTensor):
         return None
     spec, fmt = moment.spec, formats.get(moment.spec.format)
-    ratio = fmt.normal_range**expansion.NEW if stochastic else fmt.expansion_range
-    expanded = (ratio, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
+    ratio = fmt.normal_range**expansion.TARGET_FILL if is_stochastic else fmt.expansion_range
+    expanded = (ratio, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT) if spec.expand else None
     smallest = fmt.smallest if spec.underflow == "smallest" else None
-    plain = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
-    if fading:
-        return dataclasses.replace(plain, fading=(fmt.mantissa_bits, fmt.smallest_normal))
-    if not stochastic:
-        return plain
-    ratios = (fmt.normal_range**expansion.FEWEST, fmt.normal_range)
-    return dataclasses.replace(plain, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, ratios))
+    storage = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
+    if is_dithered:
+        return dataclasses.replace(storage, dither_format=(fmt.mantissa_bits, fmt.smallest_normal))
+    if not is_stochastic:
+        return storage
+    ratios = (fmt.normal_range**expansion.MIN_FILL, fmt.normal_range)
+    return dataclasses.replace(storage, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, ratios))

@@ -47,12 +47,12 @@ class Adam:
     count: Array
     rate: Any = -1.0
     weight_decay: Any = 0.0
-    factor: Any = None
-    applied: Any = None
+    grad_scale: Any = None
+    apply_if: Any = None
     max_direction: Any = None
     nesterov: bool = False
 
-    def parts(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
+    def split_static(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
         """What a program is traced for, and its arguments: `Adam(**dict(static), **scalars)` is the same again.
 
         Decays that are numbers are of the first kind: what is left of one is exact where it is taken before rounding.
@@ -69,11 +69,11 @@ class Adam:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise", "before"],
+    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise", "preceding_blocks"],
     meta_fields=["decays", "salt"],
 )
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class AdamLeaf:
     """What a step needs of one parameter.
 
     Attributes:
@@ -98,14 +98,14 @@ class Leaf:
     noise: Array | None
     nu_noise: Array | None = None
     salt: int = 0
-    before: Array | None = None
+    preceding_blocks: Array | None = None
 
     @property
-    def words(self) -> Array | None:
+    def nu_seed(self) -> Array | None:
         """`nu_noise` of the part that the leaf is."""
-        if self.nu_noise is None or self.before is None:
+        if self.nu_noise is None or self.preceding_blocks is None:
             return self.nu_noise
-        return noise.later(self.nu_noise, self.before)
+        return noise.advance_counter(self.nu_noise, self.preceding_blocks)
 
     @property
     def dtype(self) -> np.dtype:
@@ -118,35 +118,35 @@ class Leaf:
         return isinstance(self.weight, MasterWeight) or self.noise is not None
 
     @property
-    def quantized(self) -> list[QTensor]:
+    def quantized_moments(self) -> list[QTensor]:
         return [moment for moment in (self.mu, self.nu) if isinstance(moment, QTensor)]
 
     @property
     def padded_row(self) -> int | None:
         """Length of the last axis in whole groups, by which the kernel counts places; None where it never runs."""
-        size = self.quantized[0].spec.group_size if self.quantized else None
+        size = self.quantized_moments[0].spec.group_size if self.quantized_moments else None
         return None if size is None else -(-self.grad.shape[-1] // size) * size
 
     @property
     def group_size(self) -> int:
-        size = self.quantized[0].spec.group_size
+        size = self.quantized_moments[0].spec.group_size
         assert size is not None
         return size
 
 
-def within(grad: Array, factor: Any = None, largest: np.float32 = LARGEST_GRADIENT) -> Array:
+def scale_and_clip(grad: Array, grad_scale: Any = None, max_magnitude: np.float32 = LARGEST_GRADIENT) -> Array:
     """A gradient in fp32, times the factor, with finite elements at most `largest` in magnitude.
 
     An element that is NaN or Inf stays so, and every element where the factor is.
     """
     g = grad.astype(jnp.float32)
     finite, scaled = jnp.isfinite(g), g
-    if factor is not None:
-        finite, scaled = finite & jnp.isfinite(factor), g * factor
-    return jnp.where(finite, jnp.clip(scaled, -largest, largest), scaled)
+    if grad_scale is not None:
+        finite, scaled = finite & jnp.isfinite(grad_scale), g * grad_scale
+    return jnp.where(finite, jnp.clip(scaled, -max_magnitude, max_magnitude), scaled)
 
 
-def renewed(form: Form, leaf: Any, change: Array) -> Any:
+def apply_change(form: Form, leaf: Any, change: Array) -> Any:
     """A new parameter, or its change, from the change in fp32.
 
     Args:
@@ -161,19 +161,19 @@ def renewed(form: Form, leaf: Any, change: Array) -> Any:
     if isinstance(old, MasterWeight):
         result: Any = masters.split(new, old.high.dtype, old.remainder.dtype)
     else:
-        result = new.astype(leaf.dtype) if leaf.noise is None else noise.round_stochastically(new, leaf.noise)
-    return difference(result, old) if form == "update" else result
+        result = new.astype(leaf.dtype) if leaf.noise is None else noise.round_stochastic(new, leaf.noise)
+    return exact_update(result, old) if form == "update" else result
 
 
-def difference(new: Any, old: Any) -> Any:
+def exact_update(new: Any, old: Any) -> Any:
     """What takes a parameter to its new bits when it is added in fp32; of a `MasterWeight` in its high part's place.
 
     A parameter that comes 2^17 times nearer to zero at once gets no bits of its own so, but of the sum: to 2^-24 of
     what it was. It has no remainder then.
     """
-    high, before = ((x.high if isinstance(x, MasterWeight) else x).astype(jnp.float32) for x in (new, old))
-    change = high - before
+    high, old_high = ((x.high if isinstance(x, MasterWeight) else x).astype(jnp.float32) for x in (new, old))
+    change = high - old_high
     if not isinstance(new, MasterWeight):
         return change
-    added = (before + change).astype(new.dtype) == new.high
-    return MasterWeight(change, jnp.where(added, new.remainder, jnp.zeros_like(new.remainder)))
+    is_exact = (old_high + change).astype(new.dtype) == new.high
+    return MasterWeight(change, jnp.where(is_exact, new.remainder, jnp.zeros_like(new.remainder)))

@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import AxisType
 
 # Fewer are not worth a loop.
-LOOPED = 4
+MIN_LOOP_ROWS = 4
 
 
-def each(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
+def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
     """`body(static, scalars, row)` for each row.
 
     Args:
@@ -38,28 +38,28 @@ def each(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequenc
         leaves, structure = jax.tree.flatten(row)
         kinds.setdefault((structure, *map(jax.typeof, leaves)), []).append(i)
     results: list[Any] = [None] * len(rows)
-    alone = _on_one_device()
-    for places in kinds.values():
-        if alone and len(places) >= LOOPED:
-            found = _looped(body, static, scalars, [rows[i] for i in places])
+    is_single_device = _is_single_device()
+    for indices in kinds.values():
+        if is_single_device and len(indices) >= MIN_LOOP_ROWS:
+            outputs = _call_in_loop(body, static, scalars, [rows[i] for i in indices])
         else:
-            found = [_one(body, static, scalars, rows[i]) for i in places]
-        for i, result in zip(places, found, strict=True):
+            outputs = [_call_body(body, static, scalars, rows[i]) for i in indices]
+        for i, result in zip(indices, outputs, strict=True):
             results[i] = result
     return results
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _one(body: Callable[..., Any], static: Hashable, scalars: Any, row: Any) -> Any:
+def _call_body(body: Callable[..., Any], static: Hashable, scalars: Any, row: Any) -> Any:
     return body(static, scalars, row)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _looped(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
+def _call_in_loop(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
     def loop(scalars: Any, rows: Sequence[Any]) -> list[Any]:
         # A stack that XLA fused with what reads it would look for its operand at each element.
         stacked = lax.optimization_barrier(jax.tree.map(lambda *leaves: _bits(jnp.stack(leaves)), *rows))
-        one = functools.partial(_one, body, static, scalars)
+        one = functools.partial(_call_body, body, static, scalars)
         like = jax.eval_shape(one, rows[0])
 
         def step(bits: Any) -> Any:
@@ -68,21 +68,21 @@ def _looped(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequ
 
         # Of places that XLA does not know each result is copied by the same code, of known ones by code of its own,
         # whose compilation took two thirds of the time.
-        found, places = lax.optimization_barrier((lax.map(step, stacked), [np.int32(i) for i in range(len(rows))]))
-        return [jax.tree.map(functools.partial(_taken, i), found, like) for i in places]
+        found, indices = lax.optimization_barrier((lax.map(step, stacked), [np.int32(i) for i in range(len(rows))]))
+        return [jax.tree.map(functools.partial(_unstack_row, i), found, like) for i in indices]
 
     def separate(scalars: Any, rows: Sequence[Any]) -> list[Any]:
-        return [_one(body, static, scalars, row) for row in rows]
+        return [_call_body(body, static, scalars, row) for row in rows]
 
     found: list[Any] = lax.platform_dependent(scalars, rows, cpu=loop, default=separate)
     return found
 
 
-def _taken(place: Any, stacked: Any, like: Any) -> Any:
-    return _from_bits(lax.dynamic_index_in_dim(stacked, place, keepdims=False, allow_negative_indices=False), like)
+def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
+    return _from_bits(lax.dynamic_index_in_dim(stacked, index, keepdims=False, allow_negative_indices=False), like)
 
 
-def _on_one_device() -> bool:
+def _is_single_device() -> bool:
     """Whether the arrays of the program that is traced lie on one device, or are a device's own."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -19,49 +19,51 @@ from fp8jax.ops.choice import missing_triton, on_cuda
 from fp8jax.ops.partition import on_one_device
 
 # A matrix, or the matrices of as many rows that one is side by side.
-Matrix = Array | tuple[Array, ...]
+PackedMatrix = Array | tuple[Array, ...]
 
 
-def joined(x: Matrix) -> Array:
+def concatenated(x: PackedMatrix) -> Array:
     """The matrix in one array."""
     return jnp.concatenate(x, 1) if isinstance(x, tuple) else x
 
 
-def shape_of(x: Matrix) -> tuple[int, ...]:
+def packed_shape(x: PackedMatrix) -> tuple[int, ...]:
     """Of the whole matrix."""
     return (x[0].shape[0], sum(y.shape[1] for y in x)) if isinstance(x, tuple) else x.shape
 
 
-def quantized_apart(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> bool:
+def can_quantize_unpacked(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> bool:
     """Whether the kernel that quantizes reads matrices where each lies: on one GPU, under one scale for all."""
     if not on_cuda() or not on_one_device() or missing_triton("quantize_triton") is not None:
         return False
     from pallas_kernels import quantize_triton
 
-    return _of_tensors(specs) and quantize_triton.unfit_beside(x) is None
+    return _is_per_tensor(specs) and quantize_triton.unsupported_packed_reason(x) is None
 
 
-def comes_apart(recipe: Linear, widths: Sequence[int]) -> bool:
+def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
     """Whether the result of a recipe's product costs less in arrays of these widths than cut out of one: where its
     gradients, too, are quantized from several. Narrow ones would be as many products of few columns."""
     specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
-    each: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in widths)
-    return None not in specs and not recipe.states and quantized_apart(each, specs)
+    section_shapes: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in split_sizes)
+    return None not in specs and not recipe.states and can_quantize_unpacked(section_shapes, specs)
 
 
-def _of_tensors(specs: Sequence[QuantSpec | None]) -> bool:
+def _is_per_tensor(specs: Sequence[QuantSpec | None]) -> bool:
     return all(spec is None or spec.granularity == "tensor" for spec in specs)
 
 
-def parts(
-    columns: QTensor | Array, bias: Array | None, widths: Sequence[int] | None
+def split_weight(
+    w_operand: QTensor | Array, bias: Array | None, split_sizes: Sequence[int] | None
 ) -> Iterator[tuple[QTensor | Array, Array | None]]:
     """The weight, (outputs, inputs), and the bias of each of several results; of one as they are."""
-    if widths is None:
-        yield columns, bias
+    if split_sizes is None:
+        yield w_operand, bias
     start = 0
-    for n in widths or ():
-        here = slice(start, start + n)
+    for n in split_sizes or ():
+        section = slice(start, start + n)
         start += n
-        of = replace(columns, codes=columns.codes[here]) if isinstance(columns, QTensor) else columns[here]
-        yield of, None if bias is None else bias[here]
+        w_section = (
+            replace(w_operand, codes=w_operand.codes[section]) if isinstance(w_operand, QTensor) else w_operand[section]
+        )
+        yield w_section, None if bias is None else bias[section]

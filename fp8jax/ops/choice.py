@@ -29,54 +29,54 @@ class Choice:
     reason: str
 
 
-_Listener = contextvars.ContextVar[list[Any] | None]
-_choices: _Listener = contextvars.ContextVar("choices", default=None)
-_saved: _Listener = contextvars.ContextVar("saved", default=None)
+_RecordsVar = contextvars.ContextVar[list[Any] | None]
+_choices: _RecordsVar = contextvars.ContextVar("choices", default=None)
+_residuals: _RecordsVar = contextvars.ContextVar("saved", default=None)
 
 
 @contextlib.contextmanager
-def _hearing(listener: _Listener) -> Iterator[list[Any]]:
-    heard: list[Any] = []
-    token = listener.set(heard)
+def _recording(records_var: _RecordsVar) -> Iterator[list[Any]]:
+    records: list[Any] = []
+    token = records_var.set(records)
     try:
-        yield heard
+        yield records
     finally:
-        listener.reset(token)
+        records_var.reset(token)
 
 
-def tell(operation: str, choice: Choice) -> Choice:
+def record_choice(operation: str, choice: Choice) -> Choice:
     """Says what computes an operation of the program that is being traced, to whoever listens; returns the choice."""
-    if (heard := _choices.get()) is not None:
-        heard.append((operation, choice))
+    if (records := _choices.get()) is not None:
+        records.append((operation, choice))
     return choice
 
 
-def listening() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
+def record_choices() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
     """Within it, a list of the operations that are traced and of what computes each, in their order.
 
     A function that JAX has traced before, and does not trace again, says nothing.
     """
-    return _hearing(_choices)
+    return _recording(_choices)
 
 
-def tell_saved(what: str) -> None:
+def record_residual(description: str) -> None:
     """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
-    if (heard := _saved.get()) is not None and what not in heard:
-        heard.append(what)
+    if (records := _residuals.get()) is not None and description not in records:
+        records.append(description)
 
 
-def saving() -> contextlib.AbstractContextManager[list[str]]:
+def record_residuals() -> contextlib.AbstractContextManager[list[str]]:
     """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
-    return _hearing(_saved)
+    return _recording(_residuals)
 
 
-def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:
+def summary(recorded: Iterable[tuple[str, Choice]]) -> list[str]:
     """A line for each operation, what computes it and why.
 
     Without numbers: JAX traces some functions several times, such as the body of a loop. How often what runs is read
     from the compiled program (`fp8jax.modules.compiled`).
     """
-    return [f"{name} by {c.impl}: {c.reason}" for name, c in dict.fromkeys(told)]
+    return [f"{name} by {c.impl}: {c.reason}" for name, c in dict.fromkeys(recorded)]
 
 
 class Target(NamedTuple):
@@ -118,7 +118,7 @@ def target(
         yield new
 
 
-def aimed() -> Target:
+def current_target() -> Target:
     """What programs are traced for here."""
     target: Target = _target.value
     return target
@@ -127,7 +127,7 @@ def aimed() -> Target:
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
-def named(a: Any, b: Any) -> Any:
+def product_name_scope(a: Any, b: Any) -> Any:
     """A context in which a product is named by what it multiplies, for `fp8jax.modules.compiled` to read.
 
     Args:
@@ -141,23 +141,23 @@ def named(a: Any, b: Any) -> Any:
 
 def on_cuda() -> bool:
     """Whether programs run on CUDA GPUs, as `target` says, or JAX's backend."""
-    return aimed().capability is not None or jax.default_backend() in ("cuda", "gpu")
+    return current_target().capability is not None or jax.default_backend() in ("cuda", "gpu")
 
 
 def capability() -> int:
     """Compute capability of the GPU, as 90, or what `target` says; without either that of Hopper."""
-    return aimed().capability or _found_capability()
+    return current_target().capability or _detect_capability()
 
 
 @functools.cache
-def _found_capability() -> int:
+def _detect_capability() -> int:
     device = jax.devices()[0]
     version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
     digits = version.replace(".", "")
     return int(digits) if digits.isdigit() else 0
 
 
-def varying(arrays: Any) -> frozenset[str]:
+def varying_axes(arrays: Any) -> frozenset[str]:
     """The mesh axes over which a `jax.shard_map` knows any array of a tree to vary."""
     axes: frozenset[str] = frozenset()
     for kind in map(jax.typeof, jax.tree.leaves(arrays)):
@@ -166,36 +166,36 @@ def varying(arrays: Any) -> frozenset[str]:
     return axes
 
 
-def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
+def match_varying_axes(*arrays: Array | None) -> tuple[Array | None, ...]:
     """Arrays as values that vary over the same mesh axes, where a `jax.shard_map` checks that; gradients are summed.
 
     Operations of JAX do so by themselves, differentiation rules of our own do not: in data-parallel training weights do
     not vary over devices, their gradients on each do.
     """
-    return vary_with(arrays, *arrays)
+    return cast_varying_like(arrays, *arrays)
 
 
-def vary_with(results: Any, *arguments: Any) -> Any:
+def cast_varying_like(results: Any, *arguments: Any) -> Any:
     """A tree of arrays, each as one that varies over the mesh axes that any of the arguments varies over."""
-    return vary_over(results, varying(arguments))
+    return cast_varying_over(results, varying_axes(arguments))
 
 
-def vary_over(results: Any, axes: Collection[str]) -> Any:
+def cast_varying_over(results: Any, axes: Collection[str]) -> Any:
     """A tree of arrays, each as one that varies over these mesh axes."""
 
     def cast(x: Array) -> Array:
-        missing = set(axes) - varying(x)
+        missing = set(axes) - varying_axes(x)
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(cast, results)
 
 
-def local(function: Callable[..., Any]) -> Callable[..., Any]:
+def mark_varying(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of a device's own arrays, each of whose results may depend on all of them.
 
     The results of a kernel do not say over which mesh axes they vary; here it is those of any argument.
     """
-    return lambda *args: vary_with(function(*args), *args)
+    return lambda *args: cast_varying_like(function(*args), *args)
 
 
 IMPLS = ("auto", "xla", "triton")
@@ -207,7 +207,7 @@ def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
 
 
-def triton_or_xla(impl: str, unfit: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
+def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
     """What computes an operation for which there is a Triton kernel.
 
     Args:
@@ -222,7 +222,7 @@ def triton_or_xla(impl: str, unfit: Callable[[], str | None], kernel: str = "the
     check_impl(impl)
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = unfit() if impl == "triton" or on_cuda() else "it needs a CUDA GPU"
+    reason = unsupported_reason() if impl == "triton" or on_cuda() else "it needs a CUDA GPU"
     if reason is None:
         return Choice("triton", f"{kernel} takes it")
     if impl == "triton":
@@ -230,29 +230,33 @@ def triton_or_xla(impl: str, unfit: Callable[[], str | None], kernel: str = "the
     return Choice("xla", f"not {kernel}: {reason}")
 
 
-def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any], logical: bool = False) -> Any:
+def by_platform(
+    *args: Any, cuda: Callable[..., Any], default: Callable[..., Any], hide_explicit_axes: bool = False
+) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`.
 
     With `logical` the reference knows nothing of Explicit axes. Both are traced once for all calls that are alike, as
     those of a model's blocks are.
     """
-    return traced.once(functools.partial(_by_platform, cuda, default, logical), *args)
+    return traced.call_traced_once(functools.partial(_by_platform, cuda, default, hide_explicit_axes), *args)
 
 
-def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], logical: bool, *args: Any) -> Any:
-    kernel = local(cuda)
-    return lax.platform_dependent(*args, cuda=kernel, default=placed_like(kernel, local(default), args, logical))
+def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], hide_explicit_axes: bool, *args: Any) -> Any:
+    kernel = mark_varying(cuda)
+    return lax.platform_dependent(
+        *args, cuda=kernel, default=reshard_like(kernel, mark_varying(default), args, hide_explicit_axes)
+    )
 
 
 def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
     """The result of what was chosen: of a kernel that `impl` asked for wherever the program runs, else by platform."""
     if choice.impl == "xla":
         return reference(*args)
-    return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else local(kernel)(*args)
+    return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else mark_varying(kernel)(*args)
 
 
-def placed_like(
-    kernel: Callable[..., Any], reference: Callable[..., Any], args: Any, logical: bool = False
+def reshard_like(
+    kernel: Callable[..., Any], reference: Callable[..., Any], args: Any, hide_explicit_axes: bool = False
 ) -> Callable[..., Any]:
     """The reference with results placed as the kernel's: on Explicit axes types say how results lie."""
     axes = [name for x in jax.tree.leaves(args) for name in jax.typeof(x).sharding.mesh.explicit_axes]
@@ -260,18 +264,18 @@ def placed_like(
         return reference
     closed, results = jax.make_jaxpr(kernel, return_shape=True)(*args)
     shardings = [kind.sharding for kind in closed.out_avals]
-    if logical:
+    if hide_explicit_axes:
         out = jax.tree.unflatten(jax.tree.structure(results), shardings)
         return jax.sharding.auto_axes(reference, axes=tuple(dict.fromkeys(axes)), out_sharding=out)  # type: ignore[no-any-return]
 
-    def place(x: Array, sharding: Any) -> Array:
+    def reshard_to(x: Array, sharding: Any) -> Array:
         return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
-    def placed(*args: Any) -> Any:
+    def resharded_reference(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(reference(*args))
-        return jax.tree.unflatten(structure, map(place, leaves, shardings))
+        return jax.tree.unflatten(structure, map(reshard_to, leaves, shardings))
 
-    return placed
+    return resharded_reference
 
 
 TRITON_CAPABILITY = 75  # of kernels that convert no FP8
@@ -288,7 +292,7 @@ def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
     Raises:
         ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
     """
-    return _missing_triton(kernel, capability(), fp8) if aimed().kernels else "kernels are switched off"
+    return _missing_triton(kernel, capability(), fp8) if current_target().kernels else "kernels are switched off"
 
 
 @functools.cache
@@ -312,7 +316,7 @@ def _broken_triton(capability: int) -> str | None:
     """
     from pallas_kernels import call_triton, launch_triton
 
-    launch_triton.chosen()  # raises for an unknown value of its variable, which no package is to blame for
+    launch_triton.get_launcher()  # raises for an unknown value of its variable, which no package is to blame for
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         error = pool.submit(call_triton.check, capability).exception()
     if error is None:

@@ -7,22 +7,22 @@ from jax import Array, lax
 
 # Of logits and their cotangents, in fp32 and 16 bits, and, of a head of codes, both in 16: fewer and larger chunks, as
 # its products take less of the time that each chunk's addition to the weight's gradient takes.
-CHUNK_BYTES, CODED_BYTES = 3 * 2**29, 2**31
-MOST_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
-CODED_CHUNK = 8192  # tokens of a head of codes: with more, measured, it is no faster
+CHUNK_BYTES, QUANTIZED_CHUNK_BYTES = 3 * 2**29, 2**31
+MAX_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
+QUANTIZED_CHUNK_TOKENS = 8192  # tokens of a head of codes: with more, measured, it is no faster
 TILE = 128  # tokens of which a product computes no part
 
 
-def chunks_of(tokens: int, vocabulary: int, coded: bool) -> int:
+def num_chunks(tokens: int, vocabulary: int, is_quantized: bool) -> int:
     """How many chunks the tokens of a device are taken in; `coded` heads have logits in 16 bits.
 
     A quarter more than would do, where chunks then are of whole tiles.
     """
-    each, at_once = (4, CODED_BYTES) if coded else (6, CHUNK_BYTES)
-    number = -(-each * tokens * vocabulary // at_once)
-    number = min(max(number, -(-tokens // CODED_CHUNK) if coded else 1), MOST_CHUNKS)
-    more = range(number, min(number * 5 // 4, MOST_CHUNKS) + 1)
-    return next((n for n in more if tokens % (TILE * n) == 0), number)
+    bytes_per_logit, chunk_bytes = (4, QUANTIZED_CHUNK_BYTES) if is_quantized else (6, CHUNK_BYTES)
+    number = -(-bytes_per_logit * tokens * vocabulary // chunk_bytes)
+    number = min(max(number, -(-tokens // QUANTIZED_CHUNK_TOKENS) if is_quantized else 1), MAX_CHUNKS)
+    candidates = range(number, min(number * 5 // 4, MAX_CHUNKS) + 1)
+    return next((n for n in candidates if tokens % (TILE * n) == 0), number)
 
 
 class TokenChunks(NamedTuple):
@@ -33,22 +33,24 @@ class TokenChunks(NamedTuple):
     number: int
 
     @staticmethod
-    def of(x: Array, vocabulary: int, coded: bool, tokens_per_chunk: int | None) -> "TokenChunks":
+    def from_array(x: Array, vocabulary: int, is_quantized: bool, tokens_per_chunk: int | None) -> "TokenChunks":
         """Of (..., channels) along its longest axis of tokens, by a given number of them or as `chunks_of` says."""
         tokens = x.size // x.shape[-1]
         axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
-        number = chunks_of(tokens, vocabulary, coded) if tokens_per_chunk is None else -(-tokens // tokens_per_chunk)
+        number = (
+            num_chunks(tokens, vocabulary, is_quantized) if tokens_per_chunk is None else -(-tokens // tokens_per_chunk)
+        )
         return TokenChunks(axis, x.shape[axis], min(number, x.shape[axis]))
 
-    def cut(self, x: Array) -> Array:
+    def split(self, x: Array) -> Array:
         """(chunks, ...) of (...); what fills the last rows up is 0. Every `number`-th token is in one chunk."""
-        short = -self.size % self.number
-        if short:
-            x = jnp.pad(x, [(0, short if i == self.axis else 0) for i in range(x.ndim)])
-        shape = (*x.shape[: self.axis], (self.size + short) // self.number, self.number, *x.shape[self.axis + 1 :])
+        padding = -self.size % self.number
+        if padding:
+            x = jnp.pad(x, [(0, padding if i == self.axis else 0) for i in range(x.ndim)])
+        shape = (*x.shape[: self.axis], (self.size + padding) // self.number, self.number, *x.shape[self.axis + 1 :])
         return jnp.moveaxis(x.reshape(shape), self.axis + 1, 0)
 
-    def joined(self, x: Array) -> Array:
+    def merge(self, x: Array) -> Array:
         """The inverse of `cut`."""
         x = jnp.moveaxis(x, 0, self.axis + 1)
         x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])

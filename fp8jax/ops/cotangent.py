@@ -13,10 +13,10 @@ from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.operand import encode
 from fp8jax.ops.quantize import quantize_and_sum
-from fp8jax.ops.saved import Origin
+from fp8jax.ops.saved import ArrayFacts
 
 
-class Cotangent(NamedTuple):
+class CotangentOperands(NamedTuple):
     """A gradient (tokens, outputs).
 
     Attributes:
@@ -29,17 +29,17 @@ class Cotangent(NamedTuple):
     sums: Array | None
 
 
-def quantized(
-    dy: beside.Matrix,
+def encode_cotangent(
+    dy: beside.PackedMatrix,
     recipe: Linear,
     *,
     key: Array | None,
     scale: Array | None,
-    origin: Origin,
-    shared: bool,
-    tokens: Array | None,
-    sums: bool,
-) -> Cotangent:
+    facts: ArrayFacts,
+    shares_token_scales: bool,
+    x_token_scale: Array | None,
+    with_sums: bool,
+) -> CotangentOperands:
     """A gradient as a recipe has it.
 
     Args:
@@ -52,30 +52,38 @@ def quantized(
         tokens: the scale of the input's codes, one or one a token, if that is known.
         sums: whether its sums are wanted.
     """
-    part = origin.part
-    rows, columns, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.own_strategy("dy")
-    pair: tuple[Operand, Operand]
-    if rows is None or columns is None or rows.folds or columns.folds:
-        dy = beside.joined(dy)
-        if shared and rows is not None and rows.folds:
-            pair = microscaled.gradient_operands(dy, rows, tokens, part)
-            return Cotangent(*pair, column_sums(dy) if sums else None)
+    fused_output = facts.fused_output
+    row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
+    operands: tuple[Operand, Operand]
+    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
+        dy = beside.concatenated(dy)
+        if shares_token_scales and row_spec is not None and row_spec.is_folded:
+            operands = microscaled.gradient_operands(dy, row_spec, x_token_scale, fused_output)
+            return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
         keys = (None, None) if key is None else jax.random.split(key)
-        pair = (
-            encode(dy, rows, strategy, key=keys[0], scale=scale, part=part),
-            encode(dy, columns, strategy, key=keys[1], scale=scale, transposed=True, part=part),
+        operands = (
+            encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output),
+            encode(dy, column_spec, strategy, key=keys[1], scale=scale, transposed=True, fused_output=fused_output),
         )
-        return Cotangent(*pair, column_sums(dy) if sums else None)
-    transposed = SAME if recipe.dy_wgrad == SAME else columns
-    (first, second), total = quantize_and_sum(
-        dy, rows, transposed, sums=sums, scale=scale, strategy=strategy, key=key, part=part, largest=origin.peak
+        return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
+    transposed = SAME if recipe.dy_wgrad == SAME else column_spec
+    (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
+        dy,
+        row_spec,
+        transposed,
+        sums=with_sums,
+        scale=scale,
+        strategy=strategy,
+        key=key,
+        fused_output=fused_output,
+        amax=facts.amax,
     )
-    assert first is not None
-    assert second is not None
-    return Cotangent(first, second, total)
+    assert row_codes is not None
+    assert column_codes is not None
+    return CotangentOperands(row_codes, column_codes, sums_over_tokens)
 
 
-def row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
+def row_bounds(a: Operand, b: Operand, passthrough_cotangent: Array | None) -> Array:
     """An upper bound of the magnitudes in each row of a @ b.T + others, rounded to 16 bits: fp32 (rows,)."""
 
     def norms(x: Operand) -> Array:
@@ -85,6 +93,6 @@ def row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
         return jnp.sqrt(jnp.sum(jnp.square(values), -1))
 
     bound = norms(a) * jnp.max(norms(b), initial=0.0)
-    if others is not None:
-        bound = bound + jnp.max(jnp.abs(fused.matrix(others)), -1, initial=0.0).astype(jnp.float32)
+    if passthrough_cotangent is not None:
+        bound = bound + jnp.max(jnp.abs(fused.to_matrix(passthrough_cotangent)), -1, initial=0.0).astype(jnp.float32)
     return 1.01 * bound

@@ -16,19 +16,36 @@ from jax import Array, lax
 from fp8jax.core import derivatives, scaling
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops import targets
-from fp8jax.ops.choice import vary_with
+from fp8jax.ops.choice import cast_varying_like
 from fp8jax.ops.chunks import TokenChunks
-from fp8jax.ops.cuts import WHOLE, Cut
-from fp8jax.ops.head import CODES_CUTS, Codes, beyond, codes_of, has_codes, head_of, logits_of, shape_of, steepest
-from fp8jax.ops.linear import stateless
-from fp8jax.ops.logits import LogitCotangents, Logits, cotangent_bound, exponentials, finite, picked_of
-from fp8jax.ops.partition import partitioned
-from fp8jax.ops.sharding import explicit_mesh, place, spec_of
+from fp8jax.ops.cuts import UNSHARDED, DimSharding
+from fp8jax.ops.head import (
+    CODES_DIMS,
+    HeadCodes,
+    bound_excess,
+    compute_logits,
+    has_codes,
+    make_head,
+    max_logit_cotangent,
+    quantize_head,
+    weight_shape,
+)
+from fp8jax.ops.linear import require_stateless
+from fp8jax.ops.logits import (
+    LogitCotangentFacts,
+    Logits,
+    cotangent_bound,
+    label_logits,
+    max_and_sum_exp,
+    zero_nonfinite,
+)
+from fp8jax.ops.partition import run_partitioned
+from fp8jax.ops.sharding import explicit_mesh, reshard, spec_of
 from fp8jax.recipes import linear_part, resolve
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loss:
+class _LossConfig:
     """What a token's loss is of its logits, and what multiplies."""
 
     softcap: float | None
@@ -36,7 +53,7 @@ class _Loss:
     z_loss: float
     vocabulary_axis: int
     tokens_per_chunk: int | None
-    part: Linear | None
+    linear_recipe: Linear | None
 
 
 def linear_cross_entropy(
@@ -46,7 +63,7 @@ def linear_cross_entropy(
     *,
     bias: Array | None = None,
     where: Array | None = None,
-    ignore_label: int | None = targets.IGNORED,
+    ignore_label: int | None = targets.IGNORE_LABEL,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -97,7 +114,7 @@ def linear_cross_entropy(
         ValueError: shapes do not match, or an argument is out of its range.
         TypeError: labels are no integers, or `x` and `w` no floats.
     """
-    targets.check(x, w, labels, bias, where, vocabulary_axis)
+    targets.check_operands(x, w, labels, bias, where, vocabulary_axis)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if softcap is not None and not softcap > 0:
@@ -108,30 +125,32 @@ def linear_cross_entropy(
         raise ValueError(f"z_loss must be at least 0, got {z_loss}")
     if tokens_per_chunk is not None and tokens_per_chunk < 1:
         raise ValueError(f"tokens_per_chunk must be at least 1, got {tokens_per_chunk}")
-    if isinstance(resolved := recipe if recipe is None else resolve(recipe), Recipe) and resolved.head.quantized:
+    if isinstance(resolved := recipe if recipe is None else resolve(recipe), Recipe) and resolved.head.is_quantized:
         recipe = resolved.head
-    part = None if recipe is None or not linear_part(recipe).quantized else stateless(recipe)
-    if part is not None and not has_codes(part) and explicit_mesh(x, w) is not None:
+    linear_recipe = None if recipe is None or not linear_part(recipe).is_quantized else require_stateless(recipe)
+    if linear_recipe is not None and not has_codes(linear_recipe) and explicit_mesh(x, w) is not None:
         raise ValueError(
             "on a mesh with Explicit axes the head takes a recipe whose operands have one FP8 scale each, such as "
             "'te_current', or none: give recipe=None, or Auto axes"
         )
-    loss = _Loss(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, part)
-    counts = jnp.ones(labels.shape, bool) if where is None else where
+    loss = _LossConfig(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, linear_recipe)
+    is_counted = jnp.ones(labels.shape, bool) if where is None else where
     if ignore_label is not None:
-        counts = counts & ~targets.ignored(labels, ignore_label)
+        is_counted = is_counted & ~targets.is_ignored(labels, ignore_label)
     if where is not None or ignore_label is not None:
-        x = jnp.where(counts[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
+        x = jnp.where(is_counted[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
     vocabulary = w.shape[loss.vocabulary_axis]
-    targets.check_labels(labels, counts, vocabulary)
-    labels = targets.entries(labels, vocabulary)
-    x, w, bias = vary_with((x, w, bias), x, w, bias, labels, counts)
-    token = derivatives.token(derivatives.named(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias)
+    targets.check_labels(labels, is_counted, vocabulary)
+    labels = targets.to_int32_labels(labels, vocabulary)
+    x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
+    token = derivatives.second_order_guard(
+        derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
+    )
     if reduction == "none":
-        return _each(loss, x, w, bias, key, labels, counts, token)
-    weights = counts.astype(jnp.float32)
+        return _per_token(loss, x, w, bias, key, labels, is_counted, token)
+    weights = is_counted.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
         # Gradients of a mean over many tokens are below the smallest fp16: they are divided when they are scaled.
@@ -147,110 +166,136 @@ class _Softmax(NamedTuple):
     """
 
     z: Array
-    hit: Array
+    is_label: Array
     lse: Array
-    label: Array
-    known: Array
-    own: Array
-    made: bool
+    label_logit: Array
+    is_valid_label: Array
+    local_labels: Array
+    has_matmul_output: bool
 
 
-def _values(loss: _Loss, cut: Cut, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
+def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
     """The loss of each token, (...), of logits (..., a device's part of the vocabulary)."""
     if loss.softcap is not None:
         logits = Logits(loss.softcap * jnp.tanh(logits.values / loss.softcap))
-    z, (largest, total) = logits.values, exponentials(logits)
-    top = finite(cut.maximum(largest, "v"))
-    lse = top + jnp.log(cut.total(total * jnp.exp(jnp.minimum(finite(largest) - top, 0.0)), "v"))
-    first, vocabulary = cut.start("v", z.shape[-1]), z.shape[-1] * cut.devices("v")
-    own = labels - first
-    hit = own[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
-    at_label = jnp.sum(jnp.where(hit, z, 0.0), axis=-1) if logits.made is None else picked_of(logits.made, own)
-    picked = (1 - loss.label_smoothing) * at_label
+    z, (local_max_logit, total) = logits.values, max_and_sum_exp(logits)
+    max_logit = zero_nonfinite(sharding.pmax(local_max_logit, "v"))
+    lse = max_logit + jnp.log(
+        sharding.psum(total * jnp.exp(jnp.minimum(zero_nonfinite(local_max_logit) - max_logit, 0.0)), "v")
+    )
+    first, vocabulary = sharding.shard_offset("v", z.shape[-1]), z.shape[-1] * sharding.num_shards("v")
+    local_labels = labels - first
+    is_label = local_labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
+    local_label_logit = (
+        jnp.sum(jnp.where(is_label, z, 0.0), axis=-1)
+        if logits.matmul_output is None
+        else label_logits(logits.matmul_output, local_labels)
+    )
+    label_term = (1 - loss.label_smoothing) * local_label_logit
     if loss.label_smoothing:
-        picked = picked + loss.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
-    value = lse - cut.total(picked, "v")
+        label_term = label_term + loss.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
+    value = lse - sharding.psum(label_term, "v")
     if loss.z_loss:
         value = value + loss.z_loss * lse**2
-    known = (labels >= 0) & (labels < vocabulary)
-    label = cut.total(at_label, "v")
-    return jnp.where(known, value, jnp.nan), _Softmax(z, hit, lse, label, known, own, logits.made is not None)
+    is_valid_label = (labels >= 0) & (labels < vocabulary)
+    label_logit = sharding.psum(local_label_logit, "v")
+    return jnp.where(is_valid_label, value, jnp.nan), _Softmax(
+        z, is_label, lse, label_logit, is_valid_label, local_labels, logits.matmul_output is not None
+    )
 
 
-def _logit_cotangents(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> Array:
+def _logit_cotangents(loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array) -> Array:
     """The gradient with respect to logits of the sum of `weights` times the losses; 0 where the weight is."""
-    z, hit, lse, *_ = parts
+    z, is_label, lse, *_ = softmax
     d = jnp.exp(z - lse[..., None])
     if loss.z_loss:
         d = d * (1 + 2 * loss.z_loss * lse)[..., None]
-    d = d - jnp.where(hit, 1 - loss.label_smoothing, 0.0)
+    d = d - jnp.where(is_label, 1 - loss.label_smoothing, 0.0)
     if loss.label_smoothing:
-        d = d - loss.label_smoothing / (z.shape[-1] * cut.devices("v"))
+        d = d - loss.label_smoothing / (z.shape[-1] * sharding.num_shards("v"))
     if loss.softcap is not None:
         d = d * (1 - (z / loss.softcap) ** 2)
-    weights = _weights(parts, weights)[..., None]
+    weights = _mark_invalid_labels(softmax, weights)[..., None]
     return jnp.where(weights == 0, 0.0, d * weights)
 
 
-def _weights(parts: _Softmax, weights: Array) -> Array:
+def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
     """NaN where a label that counts is none."""
-    return jnp.where(parts.known | (weights == 0), weights, jnp.nan)
+    return jnp.where(softmax.is_valid_label | (weights == 0), weights, jnp.nan)
 
 
-def _origin(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> LogitCotangents | None:
+def _cotangent_facts(
+    loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
+) -> LogitCotangentFacts | None:
     """What `_logit_cotangents` are of logits as a product made them."""
-    return _described(loss, cut, parts, weights) if parts.made else None
+    return _describe_cotangents(loss, sharding, softmax, weights) if softmax.has_matmul_output else None
 
 
-def _described(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> LogitCotangents:
+def _describe_cotangents(
+    loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
+) -> LogitCotangentFacts:
     """What `_logit_cotangents` are, before the cap."""
-    rest = loss.label_smoothing / (parts.z.shape[-1] * int(cut.devices("v")))
-    lse, labels, weights = (x.reshape(-1) for x in (parts.lse, parts.own, _weights(parts, weights)))
-    return LogitCotangents(lse, labels.astype(jnp.int32), weights, 2 * loss.z_loss, 1 - loss.label_smoothing, rest)
+    other_weight = loss.label_smoothing / (softmax.z.shape[-1] * int(sharding.num_shards("v")))
+    lse, labels, weights = (
+        x.reshape(-1) for x in (softmax.lse, softmax.local_labels, _mark_invalid_labels(softmax, weights))
+    )
+    return LogitCotangentFacts(
+        lse, labels.astype(jnp.int32), weights, 2 * loss.z_loss, 1 - loss.label_smoothing, other_weight
+    )
 
 
-def _cut(loss: _Loss, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> Any:
+def _run_sharded(
+    loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
+) -> Any:
     """`function(cut, *operands)` of a device's tokens and vocabulary; operations of linear layers cut themselves."""
-    if loss.part is not None and not has_codes(loss.part):
-        return function(WHOLE, x, w, bias, *rest)
-    weight: Any = _WEIGHT[loss.vocabulary_axis]
-    operand: Array | Codes = w
-    if loss.part is not None:
-        weight, vocabulary = CODES_CUTS, w.shape[loss.vocabulary_axis]
-        largest = None
-        if len(rest) > 2:
-            assert rest[2] is not None
-            largest = scaling.largest_magnitude(rest[2]) * steepest(vocabulary, loss.softcap, loss.z_loss)
-        operand = codes_of(x, w, loss.vocabulary_axis, loss.part, largest)
-    tokens = _tokens(x)
-    ins = (f"{tokens} -", weight, "v", *[tokens if a is not None else "" for a in rest])
-    operands = (x, operand, bias, *rest)
+    if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
+        return function(UNSHARDED, x, w, bias, *other_operands)
+    weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]
+    operand: Array | HeadCodes = w
+    if loss.linear_recipe is not None:
+        weight, vocabulary = CODES_DIMS, w.shape[loss.vocabulary_axis]
+        max_cotangent = None
+        if len(other_operands) > 2:
+            assert other_operands[2] is not None
+            max_cotangent = scaling.compute_amax(other_operands[2]) * max_logit_cotangent(
+                vocabulary, loss.softcap, loss.z_loss
+            )
+        operand = quantize_head(x, w, loss.vocabulary_axis, loss.linear_recipe, max_cotangent)
+    tokens = _token_dims(x)
+    ins = (f"{tokens} -", weight, "v", *[tokens if a is not None else "" for a in other_operands])
+    operands = (x, operand, bias, *other_operands)
     name = f"linear_cross_entropy_{function.func.__name__}"
-    return vary_with(partitioned(name, loss, function, operands, ins, outs, kernel=False), operands)
+    return cast_varying_like(run_partitioned(name, loss, function, operands, ins, outs, is_kernel=False), operands)
 
 
-_WEIGHT = ("v -", "- v")
+_WEIGHT_DIMS = ("v -", "- v")
 
 
-def _tokens(x: Array) -> str:
+def _token_dims(x: Array) -> str:
     return " ".join(f"t{i}" for i in range(x.ndim - 1))
 
 
-def _chunks(loss: _Loss, x: Array, shape: tuple[int, ...]) -> TokenChunks:
-    return TokenChunks.of(x, shape[loss.vocabulary_axis], has_codes(loss.part), loss.tokens_per_chunk)
+def _chunks(loss: _LossConfig, x: Array, shape: tuple[int, ...]) -> TokenChunks:
+    return TokenChunks.from_array(x, shape[loss.vocabulary_axis], has_codes(loss.linear_recipe), loss.tokens_per_chunk)
 
 
-def _losses(
-    loss: _Loss, cut: Cut, x: Array, w: Array | Codes, bias: Array | None, key: Array | None, labels: Array
+def _compute_losses(
+    loss: _LossConfig,
+    sharding: DimSharding,
+    x: Array,
+    w: Array | HeadCodes,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
 ) -> Array:
     """The loss of each token, (...)."""
-    head = head_of(w, loss.vocabulary_axis, loss.part, key, x.dtype)
-    chunks = _chunks(loss, x, shape_of(w, loss.vocabulary_axis))
+    head = make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype)
+    chunks = _chunks(loss, x, weight_shape(w, loss.vocabulary_axis))
 
     def chunk(operands: tuple[Array, Array]) -> Array:
-        return _values(loss, cut, logits_of(head, operands[0], bias)[0], operands[1])[0]
+        return _values(loss, sharding, compute_logits(head, operands[0], bias)[0], operands[1])[0]
 
-    return chunks.joined(lax.map(chunk, (chunks.cut(x), chunks.cut(labels))))
+    return chunks.merge(lax.map(chunk, (chunks.split(x), chunks.split(labels))))
 
 
 class _Gradients(NamedTuple):
@@ -262,102 +307,124 @@ class _Gradients(NamedTuple):
     bias: Array | None
 
 
-def _gradients(
-    loss: _Loss,
-    cut: Cut,
+def _compute_gradients(
+    loss: _LossConfig,
+    sharding: DimSharding,
     x: Array,
-    w: Array | Codes,
+    w: Array | HeadCodes,
     bias: Array | None,
     key: Array | None,
     labels: Array,
     weights: Array,
 ) -> _Gradients:
     """Three products a chunk."""
-    head, shape = head_of(w, loss.vocabulary_axis, loss.part, key, x.dtype), shape_of(w, loss.vocabulary_axis)
+    head, shape = (
+        make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype),
+        weight_shape(w, loss.vocabulary_axis),
+    )
     chunks = _chunks(loss, x, shape)
-    tokens = _tokens(x)
+    tokens = _token_dims(x)
 
     def chunk(sums: Any, operands: Any) -> Any:
         x, labels, weights = operands
-        logits, pull = logits_of(head, x, bias)
-        values, parts = _values(loss, cut, logits, labels)
-        d = _logit_cotangents(loss, cut, parts, weights)
-        if isinstance(w, Codes):
-            assert loss.part is not None
-            described = _described(loss, cut, parts, weights)
-            bound = cotangent_bound(described, parts.z, parts.label, loss.softcap)
-            over = w.chunk_factor(loss.part, bound)
+        logits, vjp_fn = compute_logits(head, x, bias)
+        values, softmax = _values(loss, sharding, logits, labels)
+        d = _logit_cotangents(loss, sharding, softmax, weights)
+        if isinstance(w, HeadCodes):
+            assert loss.linear_recipe is not None
+            facts_before_cap = _describe_cotangents(loss, sharding, softmax, weights)
+            bound = cotangent_bound(facts_before_cap, softmax.z, softmax.label_logit, loss.softcap)
+            divisor = w.chunk_divisor(loss.linear_recipe, bound)
             if loss.z_loss and loss.softcap is None:
-                vocabulary = logits.values.shape[-1] * cut.devices("v")
-                over = over * beyond(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, parts.lse))
-            origin = _origin(loss, cut, parts, weights / over)
-            dx, dw = (over * part.astype(jnp.float32) for part in pull(d / over, origin))
+                vocabulary = logits.values.shape[-1] * sharding.num_shards("v")
+                divisor = divisor * bound_excess(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, softmax.lse))
+            facts = _cotangent_facts(loss, sharding, softmax, weights / divisor)
+            dx, dw = (divisor * gradient.astype(jnp.float32) for gradient in vjp_fn(d / divisor, facts))
         else:
-            dx, dw = pull(d, _origin(loss, cut, parts, weights))
+            dx, dw = vjp_fn(d, _cotangent_facts(loss, sharding, softmax, weights))
         total, sum_w, sum_bias = sums
         if sum_bias is not None:
             sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))
-        return (total + _weighted(values, weights), sum_w + dw, sum_bias), dx.astype(x.dtype)
+        return (total + _weighted_sum(values, weights), sum_w + dw, sum_bias), dx.astype(x.dtype)
 
     zeros = (
         jnp.float32(0),
         jnp.zeros(shape, jnp.float32),
         None if bias is None else jnp.zeros(bias.shape, jnp.float32),
     )
-    zeros = vary_with(zeros, x, labels, weights)
-    (total, dw, db), dx = lax.scan(chunk, zeros, tuple(map(chunks.cut, (x, labels, weights))))
+    zeros = cast_varying_like(zeros, x, labels, weights)
+    (total, dw, db), dx = lax.scan(chunk, zeros, tuple(map(chunks.split, (x, labels, weights))))
     # Devices sum in the dtype of products, once; tokens that others have the rest of the vocabulary of, likewise.
-    total, dx = cut.total(total, tokens), cut.total(chunks.joined(dx), "v")
-    return _Gradients(total, dx, cut.total(dw.astype(x.dtype), tokens), None if db is None else cut.total(db, tokens))
+    total, dx = sharding.psum(total, tokens), sharding.psum(chunks.merge(dx), "v")
+    return _Gradients(
+        total, dx, sharding.psum(dw.astype(x.dtype), tokens), None if db is None else sharding.psum(db, tokens)
+    )
 
 
-def _weighted(values: Array, weights: Array) -> Array:
+def _weighted_sum(values: Array, weights: Array) -> Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, values * weights))
 
 
-def _all_losses(loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array) -> Array:
-    return _cut(loss, functools.partial(_losses, loss), _tokens(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
+def _sharded_losses(
+    loss: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array
+) -> Array:
+    return _run_sharded(loss, functools.partial(_compute_losses, loss), _token_dims(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
 
 
-def _all_gradients(loss: _Loss, read: tuple[Array | None, ...], *operands: Any) -> _Gradients:
+def _sharded_gradients(
+    loss: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
+) -> _Gradients:
     """Gradients by operands; those by codes have no derivative by what is read."""
-    x, w, bias, *rest = operands if loss.part is None else lax.stop_gradient(operands)
-    outs = ("", f"{_tokens(x)} -", _WEIGHT[loss.vocabulary_axis], "v")
-    total, *gradients = _cut(loss, functools.partial(_gradients, loss), outs, x, w, bias, *rest)
-    placed: list[Any] = [
-        g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)
+    x, w, bias, *other_operands = operands if loss.linear_recipe is None else lax.stop_gradient(operands)
+    outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[loss.vocabulary_axis], "v")
+    total, *gradients = _run_sharded(
+        loss, functools.partial(_compute_gradients, loss), outs, x, w, bias, *other_operands
+    )
+    resharded: list[Any] = [
+        g if g is None else reshard(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)
     ]
-    result, name = _Gradients(total, *placed), f"linear_cross_entropy of {x.shape} and {w.shape}"
-    return result if loss.part is None else derivatives.once(name, result, read)
+    result, name = _Gradients(total, *resharded), f"linear_cross_entropy of {x.shape} and {w.shape}"
+    return (
+        result if loss.linear_recipe is None else derivatives.differentiable_once(name, result, differentiable_inputs)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array, _: Array
+    loss: _LossConfig,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
+    weights: Array,
+    _: Array,
 ) -> Array:
-    return _weighted(_all_losses(loss, x, w, bias, key, labels), weights)
+    return _weighted_sum(_sharded_losses(loss, x, w, bias, key, labels), weights)
 
 
-def _sum_forward(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> tuple[Array, Any]:
-    gradients = _all_gradients(loss, rest[-1:], x, w, bias, *rest[:-1])
-    return gradients.total, (gradients, _dtypes(x, w, bias))
+def _sum_forward(
+    loss: _LossConfig, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
+) -> tuple[Array, Any]:
+    gradients = _sharded_gradients(loss, other_operands[-1:], x, w, bias, *other_operands[:-1])
+    return gradients.total, (gradients, _dtype_carriers(x, w, bias))
 
 
-def _sum_backward(loss: _Loss, residuals: Any, cotangent: Array) -> Any:
+def _sum_backward(loss: _LossConfig, residuals: Any, cotangent: Array) -> Any:
     gradients, dtypes = residuals
-    return _cotangents(gradients, dtypes, cotangent)
+    return _scale_gradients(gradients, dtypes, cotangent)
 
 
-def _dtypes(*arrays: Array | None) -> tuple[Array | None, ...]:
+def _dtype_carriers(*arrays: Array | None) -> tuple[Array | None, ...]:
     """Empty arrays that carry the dtypes of cotangents to a backward pass."""
     return tuple(None if a is None else jnp.zeros((0,), a.dtype) for a in arrays)
 
 
-def _cotangents(gradients: _Gradients, likes: Any, factor: Array | float) -> Any:
+def _scale_gradients(gradients: _Gradients, dtype_carriers: Any, factor: Array | float) -> Any:
     """Of all operands; the gradients times a factor, in the dtypes of what they are gradients of."""
     scaled = [
         None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
-        for g, like in zip(gradients[1:], likes, strict=True)
+        for g, like in zip(gradients[1:], dtype_carriers, strict=True)
     ]
     return (*scaled, None, None, None, None)
 
@@ -366,21 +433,28 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _each(
-    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, counts: Array, _: Array
+def _per_token(
+    loss: _LossConfig,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
+    is_counted: Array,
+    _: Array,
 ) -> Array:
-    return jnp.where(counts, _all_losses(loss, x, w, bias, key, labels), 0.0)
+    return jnp.where(is_counted, _sharded_losses(loss, x, w, bias, key, labels), 0.0)
 
 
-def _each_forward(loss: _Loss, *operands: Array | None) -> Any:
-    return _each(loss, *operands), operands
+def _per_token_forward(loss: _LossConfig, *operands: Array | None) -> Any:
+    return _per_token(loss, *operands), operands
 
 
-def _each_backward(loss: _Loss, residuals: Any, cotangents: Array) -> Any:
-    x, w, bias, key, labels, counts, token = residuals
-    weights = jnp.where(counts, cotangents, 0.0)
-    gradients = _all_gradients(loss, (cotangents, token), x, w, bias, key, labels, weights)
-    return _cotangents(gradients, _dtypes(x, w, bias), 1.0)
+def _per_token_backward(loss: _LossConfig, residuals: Any, cotangents: Array) -> Any:
+    x, w, bias, key, labels, is_counted, token = residuals
+    weights = jnp.where(is_counted, cotangents, 0.0)
+    gradients = _sharded_gradients(loss, (cotangents, token), x, w, bias, key, labels, weights)
+    return _scale_gradients(gradients, _dtype_carriers(x, w, bias), 1.0)
 
 
-_each.defvjp(_each_forward, _each_backward)
+_per_token.defvjp(_per_token_forward, _per_token_backward)

@@ -39,11 +39,11 @@ def read(metadata: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, 
     if not metadata or KEY not in metadata:
         return {}
     try:
-        found = json.loads(metadata[KEY])
+        tensor_digests = json.loads(metadata[KEY])
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(x, str) for x in found.values()):
+        tensor_digests = None
+    if not isinstance(tensor_digests, dict) or not all(isinstance(x, str) for x in tensor_digests.values()):
         raise ValueError(f"{KEY} in its metadata is damaged")
-    for name in sorted({*names} ^ found.keys()):
-        raise ValueError(f"{name} has a digest and no values" if name in found else f"{name} has no digest")
-    return found
+    for name in sorted({*names} ^ tensor_digests.keys()):
+        raise ValueError(f"{name} has a digest and no values" if name in tensor_digests else f"{name} has no digest")
+    return tensor_digests

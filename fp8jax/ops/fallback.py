@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, missing_triton, run, tell, triton_or_xla
-from fp8jax.ops.cuts import Cut, notation
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
+from fp8jax.ops.cuts import DimSharding, notation
+from fp8jax.ops.partition import run_partitioned
 
 
-class Pair(NamedTuple):
+class FallbackTensor(NamedTuple):
     """A matrix as int8 blocks and, where a block falls back, what that leaves as int8 blocks too; 16 bits in all.
 
     The values are base + used * residual. Codes of the residual of other blocks are undefined: only `used` says which
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
     base: QTensor
     residual: QTensor
-    used: Array
+    fallback_mask: Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,18 +38,18 @@ class Pair(NamedTuple):
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values, computed in fp32 and cast to `dtype`."""
-        return (self.base.dequantize() + self.only_used().dequantize()).astype(dtype)
+        return (self.base.dequantize() + self.masked_residual().dequantize()).astype(dtype)
 
-    def only_used(self) -> QTensor:
+    def masked_residual(self) -> QTensor:
         """The residual with zeros where it is not used."""
         block = self.base.spec.block_shape(self.shape)
 
-        def keep(codes: Array, scale: Array, used: Array) -> tuple[Array, Array]:
-            falls = blocks.spread(used, codes.shape, block)
-            return jnp.where(falls, codes, 0).astype(codes.dtype), jnp.where(used, scale, 1)
+        def mask_blocks(codes: Array, scale: Array, fallback_mask: Array) -> tuple[Array, Array]:
+            element_mask = blocks.broadcast_blocks(fallback_mask, codes.shape, block)
+            return jnp.where(element_mask, codes, 0).astype(codes.dtype), jnp.where(fallback_mask, scale, 1)
 
-        arrays = self.residual.codes, self.residual.scale, self.used
-        codes, scale = blocks.on_logical_array(keep, *arrays, like=[self.shape, self.used.shape])
+        arrays = self.residual.codes, self.residual.scale, self.fallback_mask
+        codes, scale = blocks.on_logical_array(mask_blocks, *arrays, out_shapes=[self.shape, self.fallback_mask.shape])
         return dataclasses.replace(self.residual, codes=codes, scale=scale)
 
 
@@ -60,7 +60,7 @@ def quantize(
     *,
     key: Array | None = None,
     impl: str = "auto",
-) -> tuple[Pair, QTensor | None]:
+) -> tuple[FallbackTensor, QTensor | None]:
     """Blocks of a matrix; those whose largest magnitude exceeds the threshold fall back (section 4.4, "absmax").
 
     A block with a NaN or Inf has a NaN scale, as every int8 block, and does not fall back.
@@ -80,20 +80,24 @@ def quantize(
         ValueError: the spec or `impl` is another; or `impl` is "triton" and the kernel cannot run.
     """
     spec = _check(spec)
-    choice = tell("fallback quantize", _choose(x, spec, impl))
+    choice = record_choice("fallback quantize", _choose(x, spec, impl))
     threshold = jnp.asarray(threshold, jnp.float32)
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    result: tuple[Pair, QTensor | None] = run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
+    result: tuple[FallbackTensor, QTensor | None] = run(
+        choice, impl, x, threshold, key, kernel=kernel, reference=reference
+    )
     return result
 
 
-def pair(x: Array, base: QTensor, used: Array) -> Pair:
+def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> FallbackTensor:
     """The pair whose blocks `used` fall back; residual codes of others are zero here, their scales one."""
     block = base.spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
-    rest = jnp.where(jnp.abs(x) < formats.TINY, 0, x) - base.dequantize()
-    falls = blocks.spread(used, x.shape, block)
-    return Pair(base, quantize_with_scale(jnp.where(falls, rest, 0), base.spec, None), used)
+    remainder = jnp.where(jnp.abs(x) < formats.TINY, 0, x) - base.dequantize()
+    element_mask = blocks.broadcast_blocks(fallback_mask, x.shape, block)
+    return FallbackTensor(
+        base, quantize_with_scale(jnp.where(element_mask, remainder, 0), base.spec, None), fallback_mask
+    )
 
 
 def _check(spec: QuantSpec | str) -> QuantSpec:
@@ -107,63 +111,74 @@ def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
     if len(x.shape) != 2:
         raise ValueError(f"fallback quantization takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
 
-    def unfit() -> str | None:
+    def unsupported_reason() -> str | None:
         if (reason := missing_triton("fallback_triton")) is not None:
             return reason
         from pallas_kernels import fallback_triton
 
-        return fallback_triton.unsupported(x, spec.group_size or 0)
+        return fallback_triton.unsupported_reason(x, spec.group_size or 0)
 
-    return triton_or_xla(impl, unfit)
+    return choose_impl(impl, unsupported_reason)
 
 
-def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[Pair, QTensor | None]:
-    def make(x: Array, threshold: Array, *words: Array) -> tuple[Array, ...]:
+def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[FallbackTensor, QTensor | None]:
+    def quantize_arrays(x: Array, threshold: Array, *seed: Array) -> tuple[Array, ...]:
         base = quantize_with_scale(x, spec, None)
-        largest = blocks.reduce(jnp.abs(x.astype(jnp.float32)), spec.block_shape(x.shape), jnp.max, 0.0)
-        parts = pair(x, base, jnp.where(jnp.isnan(base.scale), jnp.nan, largest) > threshold)
-        drawn = [quantize_with_scale(x, stochastic(spec), None, words=w) for w in words]
-        return tuple(jax.tree.leaves((parts, drawn)))
+        block_amax = blocks.reduce(jnp.abs(x.astype(jnp.float32)), spec.block_shape(x.shape), jnp.max, 0.0)
+        fallback_tensor = make_fallback_tensor(
+            x, base, jnp.where(jnp.isnan(base.scale), jnp.nan, block_amax) > threshold
+        )
+        stochastic_codes = [quantize_with_scale(x, with_stochastic_rounding(spec), None, seed=w) for w in seed]
+        return tuple(jax.tree.leaves((fallback_tensor, stochastic_codes)))
 
-    words = () if key is None else (noise.of_key(key),)
-    count = blocks.counts(x.shape, spec.block_shape(x.shape))
-    like = [*[x.shape, count] * 2, count, *[x.shape, count] * len(words)]
-    parts = blocks.on_logical_array(make, x, threshold, *words, like=like)
+    words = () if key is None else (noise.key_to_seed(key),)
+    block_counts = blocks.counts(x.shape, spec.block_shape(x.shape))
+    like = [*[x.shape, block_counts] * 2, block_counts, *[x.shape, block_counts] * len(words)]
+    parts = blocks.on_logical_array(quantize_arrays, x, threshold, *words, out_shapes=like)
     base, residual, *drawn = (
-        QTensor(codes, scale, None, None, stochastic(spec) if i > 1 else spec)
+        QTensor(codes, scale, None, None, with_stochastic_rounding(spec) if i > 1 else spec)
         for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if words else [])])
     )
-    return Pair(base, residual, parts[4]), drawn[0] if drawn else None
+    return FallbackTensor(base, residual, parts[4]), drawn[0] if drawn else None
 
 
-def stochastic(spec: QuantSpec) -> QuantSpec:
+def with_stochastic_rounding(spec: QuantSpec) -> QuantSpec:
     """The same blocks, rounded stochastically."""
     return QuantSpec.parse(f"{spec}+stochastic")
 
 
-def _kernel(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[Pair, QTensor | None]:
-    words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
-    parts = notation(spec, x.shape, "m n")
-    outs = ((parts, parts, parts[1]), None if key is None else parts)
-    make = functools.partial(_one, spec, x.shape)
-    result: tuple[Pair, QTensor | None] = partitioned(
-        "fallback", (spec, x.shape), make, (x, threshold, words), ("m n", "", "-"), outs, units={"m": 4}
+def _kernel(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[FallbackTensor, QTensor | None]:
+    seed = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
+    block_notation = notation(spec, x.shape, "m n")
+    outs = ((block_notation, block_notation, block_notation[1]), None if key is None else block_notation)
+    quantize_shard = functools.partial(_quantize_shard, spec, x.shape)
+    result: tuple[FallbackTensor, QTensor | None] = run_partitioned(
+        "fallback", (spec, x.shape), quantize_shard, (x, threshold, seed), ("m n", "", "-"), outs, units={"m": 4}
     )
     return result
 
 
-def _one(
-    spec: QuantSpec, whole: tuple[int, ...], cut: Cut, x: Array, threshold: Array, words: Array | None
-) -> tuple[Pair, QTensor | None]:
+def _quantize_shard(
+    spec: QuantSpec,
+    full_shape: tuple[int, ...],
+    dim_sharding: DimSharding,
+    x: Array,
+    threshold: Array,
+    seed: Array | None,
+) -> tuple[FallbackTensor, QTensor | None]:
     """Of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import fallback_triton
 
-    place = None if words is None else cut.fours(whole, x.shape)
+    rng_offset = None if seed is None else dim_sharding.rng_offset(full_shape, x.shape)
     assert spec.group_size is not None
-    parts = fallback_triton.quantize(
-        x, threshold, spec.group_size, words=words, place=place, compute_capability=capability()
+    arrays = fallback_triton.quantize(
+        x, threshold, spec.group_size, words=seed, place=rng_offset, compute_capability=capability()
     )
-    base = QTensor(parts.base, parts.base_scale, None, None, spec)
-    residual = QTensor(parts.residual, parts.residual_scale, None, None, spec)
-    drawn = None if parts.drawn is None else QTensor(parts.drawn, parts.base_scale, None, None, stochastic(spec))
-    return Pair(base, residual, parts.used), drawn
+    base = QTensor(arrays.base, arrays.base_scale, None, None, spec)
+    residual = QTensor(arrays.residual, arrays.residual_scale, None, None, spec)
+    stochastic_codes = (
+        None
+        if arrays.stochastic is None
+        else QTensor(arrays.stochastic, arrays.base_scale, None, None, with_stochastic_rounding(spec))
+    )
+    return FallbackTensor(base, residual, arrays.is_fallback), stochastic_codes

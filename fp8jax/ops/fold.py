@@ -6,22 +6,22 @@ from jax import Array
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
-from fp8jax.ops.cuts import Cut
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.choice import capability, choose_impl, missing_triton, record_choice, run
+from fp8jax.ops.cuts import DimSharding
+from fp8jax.ops.partition import run_partitioned
 
 # Elements under one power of two, as the kernels take them.
-GROUP = 32
+GROUP_SIZE = 32
 
 
-def foldable(q: QTensor) -> bool:
+def is_foldable(q: QTensor) -> bool:
     """Whether `refold` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, not exact ones."""
     spec = q.spec
-    rows = spec.axis in (-1, 1) and spec.group_size == GROUP
-    return spec.granularity == "mx" and spec.level1 != "none" and spec.format == "e4m3" and rows and not spec.exact
+    rows = spec.axis in (-1, 1) and spec.group_size == GROUP_SIZE
+    return spec.granularity == "mx" and spec.outer_scale != "none" and spec.format == "e4m3" and rows and not spec.exact
 
 
-def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
+def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
     """The powers of two of two-level codes folded into them, for the product of rows.
 
     As in `fp8jax.ops.microscaled.fold_rows`, the scale of a row takes up the largest of its powers, exactly, unless
@@ -38,35 +38,35 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
     Raises:
         ValueError: `q` is another, `impl` is unknown, or it is "triton" and no kernel can run.
     """
-    if not foldable(q):
+    if not is_foldable(q):
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
     empty = f"shape {q.shape} is empty" if 0 in q.shape else None
-    choice = triton_or_xla(impl, lambda: empty or missing_triton("fold_triton"))
-    tell("refold", choice)
+    choice = choose_impl(impl, lambda: empty or missing_triton("fold_triton"))
+    record_choice("refold", choice)
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
-    codes, scale = run(choice, impl, *operands, kernel=_refold_kernel, reference=_refold_reference)
+    codes, scale = run(choice, impl, *operands, kernel=_fold_kernel, reference=_fold_reference)
     return QTensor(codes, scale, None, None, QuantSpec(q.spec.format, "token"))
 
 
-def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
+def _fold_reference(codes: Array, powers: Array, outer_scale: Array) -> tuple[Array, Array]:
     largest = jnp.max(jnp.where(powers == 255, 0, powers), axis=-1, keepdims=True, initial=0)
-    scale = level * formats.decode_e8m0(largest)
-    fits = scale >= formats.TINY
-    shift = jnp.where(fits, 127 - largest.astype(jnp.int32), 0)
-    shifted = jnp.where(powers == 255, 255, jnp.clip(powers + shift, 0, 254)).astype(jnp.uint8)
-    power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, GROUP))
-    folded = formats.fp8_values(codes) * power
-    return folded.astype(codes.dtype), jnp.where(fits, scale, level)
+    scale = outer_scale * formats.decode_e8m0(largest)
+    is_normal = scale >= formats.TINY
+    shift = jnp.where(is_normal, 127 - largest.astype(jnp.int32), 0)
+    shifted_powers = jnp.where(powers == 255, 255, jnp.clip(powers + shift, 0, 254)).astype(jnp.uint8)
+    power = blocks.broadcast_blocks(formats.decode_e8m0(shifted_powers), codes.shape, (1, GROUP_SIZE))
+    folded = formats.decode_fp8(codes) * power
+    return folded.astype(codes.dtype), jnp.where(is_normal, scale, outer_scale)
 
 
-def _refold_kernel(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
+def _fold_kernel(codes: Array, powers: Array, outer_scale: Array) -> tuple[Array, Array]:
     from pallas_kernels.fold_triton import fold_codes
 
-    def refold(cut: Cut, *operands: Array) -> tuple[Array, Array]:
+    def fold_shard(dim_sharding: DimSharding, *operands: Array) -> tuple[Array, Array]:
         return fold_codes(*operands, compute_capability=capability())
 
-    scale = "m -" if level.shape[0] > 1 else "- -"
-    folded: tuple[Array, Array] = partitioned(
-        "refold", None, refold, (codes, powers, level), ("m -", "m -", scale), ("m -", "m -"))  # fmt: skip
+    scale = "m -" if outer_scale.shape[0] > 1 else "- -"
+    folded: tuple[Array, Array] = run_partitioned(
+        "refold", None, fold_shard, (codes, powers, outer_scale), ("m -", "m -", scale), ("m -", "m -"))  # fmt: skip
     return folded

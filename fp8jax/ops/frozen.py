@@ -19,7 +19,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.matmul import Operand
-from fp8jax.ops.operand import Forward, Side, encode
+from fp8jax.ops.operand import ForwardOperand, Side, encode
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.ops.sharding import merge
@@ -42,13 +42,13 @@ class FrozenWeight:
     dtype: Any = dataclasses.field(default=jnp.dtype(jnp.bfloat16), metadata={"static": True})
     inputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     outputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-    turned: bool = dataclasses.field(default=False, metadata={"static": True})
+    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(..., inputs, outputs); of the parameter with its own axes, where these are several."""
         *stacked, outputs, inputs = self.codes.shape
-        if self.turned:
+        if self.transposed:
             inputs, outputs = outputs, inputs
         return (*stacked, *(self.inputs or (inputs,)), *(self.outputs or (outputs,)))
 
@@ -67,7 +67,7 @@ class FrozenWeight:
         spec = self.codes.spec
         if spec.granularity not in TRANSPOSABLE or spec.expand:
             raise ValueError(f"codes of {spec} do not serve the transposed matrix; freeze as e4m3 or e4m3:block128")
-        return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, turned=not self.turned)
+        return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, turned=not self.transposed)
 
     @property
     def ndim(self) -> int:
@@ -80,7 +80,7 @@ class FrozenWeight:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values, in the shape of the weight."""
-        decode = lambda q: from_bytes(q).dequantize(dtype) if self.turned else from_bytes(q).dequantize(dtype).T  # noqa: E731
+        decode = lambda q: from_bytes(q).dequantize(dtype) if self.transposed else from_bytes(q).dequantize(dtype).T  # noqa: E731
         for _ in self.codes.shape[:-2]:
             decode = jax.vmap(decode)
         return decode(self.codes).reshape(self.shape)  # type: ignore[no-any-return]
@@ -111,49 +111,52 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
         raise ValueError(
             f"freeze takes weights (..., inputs, outputs), with axes={axes}, not an array of shape {w.shape}"
         )
-    if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.stacked or spec.axis != -1:
+    if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.layer_axes or spec.axis != -1:
         raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
 
-    def one(w: Array) -> QTensor:
+    def encode_matrix(w: Array) -> QTensor:
         transposed = quantize(lax.stop_gradient(w), None, spec)[1]
         assert transposed is not None
         return to_bytes(transposed)
 
-    lead = w.ndim - ins - outs
-    inputs, outputs = w.shape[lead : lead + ins], w.shape[lead + ins :]
-    for _ in range(lead):
-        one = jax.vmap(one)
-    codes = one(merge(w, *[1] * lead, ins, outs))
+    n_stacked = w.ndim - ins - outs
+    inputs, outputs = w.shape[n_stacked : n_stacked + ins], w.shape[n_stacked + ins :]
+    for _ in range(n_stacked):
+        encode_matrix = jax.vmap(encode_matrix)
+    codes = encode_matrix(merge(w, *[1] * n_stacked, ins, outs))
     return FrozenWeight(codes, w.dtype, inputs if ins > 1 else (), outputs if outs > 1 else ())
 
 
-def check_kinds(recipe: Linear, held: QuantSpec) -> None:
+def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
     """Raises ValueError where a recipe's codes are integers and a weight's are not, or the reverse."""
     for name in ("x", "dy"):
-        other = recipe.spec(name)
-        if other is not None and formats.get(other.format).is_float != formats.get(held.format).is_float:
+        operand_spec = recipe.spec(name)
+        if (
+            operand_spec is not None
+            and formats.get(operand_spec.format).is_float != formats.get(weight_spec.format).is_float
+        ):
             raise ValueError(
-                f"linear.{name}={other} and a frozen weight of {held} are floating and integer codes: freeze the "
+                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} are floating and integer codes: freeze the "
                 f"weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
             )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FrozenCodes:
+class FrozenSource:
     """The codes of a weight that is not trained as bytes, transposed, (outputs, inputs); where `turned`, as it is."""
 
     codes: QTensor
-    turned: bool = dataclasses.field(default=False, metadata={"static": True})
+    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
     token_scale = None
 
-    def forward(self, matrix: Array | None, side: Side) -> Forward:
-        return transpose(from_bytes(self.codes)) if self.turned else from_bytes(self.codes)
+    def forward(self, matrix: Array | None, side: Side) -> ForwardOperand:
+        return transpose(from_bytes(self.codes)) if self.transposed else from_bytes(self.codes)
 
-    def residual(self, matrix: Array | None, operand: Forward, side: Side) -> "FrozenCodes":
+    def residual(self, matrix: Array | None, operand: ForwardOperand, side: Side) -> "FrozenSource":
         return self
 
-    def with_gradient(self, dy: Array, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
+    def dgrad_operands(self, dy: Array, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
         """The operands of the input's gradient: dy (tokens, outputs) and the weight (inputs, outputs).
 
         The codes are transposed where their scales serve that (a tensor, blocks, or an output's, which then are part of
@@ -166,5 +169,5 @@ class FrozenCodes:
             w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
         if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
             return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T
-        rows = encode(dy, recipe.spec("dy"), recipe.own_strategy("dy"), key=key)
-        return rows, w if self.turned else transpose(w)
+        rows = encode(dy, recipe.spec("dy"), recipe.stateless_scaling("dy"), key=key)
+        return rows, w if self.transposed else transpose(w)

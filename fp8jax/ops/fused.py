@@ -21,14 +21,14 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Context, Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
-from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
-from fp8jax.ops.saved import Origin, Remade, from_bytes, to_bytes
-from fp8jax.ops.sharding import merge, place, spec_of, split
+from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, record_choice
+from fp8jax.ops.saved import ArrayFacts, Recomputable, from_bytes, to_bytes
+from fp8jax.ops.sharding import merge, reshape, reshard, spec_of
 from fp8jax.recipes import resolve
 
 
 @dataclasses.dataclass(eq=False)
-class Computation:
+class FusedOutputs:
     """What arrays are computed from: those that one kernel makes together, in its order.
 
     Attributes:
@@ -45,66 +45,66 @@ class Computation:
     kinds: tuple[int, ...]
     operands: Any
     peaks: tuple[Array, ...] = ()
-    ahead: "Foreseen | None" = None
+    predicted: "CotangentPrediction | None" = None
     variants: dict[Any, Any] = dataclasses.field(default_factory=dict)
     sums: dict[int, Array] = dataclasses.field(default_factory=dict)
 
     @property
-    def parts(self) -> "tuple[Output, ...]":
+    def outputs(self) -> "tuple[FusedOutput, ...]":
         """Each of the arrays."""
-        return tuple(Output(self, place) for place in range(len(self.kinds)))
+        return tuple(FusedOutput(self, position) for position in range(len(self.kinds)))
 
 
-class Output(NamedTuple):
+class FusedOutput(NamedTuple):
     """An array as one of those of a `Computation`."""
 
-    result: Computation
-    place: int
+    group: FusedOutputs
+    position: int
 
     @property
     def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
         """What `of` takes: operands, peaks, and codes with scales of rows, in bytes."""
-        return self.result.operands, self.result.peaks, list(self._rows.values())
+        return self.group.operands, self.group.peaks, list(self._row_codes.values())
 
-    def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Output":
+    def with_arrays(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "FusedOutput":
         """The same, computed from the same operands in another trace."""
-        variants = dict(zip(self._rows, rows, strict=True))
+        variants = dict(zip(self._row_codes, rows, strict=True))
         return self._replace(
-            result=Computation(self.result.operation, self.result.kinds, operands, peaks, variants=variants)
+            result=FusedOutputs(self.group.operation, self.group.kinds, operands, peaks, variants=variants)
         )
 
     @property
-    def _rows(self) -> dict[Any, Any]:
-        return {how: codes for how, codes in self.result.variants.items() if how[0] == "rows"}
+    def _row_codes(self) -> dict[Any, Any]:
+        return {key: codes for key, codes in self.group.variants.items() if key[0] == "rows"}
 
-    def cast(self, dtype: DTypeLike) -> "Output | None":
+    def cast(self, dtype: DTypeLike) -> "FusedOutput | None":
         """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""
         from pallas_kernels.quantize_triton import PLAIN_DTYPES
 
-        result = self.result
-        known = PLAIN_DTYPES[result.operation.dtype], jnp.dtype(dtype)
-        if known[0] == known[1]:
+        group = self.group
+        dtypes = PLAIN_DTYPES[group.operation.dtype], jnp.dtype(dtype)
+        if dtypes[0] == dtypes[1]:
             return self
-        if known != (jnp.float32, jnp.bfloat16) or len(result.kinds) > 1:
+        if dtypes != (jnp.float32, jnp.bfloat16) or len(group.kinds) > 1:
             return None
-        operation = result.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
-        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in result.peaks)
-        return Output(Computation(operation, result.kinds, result.operands, peaks), 0)
+        operation = group.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
+        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in group.peaks)
+        return FusedOutput(FusedOutputs(operation, group.kinds, group.operands, peaks), 0)
 
-    def hold(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
+    def cache_codes(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
         """What quantizing the array as `spec` says will give: codes (M, N) under a scale.
 
         Or, where codes fold powers of two into them, codes and the scales of rows, (M, 1).
         """
         if scale is not None:
-            made = [pair(spec, codes, None, scale.reshape(1, 1))]
-            self.result.variants[True, False, spec, None] = (scale,), made
+            pairs = [to_qtensor_pair(spec, codes, None, scale.reshape(1, 1))]
+            self.group.variants[True, False, spec, None] = (scale,), pairs
         else:
             q = QTensor(codes[0], codes[1], None, None, QuantSpec(spec.format, "token"))
-            self.result.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
+            self.group.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
-class Foreseen(NamedTuple):
+class CotangentPrediction(NamedTuple):
     """What is known of the cotangents of an activation's inputs before its backward pass makes them.
 
     Attributes:
@@ -119,7 +119,7 @@ class Foreseen(NamedTuple):
     spec: QuantSpec | None = None
     scales: tuple[Array, ...] = ()
     codes: tuple[Any, ...] = ()
-    summed: bool = False
+    needs_sums: bool = False
     sums: tuple[Array, ...] = ()
 
     @property
@@ -128,28 +128,28 @@ class Foreseen(NamedTuple):
         return {(True, True, self.spec, None): (self.scales, self.codes)} if self.codes else {}
 
 
-def reader(recipe: Recipe | Context | str) -> Linear | None:
+def find_consumer(recipe: Recipe | Context | str) -> Linear | None:
     """The linear layers for which an operation makes codes of its result, if it does.
 
     These are of its rows alone, microscaled and folded, or under a scale from a bound.
     """
-    whole = resolve(recipe)
-    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
-    if not isinstance(whole, Recipe) or spec is None:
+    resolved = resolve(recipe)
+    spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) and resolved.linear.x_residual == SAME else None
+    if not isinstance(resolved, Recipe) or spec is None:
         return None
-    bounded = whole.context.scales == "bound" and "x" not in whole.linear.states and takes(spec)
-    return whole.linear if bounded or _of_rows(spec) else None
+    uses_bound = resolved.context.scales == "bound" and "x" not in resolved.linear.states and supports(spec)
+    return resolved.linear if uses_bound or _needs_only_rows(spec) else None
 
 
-def origin(
+def make_array_facts(
     context: Context,
-    how: Remade,
-    saved: Any,
-    part: Output | None,
-    reader: Linear | None,
+    recomputable: Recomputable,
+    residuals: Any,
+    fused_output: FusedOutput | None,
+    consumer: Linear | None,
     scale: Array | None,
     codes: Any,
-) -> Origin:
+) -> ArrayFacts:
     """What an operation's result is made from.
 
     Args:
@@ -159,82 +159,92 @@ def origin(
         reader, scale: the layers that are to quantize it under this scale, if it is known.
         codes: what they will make of it, as of `Output.hold`, if that is made.
     """
-    if part is not None and reader is not None and codes is not None:
-        spec = reader.spec("x")
+    if fused_output is not None and consumer is not None and codes is not None:
+        spec = consumer.spec("x")
         assert spec is not None
-        part.hold(spec, scale, codes)
-    again = (how, saved) if context.lean or context.spec is None else None
-    return Origin(again, part, None if reader is None or scale is None else (reader, scale))
+        fused_output.cache_codes(spec, scale, codes)
+    recompute_rule = (recomputable, residuals) if context.lean or context.spec is None else None
+    return ArrayFacts(recompute_rule, fused_output, None if consumer is None or scale is None else (consumer, scale))
 
 
-def at_once(recipe: Recipe | Context | str) -> bool:
+def emits_codes(recipe: Recipe | Context | str) -> bool:
     """Whether operations that keep their inputs as they are make, on a GPU, the codes that linear layers read.
 
     These layers then keep no codes of the result: it is made again from the inputs, with the same values, so that per
     tensor the weight's gradient reads the same codes; microscaled ones are not shifted, but rounded under the scales
     of tokens of both operands (`fp8jax.ops.microscaled`). The operation can be differentiated once.
     """
-    whole = resolve(recipe)
-    if not isinstance(whole, Recipe) or whole.context.saved is not None or not on_cuda():
+    resolved = resolve(recipe)
+    if not isinstance(resolved, Recipe) or resolved.context.residual is not None or not on_cuda():
         return False
-    spec = whole.linear.spec("x")
-    if spec is None or whole.linear.saved != SAME or whole.linear.x_wgrad != SAME or "x" in whole.linear.states:
+    spec = resolved.linear.spec("x")
+    if (
+        spec is None
+        or resolved.linear.x_residual != SAME
+        or resolved.linear.x_wgrad != SAME
+        or "x" in resolved.linear.states
+    ):
         return False
-    return takes(spec) or _of_rows(spec)
+    return supports(spec) or _needs_only_rows(spec)
 
 
-def _of_rows(spec: QuantSpec) -> bool:
+def _needs_only_rows(spec: QuantSpec) -> bool:
     """Whether codes that microscaling leaves, folded, need nothing but their rows."""
-    return spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8
+    return spec.is_folded and spec.outer_scale == "token" and formats.get(spec.format).bits == 8
 
 
-def written(recipe: Recipe | Context | str) -> bool:
+def writes_result(recipe: Recipe | Context | str) -> bool:
     """Whether on a GPU operations write what they compute, and not the layers that read it: these take no FP8 codes.
 
     So it is where what is kept are codes of ten bits, and layers of the recipe have others than `codes` or
     `fp8jax.ops.fused_codes` makes.
     """
-    whole = resolve(recipe)
-    context = whole.context if isinstance(whole, Recipe) else whole
-    if context.spec is None or not context.spec.packed:
+    resolved = resolve(recipe)
+    context = resolved.context if isinstance(resolved, Recipe) else resolved
+    if context.spec is None or not context.spec.is_packed:
         return False
-    spec = whole.linear.spec("x") if isinstance(whole, Recipe) else None
-    return spec is None or not (takes(spec) or spec.folds)
+    spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) else None
+    return spec is None or not (supports(spec) or spec.is_folded)
 
 
-def takes(spec: QuantSpec) -> bool:
+def supports(spec: QuantSpec) -> bool:
     """Whether the kernels make such codes."""
     fmt = formats.get(spec.format)
-    plain = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
-    return plain and spec.rounding == "nearest" and not (spec.expand or spec.stacked) and spec.underflow == "zero"
+    is_fp8_per_tensor = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
+    return (
+        is_fp8_per_tensor
+        and spec.rounding == "nearest"
+        and not (spec.expand or spec.layer_axes)
+        and spec.underflow == "zero"
+    )
 
 
-def pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
+def to_qtensor_pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
     """Codes of an array and of its transposed copy as tensors."""
     return tuple(None if codes is None else QTensor(codes, scale, None, None, spec) for codes in (row, column))
 
 
-def itself(x: Array) -> Output | None:
+def identity_output(x: Array) -> FusedOutput | None:
     """A matrix as what it is computed from, where kernels can read it so."""
     if not on_cuda() or missing_triton("remake_triton"):
         return None
     from pallas_kernels import remake_triton
 
-    description = operation(x, None, x.dtype, activation="identity", gated=False)
+    description = describe_operation(x, None, x.dtype, activation="identity", gated=False)
     if description is None:
         return None
-    return Computation(description, (remake_triton.RESULT,), remake_triton.Operands(x)).parts[0]
+    return FusedOutputs(description, (remake_triton.RESULT,), remake_triton.Operands(x)).outputs[0]
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
     """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
     from fp8jax.ops import fused_kernels
 
-    kernels, references = (functools.partial(call, on) for on in (fused_kernels, fused_reference))
-    return by_platform(*arrays, cuda=kernels, default=references, logical=True)
+    kernel_impl, reference_impl = (functools.partial(call, backend) for backend in (fused_kernels, fused_reference))
+    return by_platform(*arrays, cuda=kernel_impl, default=reference_impl, hide_explicit_axes=True)
 
 
-def operation(
+def describe_operation(
     x: Array,
     spec: QuantSpec | None,
     dtype: DTypeLike,
@@ -256,30 +266,30 @@ def operation(
         fields: as of `pallas_kernels.operations_triton.Operation`, an activation by its name.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
-    reason = reason or missing_triton("remake_triton" if fp8 else "cotangents_triton") or _unfit(x, spec)
+    reason = reason or missing_triton("remake_triton" if fp8 else "cotangents_triton") or _unsupported_reason(x, spec)
     if reason is None:
-        description = _described(x, spec, dtype, norm, fields)
+        description = _describe(x, spec, dtype, norm, fields)
         reason = description if isinstance(description, str) else None
     choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel takes it")
     if forward:
-        tell("norm" if norm else "activation", choice)
+        record_choice("norm" if norm else "activation", choice)
     return None if reason else description
 
 
-def _unfit(x: Array, spec: QuantSpec | None) -> str | None:
+def _unsupported_reason(x: Array, spec: QuantSpec | None) -> str | None:
     if 0 in x.shape:
         return f"shape {x.shape} is empty"
     if spec is None:
         return None
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
-    if not (grouped and (formats.get(spec.format).is_fp8 or spec.packed)):
+    if not (grouped and (formats.get(spec.format).is_fp8 or spec.is_packed)):
         return f"it keeps codes of FP8 or of ten bits in groups along the last axis, not {spec}"
-    if spec.expand or spec.stacked or spec.underflow != "zero" or spec.rounding != "nearest":
+    if spec.expand or spec.layer_axes or spec.underflow != "zero" or spec.rounding != "nearest":
         return f"it keeps plain codes rounded to nearest, not {spec}"
     return None
 
 
-def _described(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
+def _describe(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
     """The operation as the kernels describe it, or why they cannot compute it."""
     from pallas_kernels import norm_triton, operations_triton, quantize_triton, storage_triton
 
@@ -289,48 +299,48 @@ def _described(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, f
         if fields["activation"] not in operations_triton.ACTIVATIONS:
             return f"it has no {fields['activation']}"
         fields = fields | {"activation": operations_triton.ACTIVATIONS.index(fields["activation"])}
-    storage = coding(spec)
+    storage = to_coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
-    how = {"exact": True} if storage is None else {"group": storage.size, "format": storage.format}
-    description = operations_triton.Operation(dtype=index, **how, **fields)
-    unsupported = norm_triton.unsupported if norm else storage_triton.unsupported
+    storage_fields = {"exact": True} if storage is None else {"group": storage.size, "format": storage.format}
+    description = operations_triton.Operation(dtype=index, **storage_fields, **fields)
+    unsupported = norm_triton.unsupported_reason if norm else storage_triton.unsupported_reason
     return unsupported((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, storage) or description
 
 
-def coding(spec: QuantSpec | None) -> Any:
+def to_coding(spec: QuantSpec | None) -> Any:
     """A spec as the kernels take it."""
     if spec is None:
         return None
     from pallas_kernels.scaling_triton import Coding
 
     dtype, scale = (jnp.dtype(formats.get(name).dtype) for name in (spec.format, spec.scale_format))
-    plain = spec.level1 == "none"
-    return Coding(spec.granularity, dtype, spec.group_size or 0, plain, scale, spec.rounding == "stochastic")  # type: ignore[arg-type]
+    is_plain = spec.outer_scale == "none"
+    return Coding(spec.granularity, dtype, spec.group_size or 0, is_plain, scale, spec.rounding == "stochastic")  # type: ignore[arg-type]
 
 
-def matrix(x: Array) -> Array:
+def to_matrix(x: Array) -> Array:
     """(..., channels) as (rows, channels)."""
     return merge(x, x.ndim - 1, 1)
 
 
-def array(x: Array, like: Array) -> Array:
+def reshape_like(x: Array, like: Array) -> Array:
     """(rows, channels) as (..., channels), with the leading axes of another array."""
-    return split(x, (*like.shape[:-1], x.shape[-1]), (*spec_of(like)[:-1], spec_of(x)[-1]))
+    return reshape(x, (*like.shape[:-1], x.shape[-1]), (*spec_of(like)[:-1], spec_of(x)[-1]))
 
 
-def residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
+def to_residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
     """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.saved.keep` has them."""
-    length = like.shape[-1] if spec.packed else None
-    axes, placed = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
+    length = like.shape[-1] if spec.is_packed else None
+    axes, like_spec = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
     # Kernels of whole rows gather channels.
-    arrays = array(codes, like), array(scale, like)
-    codes, scale = (place(x, tuple(blocks.partition(placed, x.shape, axes)), like) for x in arrays)
+    arrays = reshape_like(codes, like), reshape_like(scale, like)
+    codes, scale = (reshard(x, tuple(blocks.block_partition_spec(like_spec, x.shape, axes)), like) for x in arrays)
     return to_bytes(QTensor(codes, scale, None, None, spec, length))
 
 
-def stored(q: QTensor | Array) -> tuple[Array, Array | None]:
+def residual_matrices(q: QTensor | Array) -> tuple[Array, Array | None]:
     """The codes and scales, as matrices, of what `residual` returned; an array that is kept as it is, and None."""
     if isinstance(q, Array):
-        return matrix(q), None
+        return to_matrix(q), None
     q = from_bytes(q)
-    return matrix(q.codes), matrix(q.scale)
+    return to_matrix(q.codes), to_matrix(q.scale)

@@ -17,19 +17,19 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, tell
-from fp8jax.ops.fused import Computation, Output
+from fp8jax.ops.choice import Choice, record_choice
+from fp8jax.ops.fused import FusedOutput, FusedOutputs
 from fp8jax.ops.saved import from_bytes
 
 FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
 
 
-def codes(
-    part: Output,
+def quantize_fused(
+    fused_output: FusedOutput,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
     *,
-    same: bool,
+    shares_codes: bool,
     scale: Array | None,
     strategy: Scaling,
     sums: bool = False,
@@ -44,116 +44,123 @@ def codes(
         sums: whether sums of columns are wanted, which `part.result.sums` then has if the codes are made here.
     """
     spec = rows if columns is None else columns
-    if spec is None or not (same or rows is None or columns is None) or not fused.takes(spec):
+    if spec is None or not (shares_codes or rows is None or columns is None) or not fused.supports(spec):
         return None
-    how = (rows is not None, columns is not None, spec, strategy if scale is None else None)
-    scales, pairs = part.result.variants.get(how, (None, None))
-    if pairs is not None and (scale is None or scales[part.place] is scale):
-        return pairs[part.place]  # type: ignore[no-any-return]
+    key = (rows is not None, columns is not None, spec, strategy if scale is None else None)
+    scales, pairs = fused_output.group.variants.get(key, (None, None))
+    if pairs is not None and (scale is None or scales[fused_output.position] is scale):
+        return pairs[fused_output.position]  # type: ignore[no-any-return]
     if scale is None:
-        pairs = _make(part.result, how, None, sums)
-        part.result.variants[how] = None, pairs
-        return pairs[part.place]
-    if part.result.ahead is not None and rows is None:
-        return None, _make_ahead(part.result, spec, scale)
-    alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
-    alone.sums = {}
-    pair = _make(alone, how, scale, sums)[0]
-    if alone.sums:
-        part.result.sums[part.place] = alone.sums[0]
+        pairs = _quantize_group(fused_output.group, key, None, sums)
+        fused_output.group.variants[key] = None, pairs
+        return pairs[fused_output.position]
+    if fused_output.group.predicted is not None and rows is None:
+        return None, _quantize_and_predict(fused_output.group, spec, scale)
+    single = dataclasses.replace(fused_output.group, kinds=(fused_output.group.kinds[fused_output.position],))
+    single.sums = {}
+    pair = _quantize_group(single, key, scale, sums)[0]
+    if single.sums:
+        fused_output.group.sums[fused_output.position] = single.sums[0]
     return pair
 
 
-def _make(
-    result: Computation, how: Any, scale: Array | None, sums: bool = False
+def _quantize_group(
+    group: FusedOutputs, key: Any, scale: Array | None, sums: bool = False
 ) -> list[tuple[QTensor | None, QTensor | None]]:
     from pallas_kernels.remake_triton import GATE, UP
 
-    rows, columns, spec, strategy = how
-    tell("quantize", FROM_OPERANDS)
+    rows, columns, spec, strategy = key
+    record_choice("quantize", FROM_OPERANDS)
     # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
-    fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
+    fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
     sums = sums and kinds[0] in (GATE, UP)
 
-    def make(on: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
+    def make(backend: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
         if scale is None:
-            tops = peaks or on.peaks(operation, kinds, operands)
-            scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in tops)
+            amaxes = peaks or backend.peaks(operation, kinds, operands)
+            scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in amaxes)
         else:
-            scales = (scaling.usable(scale.reshape(())),)
-        made = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns, sums=sums)
-        pairs, totals = made if sums else (made, [])
+            scales = (scaling.clamp_scale(scale.reshape(())),)
+        quantized = backend.quantize(
+            operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns, sums=sums
+        )
+        pairs, totals = quantized if sums else (quantized, [])
         return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)], totals
 
-    pairs, totals = fused.run(make, result.operands, scale, result.peaks)
-    result.sums.update(enumerate(totals))
-    return [fused.pair(spec, *parts) for parts in pairs]
+    pairs, totals = fused.run(make, group.operands, scale, group.peaks)
+    group.sums.update(enumerate(totals))
+    return [fused.to_qtensor_pair(spec, *arrays) for arrays in pairs]
 
 
-def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
+def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) -> QTensor:
     """Transposed codes of an activation's result, made with what the backward pass will ask for next.
 
     These are the peaks of the cotangents that the result's gradient gives, or their codes where scales are given.
     """
     from pallas_kernels.remake_triton import GATE, UP
 
-    tell("quantize", FROM_OPERANDS)
-    operation, dtype = result.operation, formats.get(spec.format).dtype
-    known = result.ahead
-    assert known is not None
-    to, summed = None if known.spec is None else formats.get(known.spec.format).dtype, known.summed
+    record_choice("quantize", FROM_OPERANDS)
+    operation, dtype = group.operation, formats.get(spec.format).dtype
+    predicted = group.predicted
+    assert predicted is not None
+    out_dtype, needs_sums = (
+        None if predicted.spec is None else formats.get(predicted.spec.format).dtype,
+        predicted.needs_sums,
+    )
 
-    def make(on: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
-        scale = scaling.usable(scale.reshape(()))
+    def make(backend: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
+        scale = scaling.clamp_scale(scale.reshape(()))
         if not scales:
-            codes, peaks = on.ahead(operation, operands, scale, dtype)
+            codes, peaks = backend.ahead(operation, operands, scale, dtype)
             return codes, scale.reshape(1, 1), tuple(peaks), []
-        how: Any = {"rows": True, "columns": True, "again": (scale, dtype), "sums": summed}
-        made = on.quantize(operation, (GATE, UP)[: len(scales)], operands, scales, to, **how)
-        (*pairs, (_, codes)), totals = made if summed else (made, [])
-        parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
-        return codes, scale.reshape(1, 1), parts, totals
+        keywords: Any = {"rows": True, "columns": True, "result_coding": (scale, dtype), "sums": needs_sums}
+        quantized = backend.quantize(operation, (GATE, UP)[: len(scales)], operands, scales, out_dtype, **keywords)
+        (*pairs, (_, codes)), totals = quantized if needs_sums else (quantized, [])
+        cotangents = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
+        return codes, scale.reshape(1, 1), cotangents, totals
 
-    codes, used, cotangents, totals = fused.run(make, result.operands, scale, known.scales)
-    if known.spec is None:
-        result.ahead = known._replace(peaks=cotangents)
+    codes, used_scale, cotangents, totals = fused.run(make, group.operands, scale, predicted.scales)
+    if predicted.spec is None:
+        group.predicted = predicted._replace(peaks=cotangents)
     else:
-        pairs = tuple(fused.pair(known.spec, *parts) for parts in cotangents)
-        result.ahead = known._replace(codes=pairs, sums=tuple(totals))
-    return QTensor(codes, used, None, None, spec)
+        pairs = tuple(fused.to_qtensor_pair(predicted.spec, *parts) for parts in cotangents)
+        group.predicted = predicted._replace(codes=pairs, sums=tuple(totals))
+    return QTensor(codes, used_scale, None, None, spec)
 
 
-def held(part: Output | None, spec: QuantSpec) -> QTensor | None:
+def cached_row_codes(fused_output: FusedOutput | None, spec: QuantSpec) -> QTensor | None:
     """What `Output.hold` was given of rows."""
-    codes = None if part is None else part.result.variants.get(("rows", spec))
+    codes = None if fused_output is None else fused_output.group.variants.get(("rows", spec))
     return None if codes is None else from_bytes(codes)
 
 
-def columns(part: Output | None, spec: QuantSpec, scale: Array) -> QTensor | None:
+def quantize_columns(fused_output: FusedOutput | None, spec: QuantSpec, scale: Array) -> QTensor | None:
     """Transposed codes of a matrix under a scale for each row, fp32 (M, 1), or None where no kernel makes them.
 
     Returns:
         (N, M) of granularity "tensor" and scale 1: rows' scales are the caller's.
     """
-    if part is None or len(part.result.kinds) > 1:
+    if fused_output is None or len(fused_output.group.kinds) > 1:
         return None
-    result, fmt = part.result, formats.get(spec.format)
-    tell("quantize", FROM_OPERANDS)
-    operation, kinds, ahead = result.operation, result.kinds, result.ahead
+    group, fmt = fused_output.group, formats.get(spec.format)
+    record_choice("quantize", FROM_OPERANDS)
+    operation, kinds, predicted = group.operation, group.kinds, group.predicted
 
-    def make(on: Any, operands: Any, scale: Array) -> Any:
-        if ahead is None:
-            ((_, codes),) = on.quantize(operation, kinds, operands, (scale,), fmt.dtype, rows=False, columns=True)
+    def make(backend: Any, operands: Any, scale: Array) -> Any:
+        if predicted is None:
+            ((_, codes),) = backend.quantize(operation, kinds, operands, (scale,), fmt.dtype, rows=False, columns=True)
             return codes, ()
-        return on.ahead(operation, operands, scale, fmt.dtype)
+        return backend.ahead(operation, operands, scale, fmt.dtype)
 
-    codes, peaks = fused.run(make, result.operands, scale.reshape(-1))
-    if ahead is not None:
-        result.ahead = ahead._replace(peaks=tuple(peaks))
+    codes, peaks = fused.run(make, group.operands, scale.reshape(-1))
+    if predicted is not None:
+        group.predicted = predicted._replace(peaks=tuple(peaks))
     return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
 
 
-def cotangent(part: Output | None, spec: QuantSpec, level: Array | None) -> tuple[QTensor, QTensor] | None:
+def quantize_cotangent(
+    fused_output: FusedOutput | None, spec: QuantSpec, outer_scale: Array | None
+) -> tuple[QTensor, QTensor] | None:
     """Codes of an activation's cotangent, as they are and transposed; None where no kernel makes them.
 
     Args:
@@ -164,28 +171,32 @@ def cotangent(part: Output | None, spec: QuantSpec, level: Array | None) -> tupl
     Returns:
         Of granularity "token", and (N, M) of "tensor" with scale 1: rows' scales are the caller's.
     """
-    if part is None or not part.result.peaks or any(peak.ndim != 1 for peak in part.result.peaks):
+    if fused_output is None or not fused_output.group.peaks or any(peak.ndim != 1 for peak in fused_output.group.peaks):
         return None
-    result, place = part
-    if level is not None:
-        peak = result.peaks[place]
-        alone = dataclasses.replace(result, kinds=(result.kinds[place],), peaks=(peak,), variants={})
-        return _make_rows(alone, spec, level)[0]
-    how = ("cotangents", spec)
-    if how not in result.variants:
-        result.variants[how] = _make_rows(result, spec, jnp.ones((result.peaks[place].size, 1), jnp.float32))
-    pair: tuple[QTensor, QTensor] = result.variants[how][place]
+    group, position = fused_output
+    if outer_scale is not None:
+        peak = group.peaks[position]
+        single = dataclasses.replace(group, kinds=(group.kinds[position],), peaks=(peak,), variants={})
+        return _quantize_rows_and_transposed(single, spec, outer_scale)[0]
+    key = ("cotangents", spec)
+    if key not in group.variants:
+        group.variants[key] = _quantize_rows_and_transposed(
+            group, spec, jnp.ones((group.peaks[position].size, 1), jnp.float32)
+        )
+    pair: tuple[QTensor, QTensor] = group.variants[key][position]
     return pair
 
 
-def _make_rows(result: Computation, spec: QuantSpec, level: Array) -> list[tuple[QTensor, QTensor]]:
-    tell("quantize", FROM_OPERANDS)
-    fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
-    scales = [scaling.power_above(peak.reshape(-1, 1), level, fmt) for peak in result.peaks]
+def _quantize_rows_and_transposed(
+    group: FusedOutputs, spec: QuantSpec, outer_scale: Array
+) -> list[tuple[QTensor, QTensor]]:
+    record_choice("quantize", FROM_OPERANDS)
+    fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
+    scales = [scaling.pow2_scale(peak.reshape(-1, 1), outer_scale, fmt) for peak in group.peaks]
 
-    def make(on: Any, operands: Any, scales: Any) -> Any:
+    def make(backend: Any, operands: Any, scales: Any) -> Any:
         flat = tuple(scale.reshape(-1) for scale in scales)
-        return on.quantize(operation, kinds, operands, flat, fmt.dtype, rows=True, columns=True)
+        return backend.quantize(operation, kinds, operands, flat, fmt.dtype, rows=True, columns=True)
 
     one = jnp.ones((1, 1), jnp.float32)
     return [
@@ -193,5 +204,5 @@ def _make_rows(result: Computation, spec: QuantSpec, level: Array) -> list[tuple
             QTensor(codes, scale, None, None, QuantSpec(spec.format, "token")),
             QTensor(transposed, one, None, None, QuantSpec(spec.format)),
         )
-        for (codes, transposed), scale in zip(fused.run(make, result.operands, scales), scales, strict=True)
+        for (codes, transposed), scale in zip(fused.run(make, group.operands, scales), scales, strict=True)
     ]

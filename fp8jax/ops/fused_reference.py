@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core import formats, packing, scaling
-from fp8jax.core.blocks import as_row
+from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
@@ -37,10 +37,10 @@ def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
     return z, jax.lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + eps)
 
 
-def normalized(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
+def apply_normalization(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
     """A norm's result in fp32, from what `statistics` returns."""
-    y = z * (inverse if scale is None else inverse * as_row(scale.astype(jnp.float32), z.ndim))
-    return y if bias is None else y + as_row(bias.astype(jnp.float32), z.ndim)
+    y = z * (inverse if scale is None else inverse * expand_to_rank(scale.astype(jnp.float32), z.ndim))
+    return y if bias is None else y + expand_to_rank(bias.astype(jnp.float32), z.ndim)
 
 
 def norm_cotangents(
@@ -48,7 +48,7 @@ def norm_cotangents(
 ) -> tuple[Array, Array | None, Array | None]:
     """Those of a norm's input, scale and bias, in fp32, from that of its result."""
     dy, normal, rows = dy.astype(jnp.float32), z * inverse, tuple(range(dy.ndim - 1))
-    t = dy if scale is None else dy * as_row(scale.astype(jnp.float32), dy.ndim)
+    t = dy if scale is None else dy * expand_to_rank(scale.astype(jnp.float32), dy.ndim)
     dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
     if centered:
         dx = dx - jnp.mean(t, -1, keepdims=True)
@@ -59,11 +59,11 @@ def activation_cotangents(
     function: Callable[[Array], Array], gate: Array, up: Array | None, activated: Array | None, dy: Array
 ) -> tuple[Array, ...]:
     """Those of an activation's input, or of gate and up, in fp32; `activated` is made of `gate` where not given."""
-    value, pull = jax.vjp(function, gate)
+    value, vjp_fn = jax.vjp(function, gate)
     dy = dy.astype(jnp.float32)
     if up is None:
-        return pull(dy)
-    return *pull(dy * up), dy * (value if activated is None else activated)
+        return vjp_fn(dy)
+    return *vjp_fn(dy * up), dy * (value if activated is None else activated)
 
 
 def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
@@ -75,7 +75,7 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
     if kinds == (remake_triton.NORM,):
         if operation.exact and operation.centered:
             x = x - operands.mean[:, None]
-        return [normalized(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
+        return [apply_normalization(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
     function = _activation(operation)
     up = read(operands.up, operands.up_scale) if operation.gated else None
     if kinds == (remake_triton.RESULT,):
@@ -94,17 +94,17 @@ def quantize(
     *,
     rows: bool,
     columns: bool,
-    again: tuple[Array, Any] | None = None,
+    result_coding: tuple[Array, Any] | None = None,
     sums: bool = False,
 ) -> Any:
     arrays = results(operation, kinds, operands)
     codes = [_codes(x, scale, dtype) for x, scale in zip(arrays, scales, strict=True)]
     pairs = [(c if rows else None, c.T if columns else None) for c in codes]
-    if again is not None:
+    if result_coding is not None:
         from pallas_kernels import remake_triton
 
-        result, (scale, to) = (remake_triton.RESULT,), again
-        pairs += quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
+        result, (scale, result_dtype) = (remake_triton.RESULT,), result_coding
+        pairs += quantize(operation, result, operands, (scale,), result_dtype, rows=False, columns=True)
     return (pairs, [column_sums(x) for x in arrays]) if sums else pairs
 
 
@@ -120,14 +120,14 @@ def column_sums(x: Array) -> Array:
 
 
 def peaks(
-    operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, wanted: Array | None = None
+    operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, compute_if: Array | None = None
 ) -> list[Array]:
-    find = scaling.largest_magnitude if every == 1 else scaling.largest_of_sample
+    find = scaling.compute_amax if every == 1 else scaling.compute_sample_amax
     maxima = [find(x) for x in results(operation, kinds, operands)]
-    return maxima if wanted is None else [jnp.where(wanted, peak, 0.0) for peak in maxima]
+    return maxima if compute_if is None else [jnp.where(compute_if, peak, 0.0) for peak in maxima]
 
 
-def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:
+def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:
     from pallas_kernels import remake_triton
 
     result, cotangents = (remake_triton.RESULT,), (remake_triton.GATE, remake_triton.UP)[: 1 + operation.gated]
@@ -152,20 +152,22 @@ def row_peaks(x: Array) -> Array:
     return jnp.max(jnp.where(counts, magnitude, 0.0), -1, initial=0.0)
 
 
-def keep_activation(
+def encode_activation_residuals(
     operation: Any, gate: Array, up: Array | None, coding: Any, *, result: Result = None
 ) -> tuple[list[Any], Array | None, Any]:
     activated = _activation(operation)(gate)
     y = activated if up is None else activated * up
-    kept = (gate, up, activated if operation.activated else None)
-    parts = [None if x is None or coding is None else _keep(x, coding) for x in kept]
-    return parts, None if of_rows(result) else scaling.largest_magnitude(y), _written(y, result)
+    residual_arrays = (gate, up, activated if operation.activated else None)
+    residuals = [None if x is None or coding is None else _quantize_residual(x, coding) for x in residual_arrays]
+    return residuals, None if is_scaled_by_row(result) else scaling.compute_amax(y), _encode_result(y, result)
 
 
-def mend(operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, wrong: Array) -> Array:
+def requantize_if(
+    operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, condition: Array
+) -> Array:
     ((new, _),) = quantize(operation, kinds, operands, (scale,), codes.dtype, rows=True, columns=False)
     new, old = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, codes))  # type: ignore[arg-type]
-    return jax.lax.bitcast_convert_type(jnp.where(wrong, new, old), codes.dtype)
+    return jax.lax.bitcast_convert_type(jnp.where(condition, new, old), codes.dtype)
 
 
 def forward(
@@ -182,9 +184,9 @@ def forward(
 
     z, inverse = statistics(x, eps, centered=operation.centered)
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
-    y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
-    codes, scales = (None, None) if coding is None else _keep(z if operation.centered else x, coding)
-    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), _written(y, result)
+    y = apply_normalization(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
+    codes, scales = (None, None) if coding is None else _quantize_residual(z if operation.centered else x, coding)
+    return codes, scales, inverse[:, 0], mean, scaling.compute_amax(y), _encode_result(y, result)
 
 
 def backward(
@@ -197,14 +199,14 @@ def backward(
     dtype: Any,
     residual: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None, Array]:
-    z, how = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
+    z, options = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
     if operation.exact and operation.centered:
         z = z - jnp.mean(z, -1, keepdims=True)
-    dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **how)
+    dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **options)
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)
     dx = dx.astype(dtype)
-    return dx, *sums, scaling.largest_magnitude(dx)  # type: ignore[return-value]
+    return dx, *sums, scaling.compute_amax(dx)  # type: ignore[return-value]
 
 
 def _read(operation: Any, x: Array, scale: Array | None) -> Array:
@@ -215,12 +217,12 @@ def _read(operation: Any, x: Array, scale: Array | None) -> Array:
     return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)[:, : x.shape[1]]
 
 
-def of_rows(result: Result) -> bool:
+def is_scaled_by_row(result: Result) -> bool:
     """Whether codes are asked for with a scale for each row."""
     return result is not None and result[0] is None and jnp.dtype(result[1]).itemsize == 1
 
 
-def _written(y: Array, result: Result) -> Any:
+def _encode_result(y: Array, result: Result) -> Any:
     """What is asked for of a result: itself, its codes under a scale, or its codes and each row's own scale."""
     if result is None or jnp.dtype(result[1]).itemsize > 1:
         return None if result is None else y
@@ -237,7 +239,7 @@ def _codes(y: Array, scale: Array, dtype: Any) -> Array:
     return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], granularity), scale.reshape(shape)).codes
 
 
-def _keep(x: Array, coding: Any) -> tuple[Array, Array]:
+def _quantize_residual(x: Array, coding: Any) -> tuple[Array, Array]:
     scale = {jnp.dtype(jnp.float32): "fp32", jnp.dtype(jnp.bfloat16): "bf16"}[jnp.dtype(coding.scale_dtype)]
     spec = QuantSpec(_NAMES[jnp.dtype(coding.dtype)], "group", coding.size, scale_format=scale)
     q = quantize_with_scale(x, spec, None)

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
-from fp8jax.ops.cuts import Cut
-from fp8jax.ops.partition import on_one_device, partitioned
+from fp8jax.ops.choice import capability, choose_impl, missing_triton, record_choice, run
+from fp8jax.ops.cuts import DimSharding
+from fp8jax.ops.partition import on_one_device, run_partitioned
 
 
 def global_norm(arrays: Sequence[Array], *, impl: str = "auto") -> Array:
@@ -23,19 +23,20 @@ def global_norm(arrays: Sequence[Array], *, impl: str = "auto") -> Array:
     Raises:
         ValueError: `impl` is unknown, or it is "triton" and the kernel cannot run.
     """
-    choice = tell(
-        "global norm", triton_or_xla(impl, lambda: missing_triton("squares_triton", fp8=False) or _unfit(arrays))
+    choice = record_choice(
+        "global norm",
+        choose_impl(impl, lambda: missing_triton("squares_triton", fp8=False) or _unsupported_reason(arrays)),
     )
     return jnp.sqrt(run(choice, impl, *arrays, kernel=_kernel, reference=_reference))
 
 
-def _unfit(arrays: Sequence[Array]) -> str | None:
+def _unsupported_reason(arrays: Sequence[Array]) -> str | None:
     from pallas_kernels.quantize_triton import PLAIN_DTYPES
 
     if not on_one_device():
         return "on several devices XLA reduces each array where its parts lie"
-    other = {str(x.dtype) for x in arrays if x.dtype not in PLAIN_DTYPES}
-    return f"it takes no {', '.join(sorted(other))}" if other else None
+    unsupported_dtypes = {str(x.dtype) for x in arrays if x.dtype not in PLAIN_DTYPES}
+    return f"it takes no {', '.join(sorted(unsupported_dtypes))}" if unsupported_dtypes else None
 
 
 def _reference(*arrays: Array) -> Array:
@@ -46,8 +47,8 @@ def _reference(*arrays: Array) -> Array:
 def _kernel(*arrays: Array) -> Array:
     from pallas_kernels import squares_triton
 
-    def total(_: Cut, *arrays: Array) -> Array:
+    def total(_: DimSharding, *arrays: Array) -> Array:
         return squares_triton.sum_of_squares(arrays, compute_capability=capability())
 
-    result: Array = partitioned("squares", None, total, arrays, [" ".join("-" * x.ndim) for x in arrays], "")
+    result: Array = run_partitioned("squares", None, total, arrays, [" ".join("-" * x.ndim) for x in arrays], "")
     return result

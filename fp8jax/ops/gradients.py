@@ -16,7 +16,7 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 
-class Gradients:
+class GradientFacts:
     """Of one run of a program: `fp8jax.ops.saved.Origin` of each gradient, which is asked for once.
 
     `unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a loop.
@@ -27,39 +27,39 @@ class Gradients:
     a weight is kept as it is, where a loop would copy it into an array for all of its turns.
     """
 
-    def __init__(self, unrolled: bool = False, once: bool = False) -> None:
-        self.unrolled, self.once = unrolled, once
-        self._noted: dict[int, tuple[Any, Any, Any]] = {}
+    def __init__(self, is_unrolled: bool = False, outside_loops: bool = False) -> None:
+        self.unrolled, self.once = is_unrolled, outside_loops
+        self._facts: dict[int, tuple[Any, Any, Any]] = {}
 
-    def note(self, x: Array | None, origin: Any) -> None:
+    def attach(self, x: Array | None, facts: Any) -> None:
         """Says what is known of a gradient."""
         if isinstance(x, Array):
             key = id(x)
-            forget = lambda _: self._noted.pop(key, None)  # noqa: E731
-            self._noted[key] = weakref.ref(x, forget), get_opaque_trace_state(), origin
+            remove = lambda _: self._facts.pop(key, None)  # noqa: E731
+            self._facts[key] = weakref.ref(x, remove), get_opaque_trace_state(), facts
 
-    def find(self, x: Array) -> Any:
+    def pop(self, x: Array) -> Any:
         """What is known of a gradient; None if nothing is."""
-        reference, trace, origin = self._noted.pop(id(x), (lambda: None, None, None))
-        return origin if reference() is x and trace == get_opaque_trace_state() else None
+        reference, trace, facts = self._facts.pop(id(x), (lambda: None, None, None))
+        return facts if reference() is x and trace == get_opaque_trace_state() else None
 
 
-class _OfThread(Gradients, threading.local):
+class _ThreadGradientFacts(GradientFacts, threading.local):
     """Of the functions that a thread calls outside of any run. What was said in another program is forgotten."""
 
     def __init__(self) -> None:
         super().__init__()
         self._program: Any = None
 
-    def note(self, x: Array | None, origin: Any) -> None:
-        program = _program()
+    def attach(self, x: Array | None, facts: Any) -> None:
+        program = _outermost_trace()
         if program != self._program:
-            self._noted.clear()
+            self._facts.clear()
             self._program = program
-        super().note(x, origin)
+        super().attach(x, facts)
 
 
-def _program() -> Any:
+def _outermost_trace() -> Any:
     """A weak reference to the outermost trace; None outside of any, or where JAX's record of it has other names."""
     trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
     outermost = None
@@ -69,33 +69,33 @@ def _program() -> Any:
     return outermost
 
 
-def in_loop() -> bool:
+def is_in_loop() -> bool:
     """Whether what is traced now is a loop's body, as far as JAX tells; where it does not tell, it may be one."""
     trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
-    seen: list[Any] = []
-    while hasattr(trace, "parent_trace") and all(trace is not other for other in seen):
-        seen.append(trace)
+    traces: list[Any] = []
+    while hasattr(trace, "parent_trace") and all(trace is not other for other in traces):
+        traces.append(trace)
         trace = trace.parent_trace
-    frames = [trace.frame for trace in seen if hasattr(trace, "frame")]
+    frames = [trace.frame for trace in traces if hasattr(trace, "frame")]
     kinds = [getattr(getattr(frame, "debug_info", None), "traced_for", "") for frame in frames]
-    return any(not kind.startswith(_NO_LOOPS) for kind in kinds)
+    return any(not kind.startswith(_NON_LOOP_TRACES) for kind in kinds)
 
 
-_NO_LOOPS = ("jit", "pjit", "checkpoint", "shard_map", "custom_vjp", "custom_jvp", "linearize", "vjp", "grad")
-_of_thread = _OfThread()
-_of_run: contextvars.ContextVar[Gradients | None] = contextvars.ContextVar("gradients", default=None)
+_NON_LOOP_TRACES = ("jit", "pjit", "checkpoint", "shard_map", "custom_vjp", "custom_jvp", "linearize", "vjp", "grad")
+_thread_facts = _ThreadGradientFacts()
+_run_facts: contextvars.ContextVar[GradientFacts | None] = contextvars.ContextVar("gradients", default=None)
 
 
-def current() -> Gradients:
+def current() -> GradientFacts:
     """Of the run that an operation is part of; of the thread, for a function that is called by itself."""
-    return _of_run.get() or _of_thread
+    return _run_facts.get() or _thread_facts
 
 
 @contextlib.contextmanager
-def run(unrolled: bool = False, once: bool = False) -> Iterator[None]:
+def scope(is_unrolled: bool = False, outside_loops: bool = False) -> Iterator[None]:
     """Within it operations are those of one run, with which what is known of their gradients goes."""
-    token = _of_run.set(Gradients(unrolled, once))
+    token = _run_facts.set(GradientFacts(is_unrolled, outside_loops))
     try:
         yield
     finally:
-        _of_run.reset(token)
+        _run_facts.reset(token)

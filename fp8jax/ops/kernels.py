@@ -13,18 +13,18 @@ All else is the same with and without kernels: scales per tensor take cuBLASLt's
 import sys
 import warnings
 
-from fp8jax.ops.choice import TRITON_CAPABILITY, aimed, capability, missing_triton, on_cuda
+from fp8jax.ops.choice import TRITON_CAPABILITY, capability, current_target, missing_triton, on_cuda
 
 # The bounds of pyproject.toml, where a comment says why Python 3.11 needs another Triton.
 REQUIREMENTS = ("jax-triton>=0.3.1,<0.5", *(["triton>=3.6,<3.7"] if sys.version_info < (3, 12) else []))
-_LIBRARIES = ("fp8jax", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools")
+_LIBRARY_PACKAGES = ("fp8jax", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools")
 
 
 class MissingKernelsWarning(UserWarning):
     """No Triton kernel of fp8jax runs on this GPU: XLA takes their place, which is slower."""
 
 
-def missing() -> str | None:
+def missing_kernels_reason() -> str | None:
     """Why no Triton kernel runs in programs that are traced here; None where kernels run, or for other devices.
 
     Raises:
@@ -33,16 +33,16 @@ def missing() -> str | None:
     return missing_triton("call_triton", fp8=False) if on_cuda() else None
 
 
-def written_contexts() -> bool:
+def keeps_nonlinear_unchanged() -> bool:
     """Whether models' norms and activations are left as written, whatever the context of their recipe."""
-    return missing() is not None
+    return missing_kernels_reason() is not None
 
 
 def advice() -> str | None:
     """A text: why no kernels run here, and the line to type; None if they run or are switched off."""
-    if not aimed().kernels or (reason := missing()) is None:
+    if not current_target().kernels or (reason := missing_kernels_reason()) is None:
         return None
-    packages = " ".join(f'"{each}"' for each in REQUIREMENTS)
+    packages = " ".join(f'"{requirement}"' for requirement in REQUIREMENTS)
     # No package helps a GPU that is too old.
     remedy = f". Type: pip install {packages}" if capability() >= TRITON_CAPABILITY else ""
     return (
@@ -51,11 +51,11 @@ def advice() -> str | None:
     )
 
 
-def warn() -> None:
+def warn_if_missing() -> None:
     """Warns, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
-    if (said := advice()) is None or capability() == 0:
+    if (message := advice()) is None or capability() == 0:
         return
     level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARY_PACKAGES:
         level, frame = level + 1, frame.f_back
-    warnings.warn(said, MissingKernelsWarning, stacklevel=level)
+    warnings.warn(message, MissingKernelsWarning, stacklevel=level)

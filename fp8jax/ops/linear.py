@@ -13,9 +13,18 @@ from fp8jax.core import blocks, derivatives
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.frozen import FrozenWeight
 from fp8jax.ops.inputs import Input, input_source
-from fp8jax.ops.product import QuantizedWeight, multiply, output_spec, product
-from fp8jax.ops.saved import BLANK, Known, LaidOut, Origin
-from fp8jax.ops.sharding import OutSharding, merge, merged, place, product_sharding, spec_of, split, turn
+from fp8jax.ops.product import QuantizedWeight, output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.saved import NO_INPUT_FACTS, ArrayFacts, InputFacts, StoredWeight
+from fp8jax.ops.sharding import (
+    OutSharding,
+    merge,
+    merge_spec,
+    product_sharding,
+    reshape,
+    reshard,
+    spec_of,
+    transpose_sharding,
+)
 from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -51,8 +60,16 @@ def linear(
         ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe; or
             codes of a frozen weight and of the recipe do not go together.
     """
-    spec = output_spec(x, w, out_sharding)
-    return product(Input(rows(x, w), x), w, stateless(recipe), key, quantized=quantized, spec=spec, bias=bias)
+    out_spec = output_spec(x, w, out_sharding)
+    return recipe_dot(
+        Input(flatten_tokens(x, w), x),
+        w,
+        require_stateless(recipe),
+        key,
+        quantized=quantized,
+        out_spec=out_spec,
+        bias=bias,
+    )
 
 
 def dot_general(
@@ -66,11 +83,11 @@ def dot_general(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
-    known: Known = BLANK,
+    input_facts: InputFacts = NO_INPUT_FACTS,
     bias: Array | None = None,
-    pass_on: Callable[[Array], None] | None = None,
-    laid: LaidOut | None = None,
-    widths: tuple[int, ...] | None = None,
+    on_passthrough: Callable[[Array], None] | None = None,
+    stored_weight: StoredWeight | None = None,
+    split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -96,15 +113,15 @@ def dot_general(
         ValueError: `precision` asks for what a quantized product cannot give, or `quantized` does not fit.
         ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
     """
-    part = stateless(recipe)
-    if not part.quantized and part.saved in (SAME, None):
+    linear_recipe = require_stateless(recipe)
+    if not linear_recipe.is_quantized and linear_recipe.x_residual in (SAME, None):
         y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-        own = rhs.ndim - len(dimension_numbers[0][1]) - len(dimension_numbers[1][1])
-        return y if bias is None else y + bias.astype(y.dtype).reshape(y.shape[y.ndim - own :])
+        n_outputs = rhs.ndim - len(dimension_numbers[0][1]) - len(dimension_numbers[1][1])
+        return y if bias is None else y + bias.astype(y.dtype).reshape(y.shape[y.ndim - n_outputs :])
     check_precision(precision)
-    spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
+    out_spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
     (lhs_contract, _), (lhs_batch, _) = dimension_numbers
-    left, right = in_order(lhs, rhs, dimension_numbers)
+    left, right = to_matmul_order(lhs, rhs, dimension_numbers)
     n, c = len(lhs_batch), len(lhs_contract)
     batch, tokens, outputs = left.shape[:n], left.shape[n : left.ndim - c], right.shape[n + c :]
     dtype = preferred_element_type or lhs.dtype
@@ -115,39 +132,53 @@ def dot_general(
             raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
         if quantized is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
-        keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
-        each = (merged(spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        y = jax.vmap(lambda x, w, key: product(Input(x), w, part, key, spec=each))(x, w, keys)
+        keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
+        batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
+        y = jax.vmap(lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, out_spec=batched_spec))(x, w, keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
-        last = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
-        view = last and c == 1
-        seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
+        is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
+        is_view = is_shareable and c == 1
+        matrix_spec = merge_spec(out_spec, (*([1] * len(tokens) if is_view else [len(tokens)]), len(outputs)))
         if w is not rhs:
-            laid = laid or LaidOut(rhs)
-            turned = rhs.ndim == 2 and not laid.turned
-            laid = laid.then(lambda w: merge(weight_in_order(w, dimension_numbers), c, len(outputs)))
-            laid = laid._replace(turned=turned)
-        how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on, "laid": laid}
-        how["widths"] = widths
-        y = product(Input(x, lhs, view, known) if last else Input(x, None, view), w, part, key, **how)
+            stored_weight = stored_weight or StoredWeight(rhs)
+            transposed = rhs.ndim == 2 and not stored_weight.transposed
+            stored_weight = stored_weight.with_step(
+                lambda w: merge(weight_to_matmul_order(w, dimension_numbers), c, len(outputs))
+            )
+            stored_weight = stored_weight._replace(turned=transposed)
+        options: Any = {
+            "quantized": quantized,
+            "spec": matrix_spec,
+            "bias": bias,
+            "pass_on": on_passthrough,
+            "laid": stored_weight,
+        }
+        options["widths"] = split_sizes
+        y = recipe_dot(
+            Input(x, lhs, is_view, input_facts) if is_shareable else Input(x, None, is_view),
+            w,
+            linear_recipe,
+            key,
+            **options,
+        )
 
-    def shaped(y: Array, outputs: Sequence[int] = outputs) -> Array:
-        y = split(y, (*batch, *tokens, *outputs), spec).astype(dtype)
-        return derivatives.passed("dot_general", y, lhs, rhs)
+    def restore_axes(y: Array, outputs: Sequence[int] = outputs) -> Array:
+        y = reshape(y, (*batch, *tokens, *outputs), out_spec).astype(dtype)
+        return derivatives.check_differentiable_dtypes("dot_general", y, lhs, rhs)
 
-    return shaped(y) if widths is None else tuple(shaped(part, part.shape[-1:]) for part in y)
+    return restore_axes(y) if split_sizes is None else tuple(restore_axes(part, part.shape[-1:]) for part in y)
 
 
-def in_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> tuple[Array, Array]:
+def to_matmul_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> tuple[Array, Array]:
     """The operands of a product with their axes as those of matrices: batch, free and contracted axes of the input;
     batch, contracted and free axes of the weight."""
     (contract, _), (batch, _) = dimension_numbers
     free = [i for i in range(lhs.ndim) if i not in (*contract, *batch)]
-    return lhs.transpose(*batch, *free, *contract), weight_in_order(rhs, dimension_numbers)
+    return lhs.transpose(*batch, *free, *contract), weight_to_matmul_order(rhs, dimension_numbers)
 
 
-def weight_in_order(rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
+def weight_to_matmul_order(rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
     """The weight of a product with its axes as `in_order` has them."""
     (_, contract), (_, batch) = dimension_numbers
     free = [i for i in range(rhs.ndim) if i not in (*contract, *batch)]
@@ -179,12 +210,14 @@ def einsum(
             `dot_general`.
         ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
     """
-    product = functools.partial(dot_general, recipe=recipe, key=key)
-    return einsum_by(product, subscripts, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding)
+    dot_general_fn = functools.partial(dot_general, recipe=recipe, key=key)
+    return einsum_with(
+        dot_general_fn, subscripts, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding
+    )
 
 
-def einsum_by(
-    product: Callable[..., Array],
+def einsum_with(
+    dot_general_fn: Callable[..., Array],
     subscripts: str,
     lhs: Array,
     rhs: Array,
@@ -194,31 +227,31 @@ def einsum_by(
     out_sharding: OutSharding = None,
 ) -> Array:
     """`einsum` by a product that is called as `jax.lax.dot_general`."""
-    a, b, out = _terms(subscripts, lhs.ndim, rhs.ndim)
+    a, b, out = _parse_subscripts(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
     numbers: Any = tuple(tuple([t.index(i) for i in axes] for t in (a, b)) for axes in (contract, batch))
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
-    turned = turn(out_sharding, [out.index(i) for i in order])
-    y = product(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=turned)
+    lhs_rhs_sharding = transpose_sharding(out_sharding, [out.index(i) for i in order])
+    y = dot_general_fn(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=lhs_rhs_sharding)
     return y.transpose([order.index(i) for i in out])
 
 
-def _terms(subscripts: str, *ndims: int) -> tuple[str, str, str]:
+def _parse_subscripts(subscripts: str, *ndims: int) -> tuple[str, str, str]:
     """The indices of both operands and of the output, with an ellipsis spelled out."""
     inputs, arrow, out = subscripts.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if len(terms) == 2 and "..." in inputs:
         longest = max(n - len(t) + 3 for n, t in zip(ndims, terms, strict=True) if "..." in t)
         names = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts][: max(longest, 0)]
-        spelled = ["".join(names[longest - (n - len(t) + 3) :]) for n, t in zip(ndims, terms, strict=True)]
-        terms = [t.replace("...", dots) for t, dots in zip(terms, spelled, strict=True)]
+        ellipses = ["".join(names[longest - (n - len(t) + 3) :]) for n, t in zip(ndims, terms, strict=True)]
+        terms = [t.replace("...", dots) for t, dots in zip(terms, ellipses, strict=True)]
         out = out.replace("...", "".join(names))
     if not arrow or len(terms) != 2 or any(len(set(t)) != len(t) or "." in t for t in (*terms, out)):
         raise ValueError(f"einsum takes two operands, each index once in each, and an output, not {subscripts!r}")
     a, b = terms
-    alone = [i for i in (*a, *b) if i not in out and not (i in a and i in b)]
-    if alone or set(out) - {*a, *b} or (len(a), len(b)) != ndims:
+    lone_indices = [i for i in (*a, *b) if i not in out and not (i in a and i in b)]
+    if lone_indices or set(out) - {*a, *b} or (len(a), len(b)) != ndims:
         raise ValueError(f"einsum {subscripts!r} of operands with {ndims} axes is no batched matrix product")
     return a, b, out
 
@@ -228,7 +261,7 @@ def linears(
     weights: Sequence[Array],
     *,
     recipe: Recipe | Linear | str,
-    origin: Origin,
+    facts: ArrayFacts,
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
     out_sharding: OutSharding = None,
@@ -241,15 +274,26 @@ def linears(
     Args:
         origin: what `x` is made from.
     """
-    part, through, results = stateless(recipe), None, []
+    linear_recipe, passthrough, results = require_stateless(recipe), None, []
     if not weights:
         return ()
-    read = Input(rows(x, weights[0]), x, known=Known(origin))
-    of_x = input_source(read, part, key)
-    for i, (w, held) in enumerate(zip(weights, quantized, strict=True)):
-        rows(x, w)
-        spec, last = output_spec(x, w, out_sharding), i == len(weights) - 1
-        y, through = multiply(read.value, of_x, w, part, key, None, held, spec, through, passes=not last)
+    shared_input = Input(flatten_tokens(x, weights[0]), x, input_facts=InputFacts(facts))
+    x_source = input_source(shared_input, linear_recipe, key)
+    for i, (w, prequantized) in enumerate(zip(weights, quantized, strict=True)):
+        flatten_tokens(x, w)
+        out_spec, is_last = output_spec(x, w, out_sharding), i == len(weights) - 1
+        y, passthrough = recipe_dot_from_source(
+            shared_input.value,
+            x_source,
+            w,
+            linear_recipe,
+            key,
+            None,
+            prequantized,
+            out_spec,
+            passthrough,
+            returns_input=not is_last,
+        )
         results.append(y)
     return tuple(results)
 
@@ -257,7 +301,7 @@ def linears(
 _SAMPLE = 64  # channels: of all tokens, since the first of each sequence are alike
 
 
-def content_key(x: Array) -> Array:
+def key_from_data(x: Array) -> Array:
     """A PRNG key derived from the first channels of an array, for stochastic rounding where no key can be passed.
 
     The noise then depends on nothing but the data: it needs no state, repeats exactly, and differs between steps and
@@ -266,16 +310,16 @@ def content_key(x: Array) -> Array:
     one that quantizes them.
     """
 
-    def draw(x: Array) -> tuple[Array]:
+    def hash_bits(x: Array) -> tuple[Array]:
         bits = lax.bitcast_convert_type(x[..., :_SAMPLE].astype(jnp.float32), jnp.uint32)
         # Mixed before they are summed: of the bits themselves bf16 values would leave 2^16 keys, and -x that of x.
         bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
         return (jnp.sum(bits ^ (bits >> 15), dtype=jnp.uint32),)
 
-    return jax.random.key(blocks.on_logical_array(draw, lax.stop_gradient(x), like=[()])[0])
+    return jax.random.key(blocks.on_logical_array(hash_bits, lax.stop_gradient(x), out_shapes=[()])[0])
 
 
-def rows(x: Array, w: Array | FrozenWeight) -> Array:
+def flatten_tokens(x: Array, w: Array | FrozenWeight) -> Array:
     """The input (..., inputs) as a matrix (tokens, inputs); raises ValueError where it does not fit the weight."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
@@ -303,11 +347,11 @@ def is_default_precision(precision: Any) -> bool:
     return precision in (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
-def stateless(recipe: Recipe | Linear | str) -> Linear:
+def require_stateless(recipe: Recipe | Linear | str) -> Linear:
     """The part of a recipe that products follow, where these need no state; else ValueError."""
-    part = linear_part(recipe)
-    for operand, strategy in part.states.items():
-        if strategy.observes:
-            kind = part.scaling_name(operand)
+    linear_recipe = linear_part(recipe)
+    for operand, strategy in linear_recipe.states.items():
+        if strategy.collects_stats:
+            kind = linear_recipe.scaling_name(operand)
             raise ValueError(f"{kind} scaling has a state: call fp8jax.scaled_linear, or take scaling='current'")
-    return part
+    return linear_recipe

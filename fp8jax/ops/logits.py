@@ -11,9 +11,9 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, capability, missing_triton, run, tell, triton_or_xla
-from fp8jax.ops.cuts import Cut
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
+from fp8jax.ops.cuts import DimSharding
+from fp8jax.ops.partition import run_partitioned
 from fp8jax.ops.quantize import quantize
 
 
@@ -26,10 +26,10 @@ class Logits(NamedTuple):
     """
 
     values: Array
-    made: Array | None = None
+    matmul_output: Array | None = None
 
 
-class LogitCotangents(NamedTuple):
+class LogitCotangentFacts(NamedTuple):
     """What cotangents of logits z are: weights (exp(z - lse) (1 + steeper lse) - hit [label] - rest).
 
     Attributes:
@@ -41,12 +41,12 @@ class LogitCotangents(NamedTuple):
     lse: Array
     labels: Array
     weights: Array
-    steeper: float
-    hit: float
-    rest: float
+    two_z_loss: float
+    label_weight: float
+    other_weight: float
 
 
-def cotangent_bound(d: LogitCotangents, z: Array, label: Array, softcap: float | None) -> Array:
+def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, softcap: float | None) -> Array:
     """What no cotangent of the logits of any token exceeds, fp32 scalar.
 
     The softmax of all entries but the label's is at most 1 less that of the label. Without smoothing, z-loss or a cap
@@ -58,65 +58,72 @@ def cotangent_bound(d: LogitCotangents, z: Array, label: Array, softcap: float |
         label: the label's (...).
         softcap: the cap, or None.
     """
-    label, z = label.reshape(-1), z.reshape(-1, z.shape[-1])
-    steep, p = 1 + d.steeper * d.lse, jnp.exp(label - d.lse)
-    others = jnp.maximum(jnp.abs(steep) * jnp.maximum(1 - p, 0.0), d.rest)
-    of_label = jnp.abs(steep * p - d.hit - d.rest)
+    label_logit, z = label_logit.reshape(-1), z.reshape(-1, z.shape[-1])
+    lse_factor, label_prob = 1 + facts.two_z_loss * facts.lse, jnp.exp(label_logit - facts.lse)
+    other_bound = jnp.maximum(jnp.abs(lse_factor) * jnp.maximum(1 - label_prob, 0.0), facts.other_weight)
+    label_bound = jnp.abs(lse_factor * label_prob - facts.label_weight - facts.other_weight)
     if softcap is not None:
-        others = others * (1 - (jnp.min(jnp.abs(z), axis=-1) / softcap) ** 2)
-        of_label = of_label * (1 - (label / softcap) ** 2)
-    bounds = jnp.maximum(others, of_label) * d.weights
-    return scaling.largest_magnitude(jnp.where(d.weights == 0, 0.0, bounds))
+        other_bound = other_bound * (1 - (jnp.min(jnp.abs(z), axis=-1) / softcap) ** 2)
+        label_bound = label_bound * (1 - (label_logit / softcap) ** 2)
+    bounds = jnp.maximum(other_bound, label_bound) * facts.weights
+    return scaling.compute_amax(jnp.where(facts.weights == 0, 0.0, bounds))
 
 
-def exponentials(logits: Logits, impl: str = "auto") -> tuple[Array, Array]:
+def max_and_sum_exp(logits: Logits, impl: str = "auto") -> tuple[Array, Array]:
     """The largest logit of each token, and the sum of exponentials of what all are below it, fp32 (...).
 
     Below what is not finite nothing is subtracted.
     """
-    if logits.made is None:
-        return _sums(logits.values)
-    choice = tell("softmax of logits", triton_or_xla(impl, lambda: _unfit(logits.made)))
+    if logits.matmul_output is None:
+        return _max_and_sum_exp(logits.values)
+    choice = record_choice("softmax of logits", choose_impl(impl, lambda: _unsupported_reason(logits.matmul_output)))
     lead = logits.values.shape[:-1]
 
-    def kernel(_: Array, made: Array) -> tuple[Array, Array]:
-        top, total = partitioned("exponentials", None, _exponentials, (made,), ("m -",), ("m", "m"))
-        return top.reshape(lead), total.reshape(lead)
+    def kernel(_: Array, matmul_output: Array) -> tuple[Array, Array]:
+        max_logit, total = run_partitioned(
+            "exponentials", None, _max_and_sum_exp_kernel, (matmul_output,), ("m -",), ("m", "m")
+        )
+        return max_logit.reshape(lead), total.reshape(lead)
 
     result: tuple[Array, Array] = run(
-        choice, impl, logits.values, logits.made, kernel=kernel, reference=lambda values, _: _sums(values)
+        choice,
+        impl,
+        logits.values,
+        logits.matmul_output,
+        kernel=kernel,
+        reference=lambda values, _: _max_and_sum_exp(values),
     )
     return result
 
 
-def _sums(z: Array) -> tuple[Array, Array]:
-    top = jnp.max(z, axis=-1)
-    return top, jnp.sum(jnp.exp(z - finite(top)[..., None]), axis=-1)
+def _max_and_sum_exp(z: Array) -> tuple[Array, Array]:
+    max_logit = jnp.max(z, axis=-1)
+    return max_logit, jnp.sum(jnp.exp(z - zero_nonfinite(max_logit)[..., None]), axis=-1)
 
 
-def finite(x: Array) -> Array:
+def zero_nonfinite(x: Array) -> Array:
     """0 where `x` is not."""
     return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
-def picked_of(made: Array, labels: Array) -> Array:
+def label_logits(logits: Array, labels: Array) -> Array:
     """The logit of each token's label, fp32 (...); 0 of one outside of (tokens, vocabulary)."""
-    size = made.shape[1]
+    size = logits.shape[1]
     columns = jnp.where(labels < 0, size, labels).reshape(-1)
-    picked = made.at[jnp.arange(made.shape[0]), columns].get(mode="fill", fill_value=0)
-    return picked.astype(jnp.float32).reshape(labels.shape)
+    label_logit = logits.at[jnp.arange(logits.shape[0]), columns].get(mode="fill", fill_value=0)
+    return label_logit.astype(jnp.float32).reshape(labels.shape)
 
 
-def _exponentials(_: Cut, z: Array) -> tuple[Array, Array]:
+def _max_and_sum_exp_kernel(_: DimSharding, z: Array) -> tuple[Array, Array]:
     from pallas_kernels import logits_triton
 
-    return logits_triton.exponentials(z, compute_capability=capability())
+    return logits_triton.max_and_sum_exp(z, compute_capability=capability())
 
 
-def cotangent_codes(
+def quantize_cotangents(
     z: Array,
     d: Array,
-    origin: LogitCotangents | None,
+    facts: LogitCotangentFacts | None,
     rows: QuantSpec,
     columns: QuantSpec,
     scale: Array,
@@ -131,11 +138,16 @@ def cotangent_codes(
         scale: fp32 scalar, for the format of `rows`.
     """
     specs = rows, columns
-    plain = Choice("xla", "more than a product made them")
-    choice = plain if origin is None else triton_or_xla(impl, functools.partial(_unfit, z, specs))
-    tell("cotangents of logits", choice)
-    wide = [scaling.usable(scaling.for_format(scale, *(formats.get(s.format) for s in (rows, spec)))) for spec in specs]
-    scales = [encoding.stored(s.reshape(1, 1), spec, given=True) for s, spec in zip(wide, specs, strict=True)]
+    xla_choice = Choice("xla", "more than a product made them")
+    choice = xla_choice if facts is None else choose_impl(impl, functools.partial(_unsupported_reason, z, specs))
+    record_choice("cotangents of logits", choice)
+    fp32_scales = [
+        scaling.clamp_scale(scaling.convert_scale(scale, *(formats.get(s.format) for s in (rows, spec))))
+        for spec in specs
+    ]
+    scales = [
+        encoding.cast_scale(s.reshape(1, 1), spec, is_given=True) for s, spec in zip(fp32_scales, specs, strict=True)
+    ]
 
     def reference(_: Array, d: Array, *__: Any) -> tuple[QTensor, QTensor]:
         first, second = quantize(d, rows, SAME if rows == columns else columns, scale=scale)
@@ -144,33 +156,38 @@ def cotangent_codes(
         return first, second
 
     def kernel(z: Array, _: Array, *operands: Array) -> tuple[QTensor, QTensor]:
-        assert origin is not None
-        static = tuple(map(fused.coding, specs)), origin[3:]
+        assert facts is not None
+        static = tuple(map(fused.to_coding, specs)), facts[3:]
         ins = ("m -", "m", "m", "m", "- -", "- -")
-        make = functools.partial(_cotangents, *static)
-        made = partitioned("cotangents", (static, z.shape), make, (z, *operands), ins, ("m -", "- m"))
+        make = functools.partial(_cotangents_kernel, *static)
+        outputs = run_partitioned("cotangents", (static, z.shape), make, (z, *operands), ins, ("m -", "- m"))
         first, second = (
-            QTensor(codes, own, None, None, spec) for codes, own, spec in zip(made, operands[-2:], specs, strict=True)
+            QTensor(codes, stored_scale, None, None, spec)
+            for codes, stored_scale, spec in zip(outputs, operands[-2:], specs, strict=True)
         )
         return first, second
 
-    known = () if origin is None else (*origin[:3], *scales)
-    result: tuple[QTensor, QTensor] = run(choice, impl, z, d, *known, kernel=kernel, reference=reference)
+    fact_arrays = () if facts is None else (*facts[:3], *scales)
+    result: tuple[QTensor, QTensor] = run(choice, impl, z, d, *fact_arrays, kernel=kernel, reference=reference)
     return result
 
 
-def _cotangents(codings: Any, numbers: Any, _: Cut, z: Array, *operands: Array) -> tuple[Array, Array]:
+def _cotangents_kernel(codings: Any, numbers: Any, _: DimSharding, z: Array, *operands: Array) -> tuple[Array, Array]:
     from pallas_kernels import logits_triton
 
     lse, labels, weights, *scales = operands
-    how: Any = dict(zip(("rows", "columns", "steeper", "hit", "rest"), (*codings, *numbers), strict=True))
-    return logits_triton.cotangent_codes(z, lse, labels, weights, scales=scales, **how, compute_capability=capability())
+    keywords: Any = dict(
+        zip(("rows", "columns", "two_z_loss", "label_weight", "other_weight"), (*codings, *numbers), strict=True)
+    )
+    return logits_triton.quantize_cotangents(
+        z, lse, labels, weights, scales=scales, **keywords, compute_capability=capability()
+    )
 
 
-def _unfit(z: Any, specs: tuple[QuantSpec, ...] = ()) -> str | None:
+def _unsupported_reason(z: Any, specs: tuple[QuantSpec, ...] = ()) -> str | None:
     reason = missing_triton("logits_triton")
     if reason is None:
         from pallas_kernels import quantize_triton
 
-        reason = quantize_triton.unsupported(z.shape, z.dtype, tuple(map(fused.coding, specs)))
+        reason = quantize_triton.unsupported_reason(z.shape, z.dtype, tuple(map(fused.to_coding, specs)))
     return reason

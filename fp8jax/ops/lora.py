@@ -141,12 +141,12 @@ def lora_linear(
         ValueError: the adapter is of a weight of another shape, the dropout is no share or has no key; or as
             `fp8jax.linear`.
     """
-    check_fits(adapter, w.shape)
+    check_adapter_shape(adapter, w.shape)
     y = linear(x, w if isinstance(w, FrozenWeight) else lax.stop_gradient(w), recipe=recipe, key=key)
-    return y + adapted(x, adapter, dropout, dropout_key)
+    return y + apply_adapter(x, adapter, dropout, dropout_key)
 
 
-def adapted(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None = None) -> Array:
+def apply_adapter(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None = None) -> Array:
     """What an adapter adds to a product of `x`: scale (x a) b; see `lora_linear`."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is a share of the adapter's inputs, from 0 to below 1, got {dropout}")
@@ -157,12 +157,13 @@ def adapted(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None 
     return (x @ adapter.a.astype(x.dtype)) @ (adapter.b * adapter.scale).astype(x.dtype)
 
 
-def check_fits(adapter: Adapter, shape: tuple[int, ...], name: str = "the weight") -> None:
+def check_adapter_shape(adapter: Adapter, shape: tuple[int, ...], name: str = "the weight") -> None:
     """Raises ValueError where an adapter is not of a weight of this shape, or its factors of different ranks."""
-    own, stacked = tuple(shape), adapter.a.ndim - 2
+    w_shape, stacked = tuple(shape), adapter.a.ndim - 2
     # Of the axes of a parameter that are inputs or outputs, some may be several.
-    fits = own[:stacked] == adapter.shape[:-2] and any(
-        (math.prod(own[stacked:i]), math.prod(own[i:])) == adapter.shape[-2:] for i in range(stacked + 1, len(own))
+    fits = w_shape[:stacked] == adapter.shape[:-2] and any(
+        (math.prod(w_shape[stacked:i]), math.prod(w_shape[i:])) == adapter.shape[-2:]
+        for i in range(stacked + 1, len(w_shape))
     )
     if adapter.a.shape[-1] != adapter.b.shape[-2] or not fits:
         raise ValueError(
@@ -181,7 +182,7 @@ def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -
     Raises:
         ValueError: the adapter is of a weight of another shape.
     """
-    check_fits(adapter, w.shape)
+    check_adapter_shape(adapter, w.shape)
     values = w.dequantize() if isinstance(w, FrozenWeight) else w
     delta = jnp.matmul(adapter.a.astype(jnp.float32), adapter.b.astype(jnp.float32), precision="highest")
     return (values.astype(jnp.float32) + adapter.scale * delta.reshape(w.shape)).astype(dtype or values.dtype)
@@ -200,30 +201,30 @@ def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
     Raises:
         ValueError: there is no weight of a path, or one of another shape.
     """
-    known = _known(params, adapters)
+    weights = _weights_by_path(params, adapters)
     for path, adapter in adapters.items():
-        check_fits(adapter, known[path].shape, path)
-    return _replaced(params, {path: AdaptedWeight(known[path], adapter) for path, adapter in adapters.items()})
+        check_adapter_shape(adapter, weights[path].shape, path)
+    return _replace_leaves(params, {path: AdaptedWeight(weights[path], adapter) for path, adapter in adapters.items()})
 
 
-def _known(params: Any, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
-    known = paths(params)
-    if unknown := sorted(set(adapters) - set(known)):
-        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; the weights are {', '.join(known)}")
-    return known
+def _weights_by_path(params: Any, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
+    weights = leaves_by_path(params)
+    if unknown := sorted(set(adapters) - set(weights)):
+        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; the weights are {', '.join(weights)}")
+    return weights
 
 
-def _whole(x: Any) -> bool:
+def _is_weight_leaf(x: Any) -> bool:
     return isinstance(x, (FrozenWeight, QTensor, Adapter, AdaptedWeight))
 
 
-def paths(params: Any) -> dict[str, Any]:
+def leaves_by_path(params: Any) -> dict[str, Any]:
     """The leaves of a tree of parameters by path, steps joined by "/"; frozen weights and QTensors are leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_whole)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_weight_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def matching(params: Any, targets: str) -> dict[str, Any]:
+def match_matrices(params: Any, targets: str) -> dict[str, Any]:
     """The matrices of a tree whose paths a regular expression matches as a whole.
 
     Raises:
@@ -233,11 +234,11 @@ def matching(params: Any, targets: str) -> dict[str, Any]:
         pattern = re.compile(targets)
     except re.error as error:
         raise ValueError(f"targets {targets!r} is no regular expression: {error}") from None
-    matrices = {path: w for path, w in paths(params).items() if len(w.shape) >= 2}
-    found = {path: w for path, w in matrices.items() if pattern.fullmatch(path)}
-    if not found:
+    matrices = {path: w for path, w in leaves_by_path(params).items() if len(w.shape) >= 2}
+    matches = {path: w for path, w in matrices.items() if pattern.fullmatch(path)}
+    if not matches:
         raise ValueError(f"targets {targets!r} match none of the matrices: {', '.join(matrices) or 'there are none'}")
-    return found
+    return matches
 
 
 def init_adapters(
@@ -262,10 +263,10 @@ def init_adapters(
     Raises:
         ValueError: nothing matches; or as `init_adapter`.
     """
-    found = matching(params, targets)
+    matrices = match_matrices(params, targets)
     return {
         path: init_adapter(jax.random.fold_in(key, i), matrix_shape(w, axes), rank, alpha, dtype)
-        for i, (path, w) in enumerate(sorted(found.items()))
+        for i, (path, w) in enumerate(sorted(matrices.items()))
     }
 
 
@@ -273,8 +274,8 @@ def matrix_shape(w: Any, axes: tuple[int, int]) -> tuple[int, ...]:
     """(..., inputs, outputs) of a weight that has so many axes for either."""
     if isinstance(w, FrozenWeight):
         return w.matrix.shape
-    lead, ins = len(w.shape) - sum(axes), len(w.shape) - axes[1]
-    return (*w.shape[:lead], math.prod(w.shape[lead:ins]), math.prod(w.shape[ins:]))
+    n_stacked, ins = len(w.shape) - sum(axes), len(w.shape) - axes[1]
+    return (*w.shape[:n_stacked], math.prod(w.shape[n_stacked:ins]), math.prod(w.shape[ins:]))
 
 
 def freeze_weights(
@@ -287,9 +288,9 @@ def freeze_weights(
     Raises:
         ValueError: nothing matches; or as `freeze`.
     """
-    found = matching(params, targets)
-    make = jax.jit(freeze, static_argnums=(1, 2))
-    return _replaced(params, {path: make(w, QuantSpec.parse(spec), axes) for path, w in found.items()})
+    matrices = match_matrices(params, targets)
+    freeze_jit = jax.jit(freeze, static_argnums=(1, 2))
+    return _replace_leaves(params, {path: freeze_jit(w, QuantSpec.parse(spec), axes) for path, w in matrices.items()})
 
 
 def merge_adapters(params: Any, adapters: Mapping[str, Adapter], dtype: DTypeLike | None = None) -> Any:
@@ -298,12 +299,14 @@ def merge_adapters(params: Any, adapters: Mapping[str, Adapter], dtype: DTypeLik
     Raises:
         ValueError: there is no weight of a path, or one of another shape.
     """
-    known = _known(params, adapters)
-    return _replaced(params, {path: merge_adapter(known[path], each, dtype) for path, each in adapters.items()})
+    weights = _weights_by_path(params, adapters)
+    return _replace_leaves(
+        params, {path: merge_adapter(weights[path], adapter, dtype) for path, adapter in adapters.items()}
+    )
 
 
-def _replaced(params: Any, new: Mapping[str, Any]) -> Any:
-    def one(path: Any, x: Any) -> Any:
+def _replace_leaves(params: Any, new: Mapping[str, Any]) -> Any:
+    def replace_leaf(path: Any, x: Any) -> Any:
         return new.get(jax.tree_util.keystr(path, simple=True, separator="/"), x)
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=_whole)
+    return jax.tree_util.tree_map_with_path(replace_leaf, params, is_leaf=_is_weight_leaf)

@@ -10,24 +10,24 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import sharding
-from fp8jax.ops.choice import named
-from fp8jax.ops.cuts import Cut, notation
-from fp8jax.ops.fallback import Pair
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.choice import product_name_scope
+from fp8jax.ops.cuts import DimSharding, notation
+from fp8jax.ops.fallback import FallbackTensor
+from fp8jax.ops.partition import run_partitioned
 
 
-def coded(*operands: Any) -> bool:
+def is_unpacked_quantized(*operands: Any) -> bool:
     """Whether all are quantized, in codes that lie as the matrix does."""
-    return all(isinstance(q, QTensor | Pair) and not base(q).spec.packed for q in operands)
+    return all(isinstance(q, QTensor | FallbackTensor) and not strip_residual(q).spec.packed for q in operands)
 
 
-def shared(
+def sharded_matmul(
     function: Callable[..., Array],
     static: Any,
     dtype: DTypeLike,
     a: Any,
     b: Any,
-    spec: Sequence[Any] | None,
+    out_spec: Sequence[Any] | None,
     *,
     kernel: bool = False,
 ) -> Array:
@@ -45,24 +45,29 @@ def shared(
         spec: as of `fp8jax.ops.matmul.matmul`.
         kernel: as of `fp8jax.ops.partition.partitioned`.
     """
-    if not coded(a, b) or 0 in (*a.shape, *b.shape):
-        return sharding.multiply(functools.partial(function, dtype), a, b, spec)
+    if not is_unpacked_quantized(a, b) or 0 in (*a.shape, *b.shape):
+        return sharding.matmul_sharded(functools.partial(function, dtype), a, b, out_spec)
 
-    def multiply(cut: Cut, a: Any, b: Any) -> Array:
-        out = jnp.dtype(jnp.bfloat16 if "k" in cut.axes else dtype)  # of one kind: jitted kernels are found by it
-        with named(base(a), b):  # XLA's partitioner traces it anew
-            return cut.total(function(out, a, b), "k", "m n").astype(dtype)
+    def multiply_shard(dim_sharding: DimSharding, a: Any, b: Any) -> Array:
+        out = jnp.dtype(
+            jnp.bfloat16 if "k" in dim_sharding.axes else dtype
+        )  # of one kind: jitted kernels are found by it
+        with product_name_scope(strip_residual(a), b):  # XLA's partitioner traces it anew
+            return dim_sharding.psum(function(out, a, b), "k", "m n").astype(dtype)
 
-    parts = notation(base(a).spec, a.shape, "m k")
-    ins = (parts, parts, parts[-1]) if isinstance(a, Pair) else parts, notation(b.spec, b.shape, "n k")
-    about = static, isinstance(a, Pair), str(jnp.dtype(dtype)), base(a).spec, b.spec
-    product: Array = partitioned(
-        "product" if kernel else "plain_product", about, multiply, (a, b), ins, "m n",
-        sums="k", wanted=spec, kernel=kernel,
+    a_notation = notation(strip_residual(a).spec, a.shape, "m k")
+    ins = (
+        (a_notation, a_notation, a_notation[-1]) if isinstance(a, FallbackTensor) else a_notation,
+        notation(b.spec, b.shape, "n k"),
+    )
+    static_key = static, isinstance(a, FallbackTensor), str(jnp.dtype(dtype)), strip_residual(a).spec, b.spec
+    product: Array = run_partitioned(
+        "product" if kernel else "plain_product", static_key, multiply_shard, (a, b), ins, "m n",
+        sum_dim="k", out_spec=out_spec, is_kernel=kernel,
     )  # fmt: skip
     return product
 
 
-def base(q: Any) -> Any:
+def strip_residual(q: Any) -> Any:
     """A quantized matrix without its residual, if it has one; others as they are."""
-    return q.base if isinstance(q, Pair) else q
+    return q.base if isinstance(q, FallbackTensor) else q

@@ -14,13 +14,13 @@ from jax import Array
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.adamw_fused import IDLE, LOWEST, NEAR, RAISED, SILENT
+from fp8jax.ops.adamw_fused import DEAD_M_RATIO, DEAD_V_HIGH, DEAD_V_LOW, DEAD_V_MID, DEAD_V_RATIO
 from fp8jax.ops.adamw_leaf import Adam, Moment
 
-_READ = ("count", "b1", "b2", "eps", "eps_root")
+_SCALARS_READ = ("count", "b1", "b2", "eps", "eps_root")
 
 
-def settled(
+def suppress_dead_elements(
     grad: Array, direction: Array, m: Array, v: Array, mu: Moment, nu: Moment, adam: Adam
 ) -> tuple[Array, Array]:
     """The moments as they are to be stored, where `mu` and `nu` are stored as codes with range expansion.
@@ -54,35 +54,39 @@ def settled(
     expanded = [isinstance(moment, QTensor) and moment.spec.expand not in (False, "coat") for moment in (mu, nu)]
     if not any(expanded):
         return m, v
-    stored = mu if expanded[0] else nu
-    assert isinstance(stored, QTensor)
-    shape = stored.spec.block_shape(m.shape)
+    expanded_moment = mu if expanded[0] else nu
+    assert isinstance(expanded_moment, QTensor)
+    shape = expanded_moment.spec.block_shape(m.shape)
 
     # On a mesh with Explicit axes an array that the function closes over is of another mesh.
-    scalars = {name: x for name, x in vars(adam).items() if name in _READ and isinstance(x, Array)}
+    scalars = {name: x for name, x in vars(adam).items() if name in _SCALARS_READ and isinstance(x, Array)}
 
-    def settle(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
-        given: dict[str, Any] = dict(zip(scalars, values, strict=True))
-        own = dataclasses.replace(adam, **given)
-        count = jnp.asarray(own.count, jnp.float32)
+    def suppress(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
+        scalar_values: dict[str, Any] = dict(zip(scalars, values, strict=True))
+        traced_adam = dataclasses.replace(adam, **scalar_values)
+        count = jnp.asarray(traced_adam.count, jnp.float32)
 
         def peak(x: Array) -> Array:
             return blocks.reduce(formats.where(jnp.isfinite(x), jnp.abs(x), 0), shape, jnp.max, 0.0)
 
-        correction, before = (1 - own.b2**n for n in (count, jnp.maximum(count - 1, 1)))
+        correction, previous_correction = (1 - traced_adam.b2**n for n in (count, jnp.maximum(count - 1, 1)))
         m_peak, v_peak = peak(m), peak(v)
-        largest = m_peak / (1 - own.b1**count) / (jnp.sqrt(v_peak / correction + own.eps_root) + own.eps)
-        largest, v_peak = (blocks.spread(x, m.shape, shape) for x in (largest, v_peak))
-        size = jnp.abs(d)
-        silent = (jnp.abs(g) < formats.TINY) & (size < SILENT * largest) & (v > 0)
-        before_decay = v * (correction / before / jnp.maximum(own.b2, np.float32(formats.TINY)))
-        low = jnp.maximum(before_decay, LOWEST * v_peak)
-        rest = jnp.where(before_decay < NEAR * v_peak, low, RAISED * v_peak)
-        rest = jnp.where(before_decay < RAISED * v_peak, rest, v)
-        return jnp.where(size < IDLE * largest, 0, m), jnp.where(silent, rest, v)
+        direction_bound = (
+            m_peak
+            / (1 - traced_adam.b1**count)
+            / (jnp.sqrt(v_peak / correction + traced_adam.eps_root) + traced_adam.eps)
+        )
+        direction_bound, v_peak = (blocks.broadcast_blocks(x, m.shape, shape) for x in (direction_bound, v_peak))
+        magnitude = jnp.abs(d)
+        is_silent = (jnp.abs(g) < formats.TINY) & (magnitude < DEAD_V_RATIO * direction_bound) & (v > 0)
+        before_decay = v * (correction / previous_correction / jnp.maximum(traced_adam.b2, np.float32(formats.TINY)))
+        low = jnp.maximum(before_decay, DEAD_V_LOW * v_peak)
+        dead_v = jnp.where(before_decay < DEAD_V_MID * v_peak, low, DEAD_V_HIGH * v_peak)
+        dead_v = jnp.where(before_decay < DEAD_V_HIGH * v_peak, dead_v, v)
+        return jnp.where(magnitude < DEAD_M_RATIO * direction_bound, 0, m), jnp.where(is_silent, dead_v, v)
 
-    g = grad.astype(jnp.float32) if adam.factor is None else grad.astype(jnp.float32) * adam.factor
-    m_settled, v_settled = blocks.on_logical_array(
-        settle, g, direction, m, v, *scalars.values(), like=[m.shape, m.shape]
+    g = grad.astype(jnp.float32) if adam.grad_scale is None else grad.astype(jnp.float32) * adam.grad_scale
+    new_m, new_v = blocks.on_logical_array(
+        suppress, g, direction, m, v, *scalars.values(), out_shapes=[m.shape, m.shape]
     )
-    return (m_settled if expanded[0] else m), (v_settled if expanded[1] else v)
+    return (new_m if expanded[0] else m), (new_v if expanded[1] else v)

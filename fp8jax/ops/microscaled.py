@@ -23,20 +23,25 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_codes
-from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
-from fp8jax.ops.cuts import Cut
+from fp8jax.ops.choice import capability, choose_impl, missing_triton, record_choice, run
+from fp8jax.ops.cuts import DimSharding
 from fp8jax.ops.fused_reference import row_peaks
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.partition import run_partitioned
 from fp8jax.ops.quantize import quantize, transpose
 
 # How far an input that is made again may lie above what it was: the rounding of what it is made from.
-ABOVE = 1.13
+RECOMPUTE_HEADROOM = 1.13
 # The largest scale whose reciprocal is a normal number.
-LARGEST = 2.0**125
+MAX_INVERTIBLE_SCALE = 2.0**125
 
 
 def fold_rows(
-    x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Output | None = None, impl: str = "auto"
+    x: Array,
+    spec: QuantSpec,
+    outer_scale: Array | None = None,
+    *,
+    fused_output: fused.FusedOutput | None = None,
+    impl: str = "auto",
 ) -> QTensor:
     """A matrix microscaled and folded (MOSS, section 3): codes with one scale a row.
 
@@ -54,56 +59,56 @@ def fold_rows(
     Returns:
         (M, N), of granularity "token".
     """
-    rows = QuantSpec(spec.format, "token")
-    if level is None and (held_rows := fused_codes.held(part, spec)) is not None:
-        return held_rows
-    if (level is None and spec.level1 == "token") or 0 in x.shape:
+    row_spec = QuantSpec(spec.format, "token")
+    if outer_scale is None and (fused_rows := fused_codes.cached_row_codes(fused_output, spec)) is not None:
+        return fused_rows
+    if (outer_scale is None and spec.outer_scale == "token") or 0 in x.shape:
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
-        q, _ = quantize(x, rows, impl=impl)
+        q, _ = quantize(x, row_spec, impl=impl)
         assert q is not None
         return q
-    choice = tell("fold", triton_or_xla(impl, lambda: _unsupported(x, spec)))
+    choice = record_choice("fold", choose_impl(impl, lambda: _unsupported_reason(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    folded: QTensor = run(choice, impl, x, level, kernel=kernel, reference=reference)
+    folded: QTensor = run(choice, impl, x, outer_scale, kernel=kernel, reference=reference)
     return folded
 
 
-def _unsupported(x: Array, spec: QuantSpec) -> str | None:
+def _unsupported_reason(x: Array, spec: QuantSpec) -> str | None:
     if (reason := missing_triton("quantize_triton")) is not None:
         return reason
     from pallas_kernels import quantize_rows_triton
 
-    return quantize_rows_triton.unsupported(x.shape, x.dtype, fused.coding(QuantSpec(spec.format, "token")))
+    return quantize_rows_triton.unsupported_reason(x.shape, x.dtype, fused.to_coding(QuantSpec(spec.format, "token")))
 
 
-def _reference(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
-    fmt, largest = formats.get(spec.format), row_peaks(x)[:, None]
-    if level is None:
-        level = scaling.to_scale(jnp.max(largest, initial=0.0), fmt)
-    return quantize_with_scale(x, QuantSpec(spec.format, "token"), scaling.power_above(largest, level, fmt))
+def _reference(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
+    fmt, row_amax = formats.get(spec.format), row_peaks(x)[:, None]
+    if outer_scale is None:
+        outer_scale = scaling.to_scale(jnp.max(row_amax, initial=0.0), fmt)
+    return quantize_with_scale(x, QuantSpec(spec.format, "token"), scaling.pow2_scale(row_amax, outer_scale, fmt))
 
 
-def _kernel(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
+def _kernel(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
     from pallas_kernels import maxima_triton, quantize_rows_triton
 
-    fmt, rows = formats.get(spec.format), QuantSpec(spec.format, "token")
+    fmt, row_spec = formats.get(spec.format), QuantSpec(spec.format, "token")
 
-    def fold(cut: Cut, x: Array, level: Array | None) -> tuple[Array, Array]:
-        if level is None:
-            largest = maxima_triton.maxima(x, tensor=True, compute_capability=capability())[0]
-            assert largest is not None
-            level = scaling.to_scale(cut.maximum(largest, "m"), fmt)
-        coding = fused.coding(rows)
-        return quantize_rows_triton.quantize_rows(x, coding, level=level, compute_capability=capability())
+    def fold(dim_sharding: DimSharding, x: Array, shard_scale: Array | None) -> tuple[Array, Array]:
+        if shard_scale is None:
+            amax = maxima_triton.compute_amax(x, tensor=True, compute_capability=capability())[0]
+            assert amax is not None
+            shard_scale = scaling.to_scale(dim_sharding.pmax(amax, "m"), fmt)
+        coding = fused.to_coding(row_spec)
+        return quantize_rows_triton.quantize_rows(x, coding, outer_scale=shard_scale, compute_capability=capability())
 
-    codes, scale = partitioned(
-        "fold_rows", spec, fold, (x, level), ("m -", None if level is None else "m -"), ("m -", "m -")
+    codes, scale = run_partitioned(
+        "fold_rows", spec, fold, (x, outer_scale), ("m -", None if outer_scale is None else "m -"), ("m -", "m -")
     )
-    return QTensor(codes, scale, None, None, rows)
+    return QTensor(codes, scale, None, None, row_spec)
 
 
 def gradient_operands(
-    dy: Array, spec: QuantSpec, scale: Array | None, part: fused.Output | None = None
+    dy: Array, spec: QuantSpec, scale: Array | None, fused_output: fused.FusedOutput | None = None
 ) -> tuple[QTensor, QTensor]:
     """The output's gradient (tokens, outputs), microscaled and folded, and its codes transposed.
 
@@ -118,26 +123,26 @@ def gradient_operands(
         Of granularity "token"; and (outputs, tokens) of "tensor" with scale `unit(rows)`: another operand takes the
         scales over that.
     """
-    if spec.level1 == "tensor":
+    if spec.outer_scale == "tensor":
         rows = fold_rows(dy, spec)
-        return rows, one_scale(rows)
+        return rows, transpose_codes(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
     # The exponents of the input's scales only move the powers of two, out of the range of fp32 where they are extreme.
-    level = None if scale is None else ones / formats.significand(scale.astype(jnp.float32))
-    if (pair := fused_codes.cotangent(part, spec, level)) is not None:
-        return pair[0], dataclasses.replace(pair[1], scale=unit(pair[0]))
-    rows = fold_rows(dy, spec, ones if level is None else level)
-    return rows, one_scale(rows)
+    outer_scale = None if scale is None else ones / formats.significand(scale.astype(jnp.float32))
+    if (operands := fused_codes.quantize_cotangent(fused_output, spec, outer_scale)) is not None:
+        return operands[0], dataclasses.replace(operands[1], scale=token_scale_unit(operands[0]))
+    rows = fold_rows(dy, spec, ones if outer_scale is None else outer_scale)
+    return rows, transpose_codes(rows)
 
 
-def one_scale(q: QTensor) -> QTensor:
+def transpose_codes(q: QTensor) -> QTensor:
     """Codes of rows transposed as they are, (N, M), with scale `unit(q)`; those of one scale with their own."""
     if q.spec.granularity == "tensor":
         return transpose(q)
-    return transpose(QTensor(q.codes, unit(q), None, None, QuantSpec(q.spec.format)))
+    return transpose(QTensor(q.codes, token_scale_unit(q), None, None, QuantSpec(q.spec.format)))
 
 
-def shifted(rows: QTensor, dy: QTensor) -> QTensor:
+def rescale_rows_pow2(rows: QTensor, dy: QTensor) -> QTensor:
     """Codes of the input (tokens, inputs) as the operand (inputs, tokens) with the scales of tokens, its own and dy's.
 
     Args:
@@ -147,16 +152,18 @@ def shifted(rows: QTensor, dy: QTensor) -> QTensor:
     Returns:
         Of granularity "tensor".
     """
-    scale = rows.scale.astype(jnp.float32) * tokens(dy)
-    top = jnp.max(scale, initial=formats.TINY).reshape(1, 1)
+    scale = rows.scale.astype(jnp.float32) * relative_token_scales(dy)
+    common_scale = jnp.max(scale, initial=formats.TINY).reshape(1, 1)
     # A power of two but for the last bits of the scales' product, which rounding to the nearest one takes away.
-    power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(scale * (1 / top), formats.TINY), "nearest"))
+    power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(scale * (1 / common_scale), formats.TINY), "nearest"))
     power = jnp.where(jnp.isnan(scale), jnp.nan, power)
     factor = jnp.broadcast_to(power, (rows.codes.shape[0], 1))
-    return transpose(QTensor(rows.codes, top, None, None, QuantSpec(rows.spec.format)), factor=factor)
+    return transpose(QTensor(rows.codes, common_scale, None, None, QuantSpec(rows.spec.format)), factor=factor)
 
 
-def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Output | None = None) -> QTensor:
+def requantize_recomputed(
+    x: Array, scale: Array, dy: QTensor, spec: QuantSpec, fused_output: fused.FusedOutput | None = None
+) -> QTensor:
     """An input that was made again (tokens, inputs), as the operand (inputs, tokens) with the scales of tokens of dy.
 
     Args:
@@ -169,28 +176,34 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused
     Returns:
         Of granularity "tensor".
     """
-    factor = tokens(dy)
-    top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
+    factor = relative_token_scales(dy)
+    common_scale = jnp.max(RECOMPUTE_HEADROOM * scale.astype(jnp.float32) * factor, initial=formats.TINY)
     # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
-    rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
-    if (transposed := fused_codes.columns(part or fused.itself(x), spec, rows)) is not None:
-        return dataclasses.replace(transposed, scale=top.reshape(1, 1))
+    row_scales = jnp.minimum(common_scale / jnp.broadcast_to(factor, (x.shape[0], 1)), MAX_INVERTIBLE_SCALE)
+    if (
+        transposed := fused_codes.quantize_columns(fused_output or fused.identity_output(x), spec, row_scales)
+    ) is not None:
+        return dataclasses.replace(transposed, scale=common_scale.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
-    _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)
+    _, columns = quantize(values, None, QuantSpec(spec.format), scale=common_scale)
     assert columns is not None
     return columns
 
 
-def unit(dy: QTensor) -> Array:
+def token_scale_unit(dy: QTensor) -> Array:
     """The largest power of two that is no more than the largest scale of a token, fp32 (1, 1).
 
     The weight's gradient multiplies by it after the sum. In the scales of tokens a small one would underflow.
     """
     scale = lax.stop_gradient(dy.scale)
-    top = jnp.max(formats.where(jnp.isfinite(scale), scale, 0.0), initial=formats.TINY)
-    return formats.decode_e8m0(formats.encode_e8m0(top, "down")).reshape(1, 1)
+    max_scale = jnp.max(formats.where(jnp.isfinite(scale), scale, 0.0), initial=formats.TINY)
+    return formats.decode_e8m0(formats.encode_e8m0(max_scale, "down")).reshape(1, 1)
 
 
-def tokens(dy: QTensor) -> Array:
+def relative_token_scales(dy: QTensor) -> Array:
     """The scales of tokens of a gradient over `unit(dy)`, fp32 (tokens, 1); 1 where it has one scale for all."""
-    return jnp.ones((), jnp.float32) if dy.spec.granularity == "tensor" else lax.stop_gradient(dy.scale) / unit(dy)
+    return (
+        jnp.ones((), jnp.float32)
+        if dy.spec.granularity == "tensor"
+        else lax.stop_gradient(dy.scale) / token_scale_unit(dy)
+    )

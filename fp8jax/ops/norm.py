@@ -15,10 +15,18 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
-from fp8jax.ops.microscaled import ABOVE
-from fp8jax.ops.saveable import BESIDE, NORM, named
-from fp8jax.ops.saved import NOTHING, Gradient, Made, Origin, decode, differentiable, keep
+from fp8jax.ops.fused_reference import apply_normalization, norm_cotangents, statistics
+from fp8jax.ops.microscaled import RECOMPUTE_HEADROOM
+from fp8jax.ops.saveable import NORM, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.saved import (
+    NO_FACTS,
+    ArrayFacts,
+    CotangentFacts,
+    Recomputed,
+    dequantize_residual,
+    quantize_residual,
+    with_saved_vjp,
+)
 from fp8jax.recipes import context_part
 
 
@@ -77,7 +85,7 @@ def layer_norm(
     return normalize(x, scale, bias, context_part(recipe), eps, dtype, centered=True)[0]
 
 
-class NormSaved(NamedTuple):
+class NormResiduals(NamedTuple):
     """What a norm saves: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters.
 
     Where inputs are kept as they are, the input in place of its codes.
@@ -90,49 +98,62 @@ class NormSaved(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Norm:
+class NormBackward:
     """How a norm goes back: `fp8jax.ops.saved.Remade`."""
 
     centered: bool
     dtype: DTypeLike
 
-    def again(self, saved: NormSaved, gradient: Gradient) -> Made:
+    def recompute(self, saved: NormResiduals, gradient: CotangentFacts) -> Recomputed:
         z, mean = self._input(saved)
-        y = normalized(z, saved.inverse, saved.scale, saved.bias).astype(self.dtype)
-        operation, part = self._fused(saved, y), None
+        y = apply_normalization(z, saved.inverse, saved.scale, saved.bias).astype(self.dtype)
+        operation, fused_output = self._kernel_operation(saved, y), None
         if operation is not None:
-            parts = fused.stored(saved.codes)
-            (part,) = _result(operation, parts, saved.inverse, mean, saved.scale, saved.bias, None).parts
-        return Made(y, part)
+            stored_input = fused.residual_matrices(saved.codes)
+            (fused_output,) = _fused_result(
+                operation, stored_input, saved.inverse, mean, saved.scale, saved.bias, None
+            ).outputs
+        return Recomputed(y, fused_output)
 
     def backward(
-        self, saved: NormSaved, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
-    ) -> tuple[tuple[Array | None, ...], tuple[Origin, ...]]:
-        operation = self._fused(saved, dy, fp8=isinstance(saved.codes, Array) or not saved.codes.spec.packed)
-        if operation is None:
-            how = {"centered": self.centered, "biased": saved.bias is not None}
-            dx, *sums = norm_cotangents(self._input(saved)[0], saved.inverse, saved.scale, dy, **how)
-            return _cast((dx if others is None else dx + others.astype(jnp.float32), *sums), dtypes), ()
-
-        operands = (*fused.stored(saved.codes), saved.inverse.reshape(-1), saved.scale, fused.matrix(dy))
-        rest = None if others is None else fused.matrix(others)
-        dx, *sums, peak = fused.run(
-            lambda on, *arrays: on.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]), *operands, rest
+        self,
+        saved: NormResiduals,
+        dy: Array,
+        dtypes: tuple[DTypeLike | None, ...],
+        passthrough_cotangent: Array | None,
+        predicted: Any,
+    ) -> tuple[tuple[Array | None, ...], tuple[ArrayFacts, ...]]:
+        operation = self._kernel_operation(
+            saved, dy, fp8=isinstance(saved.codes, Array) or not saved.codes.spec.is_packed
         )
-        return _cast((fused.array(dx, dy), *sums), dtypes), (Origin(peak=peak),)
+        if operation is None:
+            options = {"centered": self.centered, "biased": saved.bias is not None}
+            dx, *sums = norm_cotangents(self._input(saved)[0], saved.inverse, saved.scale, dy, **options)
+            return _cast(
+                (dx if passthrough_cotangent is None else dx + passthrough_cotangent.astype(jnp.float32), *sums), dtypes
+            ), ()
 
-    def _input(self, saved: NormSaved) -> tuple[Array, Array | None]:
+        operands = (*fused.residual_matrices(saved.codes), saved.inverse.reshape(-1), saved.scale, fused.to_matrix(dy))
+        other_cotangents = None if passthrough_cotangent is None else fused.to_matrix(passthrough_cotangent)
+        dx, *sums, peak = fused.run(
+            lambda backend, *arrays: backend.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]),
+            *operands,
+            other_cotangents,
+        )
+        return _cast((fused.reshape_like(dx, dy), *sums), dtypes), (ArrayFacts(amax=peak),)
+
+    def _input(self, saved: NormResiduals) -> tuple[Array, Array | None]:
         """The input, centered where the norm is, and its mean where that is not taken from what is saved."""
-        z = decode(saved.codes)
+        z = dequantize_residual(saved.codes)
         if not (self.centered and isinstance(saved.codes, Array)):
             return z, None
         mean = jnp.mean(z, -1, keepdims=True)
         return z - mean, mean
 
-    def _fused(self, saved: NormSaved, like: Array, *, fp8: bool = True) -> Any:
+    def _kernel_operation(self, saved: NormResiduals, like: Array, *, fp8: bool = True) -> Any:
         fields = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
         spec = None if isinstance(saved.codes, Array) else saved.codes.spec
-        return fused.operation(like, spec, self.dtype, norm=True, fp8=fp8, centered=self.centered, **fields)
+        return fused.describe_operation(like, spec, self.dtype, norm=True, fp8=fp8, centered=self.centered, **fields)
 
 
 def normalize(
@@ -144,8 +165,8 @@ def normalize(
     dtype: DTypeLike | None,
     *,
     centered: bool,
-    residual: bool = False,
-) -> tuple[Array, Array | None, Origin]:
+    returns_input: bool = False,
+) -> tuple[Array, Array | None, ArrayFacts]:
     """A norm's result, and what it is made from; between them `x` for its other readers, if `residual`.
 
     The norm adds the gradients of those to its own.
@@ -154,46 +175,70 @@ def normalize(
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
-    dtype, context, reader = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.reader(recipe)
-    operation, written = None, fused.written(recipe)
-    if context.spec is not None or fused.at_once(recipe):
+    dtype, context, consumer = (
+        jnp.dtype(x.dtype if dtype is None else dtype),
+        context_part(recipe),
+        fused.find_consumer(recipe),
+    )
+    operation, writes_result = None, fused.writes_result(recipe)
+    if context.spec is not None or fused.emits_codes(recipe):
         fields = {"scaled": scale is not None, "biased": bias is not None, "centered": centered}
-        operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, fp8=not written, **fields)
+        operation = fused.describe_operation(
+            x, context.spec, dtype, norm=True, forward=True, fp8=not writes_result, **fields
+        )
     if context.spec is None and operation is None:
         z, inverse = statistics(x, eps, centered=centered)
-        y = normalized(z, inverse, scale, bias).astype(dtype)
-        return derivatives.passed("a norm", y, x, scale, bias), x if residual else None, NOTHING
+        y = apply_normalization(z, inverse, scale, bias).astype(dtype)
+        return (
+            derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias),
+            x if returns_input else None,
+            NO_FACTS,
+        )
     value, weight, shift = lax.stop_gradient((x, scale, bias))
-    to = None if reader is None else reader.spec("x")
-    bound = None if to is None or to.folds else ResultBound.of(weight, shift, x.shape[-1], to)
-    part = codes = to_scale = None
+    out_spec = None if consumer is None else consumer.spec("x")
+    result_bound = (
+        None
+        if out_spec is None or out_spec.is_folded
+        else ResultBound.from_params(weight, shift, x.shape[-1], out_spec)
+    )
+    fused_output = codes = out_scale = None
     if operation is None:
         assert context.spec is not None
         z, inverse = statistics(value, eps, centered=centered)
-        stored = NormSaved(keep(z if centered else value, context.spec), inverse, weight, shift)
-        y = normalized(z, inverse, weight, shift).astype(dtype)
-        to_scale = None if bound is None else bound.scale_given(scaling.largest_magnitude(y))
-    elif written:
-        stored, _, _, y, _ = _keep(operation, value, weight, shift, context.spec, eps, None, dtype)
-        y = fused.array(y, value)
+        residuals = NormResiduals(quantize_residual(z if centered else value, context.spec), inverse, weight, shift)
+        y = apply_normalization(z, inverse, weight, shift).astype(dtype)
+        out_scale = None if result_bound is None else result_bound.scale_from_amax(scaling.compute_amax(y))
+    elif writes_result:
+        residuals, _, _, y, _ = _save_and_quantize_result(
+            operation, value, weight, shift, context.spec, eps, None, dtype
+        )
+        y = fused.reshape_like(y, value)
     else:
-        to_dtype = None if to is None else formats.get(to.format).dtype
-        stored, mean, peak, codes, to_scale = _keep(operation, value, weight, shift, context.spec, eps, bound, to_dtype)
-        z, inverse = value.astype(jnp.float32), stored.inverse
+        out_dtype = None if out_spec is None else formats.get(out_spec.format).dtype
+        residuals, mean, peak, codes, out_scale = _save_and_quantize_result(
+            operation, value, weight, shift, context.spec, eps, result_bound, out_dtype
+        )
+        z, inverse = value.astype(jnp.float32), residuals.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
-        exact = operation._replace(exact=True)
-        (part,) = _result(exact, (fused.matrix(value), None), inverse, mean, weight, shift, peak).parts
-        y = normalized(z, inverse, weight, shift).astype(dtype)
+        exact_operation = operation._replace(exact=True)
+        (fused_output,) = _fused_result(
+            exact_operation, (fused.to_matrix(value), None), inverse, mean, weight, shift, peak
+        ).outputs
+        y = apply_normalization(z, inverse, weight, shift).astype(dtype)
     if context.spec is None:
-        stored = stored._replace(inverse=named(stored.inverse, BESIDE))
+        residuals = residuals._replace(inverse=with_checkpoint_name(residuals.inverse, PRODUCT_AUX))
     else:
-        stored = stored._replace(codes=named(stored.codes, NORM), inverse=named(stored.inverse, NORM))
-    how = Norm(centered, dtype)
-    y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, name="a norm")
-    origin = fused.origin(context, how, stored, part, reader, to_scale, codes)
-    y = derivatives.passed("a norm", y, x, scale, bias)
-    return y, again, origin
+        residuals = residuals._replace(
+            codes=with_checkpoint_name(residuals.codes, NORM), inverse=with_checkpoint_name(residuals.inverse, NORM)
+        )
+    recomputable = NormBackward(centered, dtype)
+    y, passthrough = with_saved_vjp(
+        recomputable, (x, scale, bias), residuals, y, returns_input=returns_input, name="a norm"
+    )
+    facts = fused.make_array_facts(context, recomputable, residuals, fused_output, consumer, out_scale, codes)
+    y = derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias)
+    return y, passthrough, facts
 
 
 class ResultBound(NamedTuple):
@@ -208,50 +253,55 @@ class ResultBound(NamedTuple):
         spec: how the result is quantized.
     """
 
-    largest: Array
-    spread: Array
+    max_magnitude: Array
+    outlier_ratio: Array
     spec: QuantSpec
 
     @classmethod
-    def of(cls, scale: Array | None, bias: Array | None, channels: int, spec: QuantSpec) -> "ResultBound":
-        root, spread = math.sqrt(channels), jnp.float32(1)
-        largest = jnp.float32(root)
+    def from_params(cls, scale: Array | None, bias: Array | None, channels: int, spec: QuantSpec) -> "ResultBound":
+        max_normalized, outlier_ratio = math.sqrt(channels), jnp.float32(1)
+        max_magnitude = jnp.float32(max_normalized)
         if scale is not None:
-            top = scaling.largest_magnitude(scale)
-            largest, spread = root * top, jnp.maximum(top / (EVEN * _geometric_mean(scale)), 1.0)
+            scale_amax = scaling.compute_amax(scale)
+            max_magnitude, outlier_ratio = (
+                max_normalized * scale_amax,
+                jnp.maximum(scale_amax / (OUTLIER_FACTOR * _geometric_mean(scale)), 1.0),
+            )
         if bias is not None:
-            largest = largest + scaling.largest_magnitude(bias)
-        return cls(jnp.minimum(1.01 * largest, np.finfo(np.float32).max), spread, spec)
+            max_magnitude = max_magnitude + scaling.compute_amax(bias)
+        return cls(jnp.minimum(1.01 * max_magnitude, np.finfo(np.float32).max), outlier_ratio, spec)
 
     @property
     def scale(self) -> Array:
         """The scale that the bound gives."""
-        return scaling.to_scale(self.largest, formats.get(self.spec.format))
+        return scaling.to_scale(self.max_magnitude, formats.get(self.spec.format))
 
-    def is_loose(self, largest: Array) -> Array:
+    def is_loose(self, amax: Array) -> Array:
         """Whether the scale must come from the result's largest magnitude instead: `fp8jax.core.scaling.is_loose`."""
-        return scaling.is_loose(self.largest * self.spread, largest, formats.get(self.spec.format))
+        return scaling.is_loose(self.max_magnitude * self.outlier_ratio, amax, formats.get(self.spec.format))
 
-    def scale_given(self, largest: Array) -> Array:
+    def scale_from_amax(self, amax: Array) -> Array:
         """The scale of a result whose largest magnitude is known."""
         # The input of the weight's gradient is computed again from rounded codes.
-        bound = jnp.where(self.is_loose(largest), jnp.minimum(ABOVE * largest, self.largest), self.largest)
+        bound = jnp.where(
+            self.is_loose(amax), jnp.minimum(RECOMPUTE_HEADROOM * amax, self.max_magnitude), self.max_magnitude
+        )
         return scaling.to_scale(bound, formats.get(self.spec.format))
 
 
 # How many times their geometric mean the largest scale of a norm's channels may be before it counts as an outlier.
-EVEN = 8.0
+OUTLIER_FACTOR = 8.0
 
 
 def _geometric_mean(scale: Array) -> Array:
     """That of the finite magnitudes which are not 0, an fp32 scalar; 1 if there are none."""
     magnitude = jnp.abs(scale.astype(jnp.float32))
-    counts = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
-    logarithms = jnp.log2(jnp.where(counts, magnitude, 1.0))
-    return jnp.exp2(jnp.sum(logarithms) / jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1.0))
+    is_counted = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
+    logarithms = jnp.log2(jnp.where(is_counted, magnitude, 1.0))
+    return jnp.exp2(jnp.sum(logarithms) / jnp.maximum(jnp.sum(is_counted, dtype=jnp.float32), 1.0))
 
 
-def _keep(
+def _save_and_quantize_result(
     operation: Any,
     x: Array,
     scale: Array | None,
@@ -260,7 +310,7 @@ def _keep(
     eps: float,
     bound: ResultBound | None,
     dtype: DTypeLike | None,
-) -> tuple[NormSaved, Array | None, Array, Any, Array | None]:
+) -> tuple[NormResiduals, Array | None, Array, Any, Array | None]:
     """What is kept, the mean of rows where the norm is centered, and of the result what follows.
 
     These are its largest magnitude; what is asked for in `dtype`, codes under a scale, codes and scales of rows, or the
@@ -269,42 +319,50 @@ def _keep(
     from pallas_kernels import remake_triton
 
     # JAX keeps traced functions: `make` must not hold arrays of a trace.
-    coding, to = fused.coding(spec), None if bound is None else bound.spec
+    coding, out_spec = fused.to_coding(spec), None if bound is None else bound.spec
 
-    def make(on: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:
-        limit = None if bound is None or to is None else ResultBound(*bound, to)
-        result = None if dtype is None else (None if limit is None else limit.scale, dtype)
-        *kept, peak, codes = on.forward(operation, x, scale, bias, eps, coding, result=result)
-        if limit is None:
-            return *kept, peak, codes, None
-        inverse, mean = kept[2:]
+    def make(backend: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:
+        result_bound = None if bound is None or out_spec is None else ResultBound(*bound, out_spec)
+        result = None if dtype is None else (None if result_bound is None else result_bound.scale, dtype)
+        *residual_arrays, peak, codes = backend.forward(operation, x, scale, bias, eps, coding, result=result)
+        if result_bound is None:
+            return *residual_arrays, peak, codes, None
+        inverse, mean = residual_arrays[2:]
         operands = remake_triton.Operands(x, inverse=inverse, mean=mean, weight=scale, bias=bias)
-        to_scale, exact = limit.scale_given(peak), operation._replace(exact=True)
+        out_scale, exact_operation = result_bound.scale_from_amax(peak), operation._replace(exact=True)
         with jax.named_scope("mend"):
-            codes = on.mend(exact, (remake_triton.NORM,), operands, codes, to_scale, limit.is_loose(peak))
-        return *kept, peak, codes, to_scale
+            codes = backend.mend(
+                exact_operation, (remake_triton.NORM,), operands, codes, out_scale, result_bound.is_loose(peak)
+            )
+        return *residual_arrays, peak, codes, out_scale
 
     codes, scales, inverse, mean, peak, result, to_scale = fused.run(
-        make, fused.matrix(x), scale, bias, None if bound is None else (bound.largest, bound.spread)
+        make, fused.to_matrix(x), scale, bias, None if bound is None else (bound.max_magnitude, bound.outlier_ratio)
     )
-    of_input = x if spec is None else fused.residual(codes, scales, x, spec)
-    return NormSaved(of_input, fused.array(inverse[:, None], x), scale, bias), mean, peak, result, to_scale
+    input_residual = x if spec is None else fused.to_residual(codes, scales, x, spec)
+    return (
+        NormResiduals(input_residual, fused.reshape_like(inverse[:, None], x), scale, bias),
+        mean,
+        peak,
+        result,
+        to_scale,
+    )
 
 
-def _result(
+def _fused_result(
     operation: Any,
-    parts: tuple[Array, Array | None],
+    stored_input: tuple[Array, Array | None],
     inverse: Array,
     mean: Array | None,
     scale: Array | None,
     bias: Array | None,
     peak: Array | None,
-) -> fused.Computation:
+) -> fused.FusedOutputs:
     from pallas_kernels import remake_triton
 
     rows = {"inverse": inverse.reshape(-1), "mean": None if mean is None else mean.reshape(-1)}
-    operands = remake_triton.Operands(parts[0], parts[1], weight=scale, bias=bias, **rows)
-    return fused.Computation(operation, (remake_triton.NORM,), operands, () if peak is None else (peak,))
+    operands = remake_triton.Operands(stored_input[0], stored_input[1], weight=scale, bias=bias, **rows)
+    return fused.FusedOutputs(operation, (remake_triton.NORM,), operands, () if peak is None else (peak,))
 
 
 def _cast(cotangents: tuple[Array | None, ...], dtypes: tuple[DTypeLike | None, ...]) -> Any:

@@ -41,15 +41,15 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused, microscaled
-from fp8jax.ops.fallback import Pair
+from fp8jax.ops.fallback import FallbackTensor
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
-from fp8jax.ops.saveable import BESIDE, INPUT, named
-from fp8jax.ops.saved import NOTHING, Gradient, Layout, Origin, Remade, from_bytes, to_bytes
-from fp8jax.ops.sharding import rows_of
+from fp8jax.ops.saveable import INPUT, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.saved import NO_FACTS, ArrayFacts, CotangentFacts, Layout, Recomputable, from_bytes, to_bytes
+from fp8jax.ops.sharding import reshape_to_matrix
 
 # What a forward product reads.
-Forward = Operand | Pair
+ForwardOperand = Operand | FallbackTensor
 
 
 class Side(NamedTuple):
@@ -68,13 +68,13 @@ class Side(NamedTuple):
 
     forward: QuantSpec | None
     backward: QuantSpec | None
-    saved: QuantSpec | None
+    residual: QuantSpec | None
     transposed: bool
     strategy: Scaling
-    shared: bool = False
+    shares_token_scales: bool = False
 
     @property
-    def one_scale(self) -> bool:
+    def is_per_tensor(self) -> bool:
         """Whether both products read the matrix under one scale for all of it: cheaper to save than to find again."""
         spec = self.forward
         return spec is not None and spec == self.backward and spec.granularity == "tensor"
@@ -83,19 +83,21 @@ class Side(NamedTuple):
 def input_side(recipe: Linear) -> Side:
     """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
-    return Side(*specs, transposed=False, strategy=recipe.own_strategy("x"), shared=recipe.shares_tokens)
+    return Side(
+        *specs, transposed=False, strategy=recipe.stateless_scaling("x"), shares_token_scales=recipe.shares_token_scales
+    )
 
 
 def weight_side(recipe: Linear) -> Side:
     """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
-    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.own_strategy("w"))
+    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.stateless_scaling("w"))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["used", "layout", "turned"]
 )
 @dataclasses.dataclass(frozen=True)
-class Matrix:
+class ArrayResidual:
     """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
 
     `used` says whether codes were made under that, `turned` as of `Plain`.
@@ -103,23 +105,23 @@ class Matrix:
 
     values: Any
     scale: Array | None
-    used: bool
+    is_scale_clamped: bool
     layout: Layout | None = None
-    turned: bool = False
+    transposed: bool = False
     token_scale = None
 
     def __str__(self) -> str:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
 
-    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
         values = self.values if self.layout is None else self.layout(self.values)
-        how: Any = {"scale": self.scale, "used": self.used, "turned": self.turned}
-        return encode(values, side.backward, side.strategy, **how, transposed=not side.transposed)
+        options: Any = {"scale": self.scale, "used": self.is_scale_clamped, "turned": self.transposed}
+        return encode(values, side.backward, side.strategy, **options, transposed=not side.transposed)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SavedCodes:
+class CodesResidual:
     """Codes of the input as bytes, (tokens, inputs)."""
 
     codes: QTensor
@@ -131,12 +133,12 @@ class SavedCodes:
     def token_scale(self) -> Array:
         return self.codes.scale
 
-    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
         codes, spec = from_bytes(self.codes), side.backward
-        if side.shared:
-            assert gradient is not None
-            assert gradient.codes is not None
-            return microscaled.shifted(codes, gradient.codes)
+        if side.shares_token_scales:
+            assert cotangent_facts is not None
+            assert cotangent_facts.codes is not None
+            return microscaled.rescale_rows_pow2(codes, cotangent_facts.codes)
         if spec is None:
             return codes.dequantize(jnp.bfloat16).T
         if spec == codes.spec and spec.granularity in TRANSPOSABLE:
@@ -147,14 +149,14 @@ class SavedCodes:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["saved", "scale"], meta_fields=["operation", "shape", "dtype"]
+    jax.tree_util.register_dataclass, data_fields=["residuals", "scale"], meta_fields=["operation", "shape", "dtype"]
 )
 @dataclasses.dataclass(frozen=True)
-class MadeAgain:
+class RecomputeResidual:
     """What the operation has saved that made the input, and the scale of the input's codes: one, or one a token."""
 
-    operation: Remade
-    saved: Any
+    operation: Recomputable
+    residuals: Any
     scale: Array | None
     shape: tuple[int, int]
     dtype: DTypeLike
@@ -163,41 +165,47 @@ class MadeAgain:
     def __str__(self) -> str:
         return "nothing; the operation before makes it again"
 
-    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
-        assert gradient is not None
-        array, part, gradient.foreseen = self.operation.again(self.saved, gradient)
-        matrix = rows_of(array.astype(self.dtype), *self.shape)
-        scale = self.scale if side.backward == side.saved else None
-        part = None if part is None or array.shape[-1] != matrix.shape[-1] else part.cast(self.dtype)
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
+        assert cotangent_facts is not None
+        array, fused_output, cotangent_facts.predicted = self.operation.recompute(self.residuals, cotangent_facts)
+        matrix = reshape_to_matrix(array.astype(self.dtype), *self.shape)
+        scale = self.scale if side.backward == side.residual else None
+        fused_output = (
+            None if fused_output is None or array.shape[-1] != matrix.shape[-1] else fused_output.cast(self.dtype)
+        )
         operand: Operand
-        if side.shared:
+        if side.shares_token_scales:
             assert self.scale is not None
             assert side.backward is not None
-            assert gradient.codes is not None
-            operand = microscaled.made_again(matrix, self.scale, gradient.codes, side.backward, part)
+            assert cotangent_facts.codes is not None
+            operand = microscaled.requantize_recomputed(
+                matrix, self.scale, cotangent_facts.codes, side.backward, fused_output
+            )
         else:
-            how: Any = {"scale": scale, "used": True, "part": part}
-            operand = encode(matrix, side.backward, side.strategy, **how, transposed=True)
-        if part is not None and part.result.ahead is not None:
-            gradient.foreseen = part.result.ahead
+            options: Any = {"scale": scale, "used": True, "part": fused_output}
+            operand = encode(matrix, side.backward, side.strategy, **options, transposed=True)
+        if fused_output is not None and fused_output.result.ahead is not None:
+            cotangent_facts.predicted = fused_output.result.ahead
         return operand
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Ready:
+class OperandResidual:
     """The operand of the backward product, its codes as bytes."""
 
     codes: QTensor
     token_scale = None
 
-    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
         return from_bytes(self.codes)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout", "turned"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout", "transposed"]
+)
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class QuantizeHere:
     """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
 
     Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
@@ -208,22 +216,24 @@ class Plain:
     scale: Array | None = None
     values: Any = None
     layout: Layout | None = None
-    turned: bool = False
+    transposed: bool = False
 
-    def forward(self, matrix: Array, side: Side) -> Forward:
-        how: Any = {"scale": self.scale, "transposed": side.transposed, "turned": self.turned}
-        return encode(matrix, side.forward, side.strategy, **how)
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        options: Any = {"scale": self.scale, "transposed": side.transposed, "turned": self.transposed}
+        return encode(matrix, side.forward, side.strategy, **options)
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> Matrix:
-        shared = side.one_scale and isinstance(operand, QTensor)
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> ArrayResidual:
+        keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
-        scale = operand.scale if shared else given(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return Matrix(values, named(scale, BESIDE), shared, self.layout, self.turned)
+        scale = operand.scale if keeps_scale else convert_scale_to_spec(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
+        return ArrayResidual(
+            values, with_checkpoint_name(scale, PRODUCT_AUX), keeps_scale, self.layout, self.transposed
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class InputCodes:
+class PrequantizedInput:
     """Codes of an input that were made before, as bytes, (tokens, inputs), as the recipe saves them.
 
     The forward product reads them, too, unless the recipe saves others than it multiplies.
@@ -232,33 +242,35 @@ class InputCodes:
     codes: QTensor
     scale: Array | None = None
 
-    def forward(self, matrix: Array, side: Side) -> Forward:
-        if side.saved == side.forward:
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        if side.residual == side.forward:
             return from_bytes(self.codes)
         return encode(matrix, side.forward, side.strategy, scale=self.scale)
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> SavedCodes:
-        return SavedCodes(self.codes)
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> CodesResidual:
+        return CodesResidual(self.codes)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["saved", "first"], meta_fields=["operation"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["residuals", "forward_source"], meta_fields=["operation"]
+)
 @dataclasses.dataclass(frozen=True)
-class Again:
+class RecomputableInput:
     """An input that the operation before makes again from what it has saved; `first` is its source forward."""
 
-    operation: Remade
-    saved: Any
-    first: "Plain | InputCodes"
+    operation: Recomputable
+    residuals: Any
+    forward_source: "QuantizeHere | PrequantizedInput"
 
-    def forward(self, matrix: Array, side: Side) -> Forward:
-        return self.first.forward(matrix, side)
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        return self.forward_source.forward(matrix, side)
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> MadeAgain:
-        codes, scale = getattr(self.first, "codes", None), None
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> RecomputeResidual:
+        codes, scale = getattr(self.forward_source, "codes", None), None
         # One scale is cheaper to save than to find again (COAT, section D).
-        if codes is not None and (codes.spec.granularity == "tensor" or side.shared):
+        if codes is not None and (codes.spec.granularity == "tensor" or side.shares_token_scales):
             scale = codes.scale
-        return MadeAgain(self.operation, self.saved, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
+        return RecomputeResidual(self.operation, self.residuals, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
 
 
 class QuantizedWeight(NamedTuple):
@@ -277,45 +289,45 @@ class QuantizedWeight(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeldWeight:
+class PrequantizedWeight:
     """A weight whose codes for both products were made before; the weight itself is not saved."""
 
     weight: QuantizedWeight
 
-    def forward(self, matrix: Array, side: Side) -> Forward:
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
         return from_bytes(self.weight.forward)
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> Ready:
-        return Ready(self.weight.dgrad)
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> OperandResidual:
+        return OperandResidual(self.weight.dgrad)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class FallbackBlocks:
     """An input in int8 blocks, some of which have fallen back, and the codes that are saved of it, as bytes."""
 
-    pair: Pair
+    fallback_tensor: FallbackTensor
     codes: QTensor
 
-    def forward(self, matrix: Array, side: Side) -> Pair:
-        return self.pair
+    def forward(self, matrix: Array, side: Side) -> FallbackTensor:
+        return self.fallback_tensor
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> SavedCodes:
-        return SavedCodes(self.codes)
-
-
-Source = Plain | InputCodes | Again | HeldWeight | Blocks
-Residual = Matrix | SavedCodes | MadeAgain | Ready
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> CodesResidual:
+        return CodesResidual(self.codes)
 
 
-def of_input(
+Source = QuantizeHere | PrequantizedInput | RecomputableInput | PrequantizedWeight | FallbackBlocks
+Residual = ArrayResidual | CodesResidual | RecomputeResidual | OperandResidual
+
+
+def choose_input_source(
     x: Array,
     side: Side,
     *,
     key: Array | None = None,
     scale: Array | None = None,
-    origin: Origin = NOTHING,
-    share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+    facts: ArrayFacts = NO_FACTS,
+    get_or_compute: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> Source:
     """The source of an input, and with it what the product saves of it.
 
@@ -327,37 +339,44 @@ def of_input(
         origin: what is known of `x`.
         share: gives what another product has made so of `x` to save it, or makes it.
     """
-    source: Plain | InputCodes
-    saved = side.saved
-    if saved is None:
-        source = Plain(scale, share(lambda: lax.stop_gradient(x)))
+    source: QuantizeHere | PrequantizedInput
+    residual_spec = side.residual
+    if residual_spec is None:
+        source = QuantizeHere(scale, get_or_compute(lambda: lax.stop_gradient(x)))
     else:
 
-        def once() -> QTensor:
-            if origin.codes is not None and origin.codes[0] == saved:
-                q = named(origin.codes[1], INPUT)
+        def make_residual() -> QTensor:
+            if facts.codes is not None and facts.codes[0] == residual_spec:
+                q = with_checkpoint_name(facts.codes[1], INPUT)
             else:
-                own = given(scale, side.forward, saved)
-                q = named(make_codes(x, saved, side.strategy, key=key, scale=own, part=origin.part), INPUT)
-            return q if origin.again is None else dataclasses.replace(q, scale=named(q.scale, BESIDE))
+                residual_scale = convert_scale_to_spec(scale, side.forward, residual_spec)
+                q = with_checkpoint_name(
+                    make_codes(x, residual_spec, side.strategy, key=key, scale=residual_scale, part=facts.fused_output),
+                    INPUT,
+                )
+            return (
+                q
+                if facts.recompute_rule is None
+                else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
+            )
 
-        source = InputCodes(share(once), scale)
+        source = PrequantizedInput(get_or_compute(make_residual), scale)
     # Codes rounded stochastically can be made again only with their key.
-    if origin.again is None or (saved is not None and saved.rounding == "stochastic"):
+    if facts.recompute_rule is None or (residual_spec is not None and residual_spec.rounding == "stochastic"):
         return source
-    return Again(*origin.again, source)
+    return RecomputableInput(*facts.recompute_rule, source)
 
 
-def given(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:
+def convert_scale_to_spec(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:
     """A given scale of the forward product's codes, for other codes of the matrix."""
     if scale is None or forward is None or spec is None:
         return scale
-    return scaling.for_format(scale, formats.get(forward.format), formats.get(spec.format))
+    return scaling.convert_scale(scale, formats.get(forward.format), formats.get(spec.format))
 
 
-def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **how: Any) -> QTensor:
+def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **options: Any) -> QTensor:
     """Codes of a matrix, or of its transposed copy, from its values alone, as bytes; arguments as of `encode`."""
-    q = encode(lax.stop_gradient(x), spec, strategy, **how)
+    q = encode(lax.stop_gradient(x), spec, strategy, **options)
     assert isinstance(q, QTensor)
     return to_bytes(q)
 
@@ -369,24 +388,26 @@ def encode(
     *,
     key: Array | None = None,
     scale: Array | None = None,
-    used: bool = False,
+    is_scale_clamped: bool = False,
     transposed: bool = False,
-    part: fused.Output | None = None,
-    turned: bool = False,
+    fused_output: fused.FusedOutput | None = None,
+    x_is_transposed: bool = False,
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
 
     `used` says of a scale that codes were made under it before; `turned`, that the matrix is a transpose itself, which
     XLA takes back.
     """
-    if turned and spec is not None:
+    if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
     if spec is None:
         return x.T if transposed else x
-    if spec.folds:
-        return microscaled.fold_rows(x.T if transposed else x, spec, part=None if transposed else part)
+    if spec.is_folded:
+        return microscaled.fold_rows(x.T if transposed else x, spec, fused_output=None if transposed else fused_output)
     specs = (None, spec) if transposed else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, used=used, strategy=strategy, key=key, part=part)[int(transposed)]
+    q = quantize(
+        x, *specs, scale=scale, is_scale_clamped=is_scale_clamped, strategy=strategy, key=key, fused_output=fused_output
+    )[int(transposed)]
     assert q is not None
     return q

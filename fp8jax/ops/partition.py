@@ -22,10 +22,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from fp8jax.ops import placement
-from fp8jax.ops.cuts import WHOLE, Cut, Dimension, Dimensions, Notation, dimensions
+from fp8jax.ops.cuts import UNSHARDED, Dimension, Dimensions, DimSharding, Notation, dimensions
 
 
-def partitioned(
+def run_partitioned(
     name: str,
     static: Any,
     function: Callable[..., Any],
@@ -34,9 +34,9 @@ def partitioned(
     outs: Any,
     *,
     units: Mapping[str, int] | None = None,
-    sums: str | None = None,
-    wanted: Sequence[Any] | None = None,
-    kernel: bool = True,
+    sum_dim: str | None = None,
+    out_spec: Sequence[Any] | None = None,
+    is_kernel: bool = True,
 ) -> Any:
     """Runs a function of a device's own arrays on arrays that may be sharded, under `jit` as well as `jax.vmap`.
 
@@ -59,26 +59,28 @@ def partitioned(
     Returns:
         What `function` returns for whole arrays.
     """
-    if on_one_device() and not kernel:
-        return function(WHOLE, *operands)
+    if on_one_device() and not is_kernel:
+        return function(UNSHARDED, *operands)
     if on_one_device():
-        return jax.custom_batching.sequential_vmap(functools.partial(function, WHOLE))(*operands)
+        return jax.custom_batching.sequential_vmap(functools.partial(function, UNSHARDED))(*operands)
     leaves, structure = jax.tree.flatten(tuple(operands))
 
-    def own(cut: Cut, *arrays: Array) -> Any:
-        return function(cut, *jax.tree.unflatten(structure, arrays))
+    def call_on_shards(sharding: DimSharding, *arrays: Array) -> Any:
+        return function(sharding, *jax.tree.unflatten(structure, arrays))
 
-    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    results = jax.eval_shape(functools.partial(own, WHOLE), *whole)
-    sides = tuple(_match(ins, tuple(operands))), tuple(_match(outs, results))
-    notation = Notation(*sides, tuple((units or {}).items()), sums)
-    told = hashlib.sha256(repr((static, notation, _sources())).encode()).hexdigest()[:16]
-    call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0, wanted, kernel)
-    return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
+    global_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    results = jax.eval_shape(functools.partial(call_on_shards, UNSHARDED), *global_types)
+    in_out_dims = tuple(_match_dimensions(ins, tuple(operands))), tuple(_match_dimensions(outs, results))
+    notation = Notation(*in_out_dims, tuple((units or {}).items()), sum_dim)
+    digest = hashlib.sha256(repr((static, notation, _code_digest())).encode()).hexdigest()[:16]
+    run_leaves = _partitioned_call(
+        f"{name}_{digest}", lambda cut, *x: jax.tree.leaves(call_on_shards(cut, *x)), notation, 0, out_spec, is_kernel
+    )
+    return jax.tree.unflatten(jax.tree.structure(results), run_leaves(*leaves))
 
 
 @functools.cache
-def _sources() -> str:
+def _code_digest() -> str:
     """A digest of the code that kernels are made and called by, and of the packages that compile them.
 
     XLA sees nothing of a kernel in a program that it partitions. So the name of the call says all that there is to tell
@@ -102,31 +104,31 @@ def on_one_device() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
-    return AxisType.Manual in mesh.axis_types and not mesh.explicit_axes and not placement.auto_axes(mesh)
+    return AxisType.Manual in mesh.axis_types and not mesh.explicit_axes and not placement.auto_axis_sizes(mesh)
 
 
-def _match(notation: Any, tree: Any) -> list[Dimensions]:
+def _match_dimensions(notation: Any, tree: Any) -> list[Dimensions]:
     """The dimensions of each array of a tree."""
     if tree is None:
         return []
     if isinstance(notation, str):
         return [dimensions(notation)]
-    parts = tree if isinstance(tree, (tuple, list)) else jax.tree.leaves(tree)
-    return [dims for text, part in zip(notation, parts, strict=True) for dims in _match(text, part)]
+    children = tree if isinstance(tree, (tuple, list)) else jax.tree.leaves(tree)
+    return [dims for text, child in zip(notation, children, strict=True) for dims in _match_dimensions(text, child)]
 
 
-def _partitioned(
+def _partitioned_call(
     name: str,
     function: Callable[..., Sequence[Array]],
     notation: Notation,
-    depth: int,
-    wanted: Sequence[Any] | None,
-    kernel: bool,
+    batch_depth: int,
+    out_spec: Sequence[Any] | None,
+    is_kernel: bool,
 ) -> Callable:
     def call(*arrays: Array) -> tuple[Array, ...]:
         if any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
-            return _explicit(function, notation, arrays, wanted)
-        return _automatic(function, notation, arrays)
+            return _call_on_explicit_axes(function, notation, arrays, out_spec)
+        return _call_on_auto_axes(function, notation, arrays)
 
     call.__name__ = name
 
@@ -137,79 +139,87 @@ def _partitioned(
 
     @mapped.def_vmap
     def rule(size: int, batched: Sequence[bool], *arrays: Array) -> Any:
-        def each(cut: Cut, *own: Array) -> Sequence[Array]:
-            if not kernel:
+        def batched_function(sharding: DimSharding, *shards: Array) -> Sequence[Array]:
+            if not is_kernel:
                 axes = [0 if b else None for b in batched]
-                return jax.vmap(functools.partial(function, cut), axes)(*own)  # type: ignore[no-any-return]
+                return jax.vmap(functools.partial(function, sharding), axes)(*shards)  # type: ignore[no-any-return]
 
-            def one(rows: tuple[Array, ...]) -> tuple[Array, ...]:
-                rest = iter(rows)
-                return tuple(function(cut, *(next(rest) if b else x for x, b in zip(own, batched, strict=True))))
+            def call_row(rows: tuple[Array, ...]) -> tuple[Array, ...]:
+                mapped_rows = iter(rows)
+                return tuple(
+                    function(sharding, *(next(mapped_rows) if b else x for x, b in zip(shards, batched, strict=True)))
+                )
 
-            return lax.map(one, tuple(x for x, b in zip(own, batched, strict=True) if b))
+            return lax.map(call_row, tuple(x for x, b in zip(shards, batched, strict=True) if b))
 
-        which = "".join(str(int(b)) for b in batched)
-        wider = notation.batched(f"batch{depth}", batched)
-        spec = wanted and (None, *wanted)
-        results = _partitioned(f"{name}_{which}", each, wider, depth + 1, spec, kernel)(*arrays)
+        batched_key = "".join(str(int(b)) for b in batched)
+        batched_notation = notation.with_batch_dim(f"batch{batch_depth}", batched)
+        spec = out_spec and (None, *out_spec)
+        results = _partitioned_call(
+            f"{name}_{batched_key}", batched_function, batched_notation, batch_depth + 1, spec, is_kernel
+        )(*arrays)
         return results, (True,) * len(results)
 
     return mapped
 
 
-def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _call_on_auto_axes(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     lengths, count = notation.lengths([x.shape for x in arrays]), len(arrays)
-    whole = jax.make_jaxpr(lambda *own: tuple(function(WHOLE, *own)))(*arrays)
-    around = jax.sharding.get_abstract_mesh()
+    closed_jaxpr = jax.make_jaxpr(lambda *own: tuple(function(UNSHARDED, *own)))(*arrays)
+    call_mesh = jax.sharding.get_abstract_mesh()
     # So that XLA numbers the devices of a group in the mesh's order; see `placement`.
-    first = (np.int8(0),) if AxisType.Manual in around.axis_types else ()
+    order_anchor = (np.int8(0),) if AxisType.Manual in call_mesh.axis_types else ()
     # What is partitioned takes its constants, such as tables, as operands.
-    ins = (*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in whole.consts))
-    parsed = notation._replace(ins=ins, outs=(*((),) * len(first), *notation.outs))
+    ins = (*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in closed_jaxpr.consts))
+    full_notation = notation._replace(ins=ins, outs=(*((),) * len(order_anchor), *notation.outs))
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         """XLA's partitioner calls it once for each call of a compiled program."""
-        outputs = placement.Placement.of(mesh, around, arguments[0])
-        placed = [outputs.spec(x) for x in arguments[:count]]
-        wanted = outputs.spec(results[-1]) if notation.sums else None
-        cut = notation.assign(lengths, placed, dict(outputs.group.shape), wanted)
-        ins, outs = (tuple(NamedSharding(outputs.group, spec) for spec in side) for side in parsed.specs(cut))
+        call_placement = placement.Placement.from_operand(mesh, call_mesh, arguments[0])
+        operand_specs = [call_placement.spec(x) for x in arguments[:count]]
+        out_spec = call_placement.spec(results[-1]) if notation.sum_dim else None
+        sharding = notation.assign(lengths, operand_specs, dict(call_placement.group.shape), out_spec)
+        ins, outs = (
+            tuple(NamedSharding(call_placement.group, spec) for spec in side) for side in full_notation.specs(sharding)
+        )
 
-        def local(*own: Array) -> tuple[Array, ...]:
-            with placement.manual(outputs.mesh):
-                return (*first, *function(cut, *own[:count]))
+        def call_on_shards(*shards: Array) -> tuple[Array, ...]:
+            with placement.manual_mesh_context(call_placement.mesh):
+                return (*order_anchor, *function(sharding, *shards[:count]))
 
-        return outputs.mesh, local, outs, ins
+        return call_placement.mesh, call_on_shards, outs, ins
 
     def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
-        known = placement.auto_axes(around) if first else dict(mesh.shape)
-        return parsed.rule(lengths, math.lcm(*known.values()) if known else jax.device_count())
+        axis_sizes = placement.auto_axis_sizes(call_mesh) if order_anchor else dict(mesh.shape)
+        return full_notation.shardy_rule(lengths, math.lcm(*axis_sizes.values()) if axis_sizes else jax.device_count())
 
-    def run(*own: Array) -> tuple[Array, ...]:
-        return (*first, *jax.core.eval_jaxpr(whole.jaxpr, own[count:], *own[:count]))
+    def run(*operands: Array) -> tuple[Array, ...]:
+        return (*order_anchor, *jax.core.eval_jaxpr(closed_jaxpr.jaxpr, operands[count:], *operands[:count]))
 
     call = custom_partitioning(run)
     call.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    outputs: tuple[Array, ...] = call(*arrays, *whole.consts)
-    return outputs[len(first) :]
+    outputs: tuple[Array, ...] = call(*arrays, *closed_jaxpr.consts)
+    return outputs[len(order_anchor) :]
 
 
-def _explicit(
-    function: Callable, notation: Notation, arrays: tuple[Array, ...], wanted: Sequence[Any] | None
+def _call_on_explicit_axes(
+    function: Callable, notation: Notation, arrays: tuple[Array, ...], out_spec: Sequence[Any] | None
 ) -> tuple[Array, ...]:
-    kinds = [jax.typeof(x).sharding for x in arrays]
-    mesh = next(kind.mesh for kind in kinds if kind.mesh.explicit_axes)
+    shardings = [jax.typeof(x).sharding for x in arrays]
+    mesh = next(kind.mesh for kind in shardings if kind.mesh.explicit_axes)
     sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
-    cut = notation.assign(notation.lengths([x.shape for x in arrays]), [k.spec for k in kinds], sizes, wanted)
-    ins, outs = notation.specs(cut)
-    moved = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
-    if placement.auto_axes(mesh):  # XLA may cut each part further.
-        placed = tuple(NamedSharding(mesh, spec) for spec in outs)
-        run = functools.partial(_automatic, function, notation)
-        return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=placed)(*moved)
-    run = functools.partial(function, cut)
+    sharding = notation.assign(
+        notation.lengths([x.shape for x in arrays]), [k.spec for k in shardings], sizes, out_spec
+    )
+    ins, outs = notation.specs(sharding)
+    resharded = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
+    if placement.auto_axis_sizes(mesh):  # XLA may cut each part further.
+        out_shardings = tuple(NamedSharding(mesh, spec) for spec in outs)
+        run = functools.partial(_call_on_auto_axes, function, notation)
+        return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=out_shardings)(*resharded)
+    run = functools.partial(function, sharding)
     # Without names all axes are mapped over but those that `jax.vmap` hides while it traces.
     names = set(sizes) if AxisType.Manual in mesh.axis_types else set()
     return jax.shard_map(
         lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=names, check_vma=False
-    )(*moved)
+    )(*resharded)

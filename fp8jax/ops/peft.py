@@ -21,16 +21,16 @@ from fp8jax.ops.lora import Adapter
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings of peft that change nothing of what a saved adapter computes, and those read here. Any other one, in this
 # version of peft or in a later one, has to be empty.
-_KNOWN = {
+_KNOWN_SETTINGS = {
     *("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
     *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "init_lora_weights", "layers_pattern"),
     *("peft_version", "megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "runtime_config"),
 }
-_EMPTY: tuple[Any, ...] = ("none", {}, [])
+_EMPTY_VALUES: tuple[Any, ...] = ("none", {}, [])
 # Of these alone the base is what it was; others, such as PiSSA, train beside another one.
-_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+_INITS_KEEPING_BASE = (True, False, "gaussian", "orthogonal", "eva")
 # Settings that change what an adapter computes, which `save` writes beside the weights, too.
-_SETTINGS, _SETTINGS_KEY = ("r", "lora_alpha", "use_rslora"), "fp8jax.adapter"
+_CHECKED_SETTINGS, _SETTINGS_KEY = ("r", "lora_alpha", "use_rslora"), "fp8jax.adapter"
 
 
 def save(
@@ -53,7 +53,7 @@ def save(
             not stacked once, or the reverse; or alpha is not positive and finite.
         ModuleNotFoundError: the package safetensors is not installed.
     """
-    folder, safetensors = Path(folder), _library()
+    folder, safetensors = Path(folder), _import_safetensors()
     if unknown := sorted(set(adapters) - set(names)):
         raise ValueError(f"{folder}: there is no name for the adapter of {unknown[0]}")
     if not adapters:
@@ -91,11 +91,11 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
     # The weights last, and in one step: a folder that was cut short has none.
-    part = folder / f"{WEIGHTS}.partial"
-    settings = {name: config[name] for name in _SETTINGS}
+    partial_path = folder / f"{WEIGHTS}.partial"
+    settings = {name: config[name] for name in _CHECKED_SETTINGS}
     metadata = {"format": "pt", _SETTINGS_KEY: json.dumps(settings), **digests.entries(tensors)}
-    safetensors.numpy.save_file(tensors, part, metadata=metadata)
-    os.replace(part, folder / WEIGHTS)
+    safetensors.numpy.save_file(tensors, partial_path, metadata=metadata)
+    os.replace(partial_path, folder / WEIGHTS)
 
 
 def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -> dict[str, Adapter]:
@@ -113,7 +113,7 @@ def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -
             shapes. The message names it.
         ModuleNotFoundError: as `save`.
     """
-    folder, safetensors = Path(folder), _library()
+    folder, safetensors = Path(folder), _import_safetensors()
     config = _read_config(folder / CONFIG)
     rank, alpha = config["r"], float(config["lora_alpha"])
     tensors = _read_tensors(folder, safetensors, config if verify else None)
@@ -121,32 +121,37 @@ def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -
     found: dict[str, dict[str, dict[int, np.ndarray]]] = {}
     for tensor, values in tensors.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", tensor)
-        of = [(path, m) for path, p in patterns.items() if match is not None and (m := p.fullmatch(match[1]))]
-        if match is None or not of:
+        matches = [(path, m) for path, p in patterns.items() if match is not None and (m := p.fullmatch(match[1]))]
+        if match is None or not matches:
             raise ValueError(f"{folder / WEIGHTS}: {tensor} is the name of no adapter known here")
-        (path, m), *_ = of
-        parts = found.setdefault(path, {"A": {}, "B": {}})
-        parts[match[2]][int(m[1]) if m.groups() else 0] = np.asarray(values, np.float32).T
+        (path, m), *_ = matches
+        factors = found.setdefault(path, {"A": {}, "B": {}})
+        factors[match[2]][int(m[1]) if m.groups() else 0] = np.asarray(values, np.float32).T
     layers = sorted(
-        {i for path, parts in found.items() if "{}" in names[path] for each in parts.values() for i in each}
+        {i for path, parts in found.items() if "{}" in names[path] for matrices in parts.values() for i in matrices}
     )
     if layers != list(range(len(layers))) or not found:
         raise ValueError(f"{folder / WEIGHTS} has adapters of the layers {layers}, not of all from 0 on")
     # Rank-stabilised: alpha over the root of the rank.
     alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
-    return {path: _adapter(folder, names[path], parts, layers, rank, alpha) for path, parts in found.items()}
+    return {path: _stack_adapter(folder, names[path], parts, layers, rank, alpha) for path, parts in found.items()}
 
 
-def _adapter(
-    folder: Path, name: str, parts: dict[str, dict[int, np.ndarray]], layers: list[int], rank: int, alpha: float
+def _stack_adapter(
+    folder: Path,
+    name: str,
+    factors_by_layer: dict[str, dict[int, np.ndarray]],
+    layers: list[int],
+    rank: int,
+    alpha: float,
 ) -> Adapter:
     factors, stacked = [], "{}" in name
-    for which, each in parts.items():
-        if missing := [i for i in (layers if stacked else [0]) if i not in each]:
+    for which, matrices in factors_by_layer.items():
+        if missing := [i for i in (layers if stacked else [0]) if i not in matrices]:
             raise ValueError(f"{folder / WEIGHTS} lacks lora_{which} of {name.format(missing[0])}")
-        if len(shapes := {x.shape for x in each.values()}) > 1:
+        if len(shapes := {x.shape for x in matrices.values()}) > 1:
             raise ValueError(f"{folder / WEIGHTS}: lora_{which} of {name} has several shapes, {shapes}")
-        factors.append(np.stack([each[i] for i in layers]) if stacked else each[0])
+        factors.append(np.stack([matrices[i] for i in layers]) if stacked else matrices[0])
     if factors[0].shape[-1] != rank or factors[1].shape[-2] != rank:
         raise ValueError(f"{folder / CONFIG} has r={rank}; {name} has {factors[0].shape[-1]}")
     return Adapter(factors[0], factors[1], alpha)  # type: ignore[arg-type]
@@ -168,7 +173,7 @@ def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | No
         if digests.digest(tensors[name]) != value:
             raise ValueError(f"{path} is damaged: the values of {name} do not match their digest")
     if config is not None and _SETTINGS_KEY in metadata:
-        settings = {name: config.get(name) or False for name in _SETTINGS}
+        settings = {name: config.get(name) or False for name in _CHECKED_SETTINGS}
         try:
             written = json.loads(metadata[_SETTINGS_KEY])
         except (ValueError, RecursionError):
@@ -192,19 +197,23 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read ({error!r})") from None
     # Ranks of more than 31 bits are no array's.
     if type(rank) is not int or not 0 < rank < 2**31:
-        raise ValueError(f"{path} cannot be read (r is {_shown(rank)}, and a rank is a whole number from 1 on)")
+        raise ValueError(
+            f"{path} cannot be read (r is {_format_setting(rank)}, and a rank is a whole number from 1 on)"
+        )
     if not _is_alpha(alpha):
-        raise ValueError(f"{path} cannot be read (lora_alpha is {_shown(alpha)}, not a positive and finite number)")
+        raise ValueError(
+            f"{path} cannot be read (lora_alpha is {_format_setting(alpha)}, not a positive and finite number)"
+        )
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; known here is 'LORA'")
     if config.get("use_rslora") is not None and not isinstance(config["use_rslora"], bool):
         raise ValueError(
-            f"{path} cannot be read (use_rslora is {_shown(config['use_rslora'])}, neither true nor false)"
+            f"{path} cannot be read (use_rslora is {_format_setting(config['use_rslora'])}, neither true nor false)"
         )
     for name, value in config.items():
-        if name not in _KNOWN and not _is_empty(value):
-            raise ValueError(f"{path}: {name} = {_shown(value)} is not known here")
-    if config.get("init_lora_weights", True) not in _STARTS:
+        if name not in _KNOWN_SETTINGS and not _is_empty(value):
+            raise ValueError(f"{path}: {name} = {_format_setting(value)} is not known here")
+    if config.get("init_lora_weights", True) not in _INITS_KEEPING_BASE:
         raise ValueError(f"{path}: init_lora_weights = {config['init_lora_weights']!r} changes the base, too")
     return config
 
@@ -218,17 +227,17 @@ def _is_alpha(value: Any) -> bool:
 
 def _is_empty(value: Any) -> bool:
     """Whether the value of a setting says that it is not used; the number 0 does not."""
-    return value is None or value is False or (isinstance(value, str | dict | list) and value in _EMPTY)
+    return value is None or value is False or (isinstance(value, str | dict | list) and value in _EMPTY_VALUES)
 
 
-def _shown(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     try:
         return json.dumps(value)[:200]
     except RecursionError:
         return f"a {type(value).__name__} that is nested too deep"
 
 
-def _library() -> Any:
+def _import_safetensors() -> Any:
     try:
         importlib.import_module("safetensors.numpy")
         return importlib.import_module("safetensors")

@@ -27,7 +27,7 @@ class Placement(NamedTuple):
     group: Any
 
     @classmethod
-    def of(cls, mesh: Any, around: Any, x: Any) -> "Placement":
+    def from_operand(cls, mesh: Any, call_mesh: Any, x: Any) -> "Placement":
         """Finds the devices.
 
         Args:
@@ -36,43 +36,46 @@ class Placement(NamedTuple):
             x: an operand, as XLA tells it.
         """
         devices = np.array(x.sharding._device_assignment)
-        if AxisType.Manual in around.axis_types:
-            left = auto_axes(around)
-            part = devices[: math.prod(left.values())].reshape(*left.values())
-            return cls(Mesh(devices.reshape(around.axis_sizes), around.axis_names), Mesh(part, tuple(left)))
-        whole = Mesh(devices, ("all",)) if mesh.empty else mesh
-        return cls(whole, whole)
+        if AxisType.Manual in call_mesh.axis_types:
+            auto_sizes = auto_axis_sizes(call_mesh)
+            group_devices = devices[: math.prod(auto_sizes.values())].reshape(*auto_sizes.values())
+            return cls(
+                Mesh(devices.reshape(call_mesh.axis_sizes), call_mesh.axis_names),
+                Mesh(group_devices, tuple(auto_sizes)),
+            )
+        full_mesh = Mesh(devices, ("all",)) if mesh.empty else mesh
+        return cls(full_mesh, full_mesh)
 
     def spec(self, x: Any) -> PartitionSpec:
         """The mesh axes that cut each dimension of an array; none where it is cut as no axes do, by parts of one."""
-        told = x.sharding and x.sharding._to_xla_hlo_sharding(len(x.shape))
-        if told is None or not told.is_tiled():
+        hlo_sharding = x.sharding and x.sharding._to_xla_hlo_sharding(len(x.shape))
+        if hlo_sharding is None or not hlo_sharding.is_tiled():
             return PartitionSpec()
-        tiles = np.reshape(told.tile_assignment_devices(), told.tile_assignment_dimensions())
-        lines = (np.moveaxis(tiles, i, 0).reshape(tiles.shape[i], -1)[:, 0] for i in range(len(x.shape)))
-        orders = _orders(tuple(self.group.shape.items()))
-        return PartitionSpec(*(orders.get(tuple(line.tolist())) for line in lines))
+        tiles = np.reshape(hlo_sharding.tile_assignment_devices(), hlo_sharding.tile_assignment_dimensions())
+        first_devices = (np.moveaxis(tiles, i, 0).reshape(tiles.shape[i], -1)[:, 0] for i in range(len(x.shape)))
+        axes_by_order = _axes_by_device_order(tuple(self.group.shape.items()))
+        return PartitionSpec(*(axes_by_order.get(tuple(devices.tolist())) for devices in first_devices))
 
 
-def auto_axes(mesh: Any) -> dict[str, int]:
+def auto_axis_sizes(mesh: Any) -> dict[str, int]:
     """Sizes of the mesh axes over which XLA places arrays."""
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in kinds if kind == AxisType.Auto and size > 1}
 
 
-def manual(mesh: Any) -> Any:
+def manual_mesh_context(mesh: Any) -> Any:
     """A context in which arrays are a device's own, whatever mesh a program has set."""
     kinds = (AxisType.Manual,) * len(mesh.axis_names)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(tuple(mesh.axis_sizes), mesh.axis_names, kinds))
 
 
 @functools.cache
-def _orders(sizes: tuple[tuple[str, int], ...]) -> dict[tuple[int, ...], tuple[str, ...]]:
+def _axes_by_device_order(sizes: tuple[tuple[str, int], ...]) -> dict[tuple[int, ...], tuple[str, ...]]:
     """By the devices that hold the parts of a dimension, in their order, the mesh axes that cut it."""
     grid = np.arange(math.prod(size for _, size in sizes)).reshape([size for _, size in sizes])
     orders: dict[tuple[int, ...], tuple[str, ...]] = {}
     for count in range(1, len(sizes) + 1):
         for axes in itertools.permutations(range(len(sizes)), count):
-            parts = np.moveaxis(grid, axes, range(count)).reshape(math.prod(sizes[i][1] for i in axes), -1)
-            orders.setdefault(tuple(parts[:, 0].tolist()), tuple(sizes[i][0] for i in axes))
+            shards = np.moveaxis(grid, axes, range(count)).reshape(math.prod(sizes[i][1] for i in axes), -1)
+            orders.setdefault(tuple(shards[:, 0].tolist()), tuple(sizes[i][0] for i in axes))
     return orders

@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.core.derivatives import TOKEN
-from fp8jax.ops.saveable import BESIDE, CHECKPOINT_NAMES, PRODUCT
+from fp8jax.core.derivatives import GUARD_NAME
+from fp8jax.ops.saveable import CHECKPOINT_NAMES, PRODUCT, PRODUCT_AUX
 
 Policy = Callable[..., Any]
-_OURS = (*CHECKPOINT_NAMES, PRODUCT, BESIDE, TOKEN)
+_FP8JAX_NAMES = (*CHECKPOINT_NAMES, PRODUCT, PRODUCT_AUX, GUARD_NAME)
 
 
 def with_products(policy: Policy | None) -> Policy | None:
@@ -49,25 +49,29 @@ class WithProducts:
 
     def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
         """As a policy is called: for each equation its primitive, the kinds of its operands, and its parameters."""
-        said = self.policy(primitive, *operands, **params)
-        if primitive.name != "name" or params["name"] not in _OURS or _keeps(said):
-            return said
-        return of_product(self.policy, operands[0] if operands else None)
+        decision = self.policy(primitive, *operands, **params)
+        if primitive.name != "name" or params["name"] not in _FP8JAX_NAMES or _is_saved(decision):
+            return decision
+        return evaluate_on_product(self.policy, operands[0] if operands else None)
 
 
-def of_product(policy: Policy, kind: Any = None) -> Any:
+def evaluate_on_product(policy: Policy, result_type: Any = None) -> Any:
     """What a policy says of a product of two matrices whose result is of this kind."""
-    dtype = jnp.bfloat16 if kind is None else kind.dtype
-    how: Any = {"dimension_numbers": (((1,), (0,)), ((), ())), "precision": None, "preferred_element_type": dtype}
-    operands = [] if kind is None else [kind, kind]
-    return policy(lax.dot_general_p, *operands, **how, out_sharding=None)
+    dtype = jnp.bfloat16 if result_type is None else result_type.dtype
+    dot_params: Any = {
+        "dimension_numbers": (((1,), (0,)), ((), ())),
+        "precision": None,
+        "preferred_element_type": dtype,
+    }
+    operands = [] if result_type is None else [result_type, result_type]
+    return policy(lax.dot_general_p, *operands, **dot_params, out_sharding=None)
 
 
-def keeps_products(policy: Policy | None) -> bool:
+def saves_products(policy: Policy | None) -> bool:
     """Whether a policy keeps the results of products."""
-    return policy is not None and _keeps(of_product(policy))
+    return policy is not None and _is_saved(evaluate_on_product(policy))
 
 
-def _keeps(said: Any) -> bool:
+def _is_saved(decision: Any) -> bool:
     """Whether an answer is to keep a value, or to move it to the host: JAX takes a bool, or a kind of its own."""
-    return bool(said) if isinstance(said, bool) else type(said).__name__ != "RecomputeType"
+    return bool(decision) if isinstance(decision, bool) else type(decision).__name__ != "RecomputeType"

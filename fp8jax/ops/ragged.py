@@ -14,14 +14,23 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops.choice import vary_alike
+from fp8jax.ops.choice import match_varying_axes
 from fp8jax.ops.inputs import gradient_key
-from fp8jax.ops.linear import stateless
+from fp8jax.ops.linear import require_stateless
 from fp8jax.ops.operand import Side, encode, input_side, weight_side
-from fp8jax.ops.saveable import BESIDE, INPUT, PRODUCT, named
-from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Known, Remade, from_bytes, key_for, to_bytes
+from fp8jax.ops.saveable import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.saved import (
+    ALREADY_SAVED,
+    NO_INPUT_FACTS,
+    CotangentFacts,
+    InputFacts,
+    Recomputable,
+    derive_key,
+    from_bytes,
+    to_bytes,
+)
 from fp8jax.ops.segments import Segments, column_values, row_codes
-from fp8jax.ops.sharding import Kind, rows_of
+from fp8jax.ops.sharding import DtypeAndSharding, reshape_to_matrix
 
 
 def ragged_dot(
@@ -31,7 +40,7 @@ def ragged_dot(
     *,
     recipe: Recipe | Linear | str,
     key: Array | None = None,
-    known: Known = BLANK,
+    input_facts: InputFacts = NO_INPUT_FACTS,
 ) -> Array:
     """`jax.lax.ragged_dot` with the products of a recipe, differentiable in `x` and `w`.
 
@@ -60,68 +69,70 @@ def ragged_dot(
         raise ValueError(f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) and (groups,), not {shapes}")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
-    part = stateless(recipe)
-    source, noise = _source(x, group_sizes, part, key, known), gradient_key(part, key)
-    value, w = vary_alike(x, w)  # type: ignore[assignment]
-    name = derivatives.named(f"ragged_dot of {x.shape} and {w.shape}")
-    token = derivatives.token(name, value, w)
-    y: Array = _ragged(part, name, value, w, source, group_sizes, noise, token)
-    return derivatives.passed("ragged_dot", y, x, w)
+    linear_recipe = require_stateless(recipe)
+    source, dy_key = _input_source(x, group_sizes, linear_recipe, key, input_facts), gradient_key(linear_recipe, key)
+    value, w = match_varying_axes(x, w)  # type: ignore[assignment]
+    name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
+    token = derivatives.second_order_guard(name, value, w)
+    y: Array = _ragged_product(linear_recipe, name, value, w, source, group_sizes, dy_key, token)
+    return derivatives.check_differentiable_dtypes("ragged_dot", y, x, w)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["saved"], meta_fields=["operation"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["operation"])
 @dataclasses.dataclass(frozen=True)
-class _Recomputed:
+class _RecomputeResidual:
     """An input that the operation before computes again from what that saved."""
 
-    operation: Remade
-    saved: Any
+    operation: Recomputable
+    residuals: Any
 
 
 class _Source(NamedTuple):
     """The input besides its values: codes as bytes if the recipe saves some, and what the backward pass reads."""
 
     codes: QTensor | None
-    residual: QTensor | Array | _Recomputed
+    residual: QTensor | Array | _RecomputeResidual
 
 
-class _Saved(NamedTuple):
+class _Residuals(NamedTuple):
     """What a product saves: what its input's source says, the matrices, the groups, a key for gradients, a token."""
 
-    x: QTensor | Array | _Recomputed
+    x: QTensor | Array | _RecomputeResidual
     w: Array
     group_sizes: Array
     key: Array | None
-    kind: Kind
+    x_kind: DtypeAndSharding
     token: Array | None
 
 
-def _source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, known: Known) -> _Source:
+def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
     # Scales and codes of the whole array are not used: rows in no group may have entered them.
-    side, again, saved = input_side(recipe), known.origin.again, recipe.spec("saved")
-    if saved is None:
-        values = known.share((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
-        return _Source(None, values if again is None else _recomputed(again, x))
-    subkey = key_for(key, saved, "saved")
+    side, recompute_rule, residual_spec = input_side(recipe), input_facts.facts.recompute_rule, recipe.spec("saved")
+    if residual_spec is None:
+        values = input_facts.get_or_compute((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
+        return _Source(None, values if recompute_rule is None else _recompute_residual(recompute_rule, x))
+    subkey = derive_key(key, residual_spec, "saved")
 
-    def make() -> QTensor:
+    def make_residual() -> QTensor:
         segments = Segments(x.shape[0], group_sizes)
-        q = named(to_bytes(row_codes(lax.stop_gradient(x), saved, side.strategy, segments, subkey)), INPUT)
-        return q if again is None else dataclasses.replace(q, scale=named(q.scale, BESIDE))
+        q = with_checkpoint_name(
+            to_bytes(row_codes(lax.stop_gradient(x), residual_spec, side.strategy, segments, subkey)), INPUT
+        )
+        return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
 
-    use = "groups of rows", saved, side.strategy, x.shape
-    codes: QTensor = known.share(use, make, group_sizes, None if subkey is None else key)
-    if again is None or saved.rounding == "stochastic":  # the codes depend on the key
+    use = "groups of rows", residual_spec, side.strategy, x.shape
+    codes: QTensor = input_facts.get_or_compute(use, make_residual, group_sizes, None if subkey is None else key)
+    if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key
         return _Source(codes, codes)
-    return _Source(codes, _recomputed(again, x))
+    return _Source(codes, _recompute_residual(recompute_rule, x))
 
 
-def _recomputed(again: tuple[Remade, Any], x: Array) -> _Recomputed:
-    operation, saved = again
-    return _Recomputed(operation, lax.stop_gradient(x) if operation == ITSELF else saved)
+def _recompute_residual(recompute_rule: tuple[Recomputable, Any], x: Array) -> _RecomputeResidual:
+    operation, residuals = recompute_rule
+    return _RecomputeResidual(operation, lax.stop_gradient(x) if operation == ALREADY_SAVED else residuals)
 
 
-def _rounded(
+def _quantize_dequantize(
     x: Array,
     spec: QuantSpec | None,
     strategy: Scaling,
@@ -129,32 +140,32 @@ def _rounded(
     dtype: Any,
     key: Array | None = None,
     *,
-    columns: bool = False,
+    along_rows: bool = False,
 ) -> Array:
     """The values of codes of `x`, contracted along its rows if `columns`; of no spec its own."""
     if spec is None:
-        return segments.masked(x).astype(dtype)
-    if columns:
+        return segments.mask(x).astype(dtype)
+    if along_rows:
         return column_values(x, spec, strategy, segments, dtype, key)
     return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
 
 
-def _values(operand: Any, dtype: Any) -> Array:
+def _dequantize(operand: Any, dtype: Any) -> Array:
     return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
 
 
-def _matrices(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, transposed: bool) -> Array:
+def _weight_values(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, transposed: bool) -> Array:
     """The matrices of all groups as a product reads them, (groups, inputs, outputs)."""
 
-    def one(w: Array) -> Array:
-        values = _values(encode(w, spec, side.strategy, transposed=transposed), dtype)
+    def matrix_values(w: Array) -> Array:
+        values = _dequantize(encode(w, spec, side.strategy, transposed=transposed), dtype)
         return values.T if transposed else values
 
-    return jax.vmap(one)(w)
+    return jax.vmap(matrix_values)(w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ragged(recipe: Linear, name: str, *operands: Any) -> Array:
+def _ragged_product(recipe: Linear, name: str, *operands: Any) -> Array:
     return _forward(recipe, name, *operands)[0]
 
 
@@ -167,66 +178,72 @@ def _forward(
     group_sizes: Array,
     key: Array | None,
     token: Array | None,
-) -> tuple[Array, _Saved]:
+) -> tuple[Array, _Residuals]:
     side, weights = input_side(recipe), weight_side(recipe)
-    plain = not recipe.quantized and recipe.spec("saved") is None
-    if plain:
+    is_unquantized = not recipe.is_quantized and recipe.spec("saved") is None
+    if is_unquantized:
         token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     a, b = (x, w) if token is None else lax.stop_gradient((x, w))
     segments = Segments(x.shape[0], group_sizes)
-    if source.codes is not None and side.saved == side.forward:
-        rows = from_bytes(source.codes).dequantize(x.dtype)
+    if source.codes is not None and side.residual == side.forward:
+        x_values = from_bytes(source.codes).dequantize(x.dtype)
     else:
-        rows = _rounded(a, side.forward, side.strategy, segments, x.dtype)
-    matrices = _matrices(b, weights.forward, weights, x.dtype, transposed=True)
-    y = lax.ragged_dot(rows, matrices, segments.sizes)
+        x_values = _quantize_dequantize(a, side.forward, side.strategy, segments, x.dtype)
+    w_values = _weight_values(b, weights.forward, weights, x.dtype, transposed=True)
+    y = lax.ragged_dot(x_values, w_values, segments.sizes)
     y = checkpoint_name(y.astype(x.dtype), PRODUCT)
     if token is not None:
-        y = derivatives.once(name, y, token)
-    residual = x if plain else source.residual
-    return y, _Saved(residual, w, group_sizes, key, Kind.of(x), token)
+        y = derivatives.differentiable_once(name, y, token)
+    residual = x if is_unquantized else source.residual
+    return y, _Residuals(residual, w, group_sizes, key, DtypeAndSharding.from_array(x), token)
 
 
-def _backward(recipe: Linear, name: str, saved: _Saved, dy: Array) -> tuple[Any, ...]:
-    if saved.token is None:
-        return _gradients(recipe, saved, dy)
-    return derivatives.once(name, _gradients(recipe, *lax.stop_gradient((saved, dy))), (dy, saved.token))
+def _ragged_bwd(recipe: Linear, name: str, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
+    if residuals.token is None:
+        return _gradients(recipe, residuals, dy)
+    return derivatives.differentiable_once(
+        name, _gradients(recipe, *lax.stop_gradient((residuals, dy))), (dy, residuals.token)
+    )
 
 
-def _gradients(recipe: Linear, saved: _Saved, dy: Array) -> tuple[Any, ...]:
-    weights, dtype, strategy = weight_side(recipe), saved.kind.dtype, recipe.own_strategy("dy")
-    segments = Segments(dy.shape[0], saved.group_sizes)
-    keys = (None, None) if saved.key is None else jax.random.split(saved.key)
-    rows = _rounded(dy, recipe.spec("dy"), strategy, segments, dtype, keys[0])
-    columns = _rounded(dy, recipe.spec("dy_wgrad"), strategy, segments, dtype, keys[1], columns=True)
+def _gradients(recipe: Linear, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
+    weights, dtype, strategy = weight_side(recipe), residuals.x_kind.dtype, recipe.stateless_scaling("dy")
+    segments = Segments(dy.shape[0], residuals.group_sizes)
+    keys = (None, None) if residuals.key is None else jax.random.split(residuals.key)
+    dy_rows = _quantize_dequantize(dy, recipe.spec("dy"), strategy, segments, dtype, keys[0])
+    dy_columns = _quantize_dequantize(dy, recipe.spec("dy_wgrad"), strategy, segments, dtype, keys[1], along_rows=True)
 
-    def product(x: Array, w: Array) -> Array:
+    def ragged_dot_fn(x: Array, w: Array) -> Array:
         return lax.ragged_dot(x, w, segments.sizes)
 
-    matrices = _matrices(saved.w, weights.backward, weights, dtype, transposed=False)
-    like = jax.ShapeDtypeStruct((dy.shape[0], matrices.shape[1]), dtype)
-    (dx,) = jax.linear_transpose(lambda x: product(x, matrices), like)(rows)
-    inputs = _inputs(recipe, saved.x, segments, dx)
-    (dw,) = jax.linear_transpose(lambda w: product(inputs, w), jax.ShapeDtypeStruct(saved.w.shape, dtype))(columns)
-    return dx, dw.astype(saved.w.dtype), None, None, None, None
+    w_values = _weight_values(residuals.w, weights.backward, weights, dtype, transposed=False)
+    like = jax.ShapeDtypeStruct((dy.shape[0], w_values.shape[1]), dtype)
+    (dx,) = jax.linear_transpose(lambda x: ragged_dot_fn(x, w_values), like)(dy_rows)
+    x_values = _input_values(recipe, residuals.x, segments, dx)
+    (dw,) = jax.linear_transpose(lambda w: ragged_dot_fn(x_values, w), jax.ShapeDtypeStruct(residuals.w.shape, dtype))(
+        dy_columns
+    )
+    return dx, dw.astype(residuals.w.dtype), None, None, None, None
 
 
-def _inputs(recipe: Linear, residual: QTensor | Array | _Recomputed, segments: Segments, dx: Array) -> Array:
+def _input_values(
+    recipe: Linear, residual: QTensor | Array | _RecomputeResidual, segments: Segments, dx: Array
+) -> Array:
     """The values of the input in the product for the weight's gradient, in the shape and dtype of `dx`."""
     side = input_side(recipe)
     if isinstance(residual, QTensor):
         codes = from_bytes(residual)
-        if side.backward is None or (side.backward == side.saved and side.backward.granularity in TRANSPOSABLE):
+        if side.backward is None or (side.backward == side.residual and side.backward.granularity in TRANSPOSABLE):
             return codes.dequantize(dx.dtype)
         # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
         x = from_bytes(lax.optimization_barrier(residual)).dequantize()
-    elif isinstance(residual, _Recomputed):
+    elif isinstance(residual, _RecomputeResidual):
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # nothing is known of the gradient's rows
-        x = residual.operation.again(residual.saved, Gradient(dx, None, bound)).array.astype(dx.dtype)
-        x = rows_of(x, *dx.shape)
+        x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dx.dtype)
+        x = reshape_to_matrix(x, *dx.shape)
     else:
         x = residual
-    return _rounded(x, side.backward, side.strategy, segments, dx.dtype, columns=True)
+    return _quantize_dequantize(x, side.backward, side.strategy, segments, dx.dtype, along_rows=True)
 
 
-_ragged.defvjp(_forward, _backward)
+_ragged_product.defvjp(_forward, _ragged_bwd)

@@ -29,12 +29,12 @@ from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.saved import from_bytes, to_bytes
 
-PRODUCT, BESIDE = "fp8jax_product", "fp8jax_beside_product"
+PRODUCT, PRODUCT_AUX = "fp8jax_product", "fp8jax_beside_product"
 NORM, ACTIVATION, INPUT = CHECKPOINT_NAMES = ("fp8jax_norm", "fp8jax_activation", "fp8jax_input")
 Tree = TypeVar("Tree")
 
 
-def saveable(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Array:
+def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Array:
     """The values of `x` rounded to codes, for a `jax.checkpoint` that saves the codes.
 
     The codes and their scales carry a name. Under a policy that saves this name a block keeps them and no 16-bit copy,
@@ -61,28 +61,32 @@ def saveable(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Arr
     Raises:
         ValueError: the spec is malformed or rounds stochastically; or `x` is of no floating dtype, or has no axis.
     """
-    how = QuantSpec.parse(spec)
-    if isinstance(spec, str) and how.scale_format == "fp32":
-        how = dataclasses.replace(how, scale_format="bf16")
-    if how.rounding != "nearest":
+    parsed_spec = QuantSpec.parse(spec)
+    if isinstance(spec, str) and parsed_spec.scale_format == "fp32":
+        parsed_spec = dataclasses.replace(parsed_spec, scale_format="bf16")
+    if parsed_spec.rounding != "nearest":
         raise ValueError(f"saveable takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"saveable takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
-    codes = named(to_bytes(quantize(encoding.bounded(lax.stop_gradient(x), how, 1.0), how)), name)
-    return derivatives.passed("saveable", _rounded(x, from_bytes(codes).dequantize(x.dtype)), x)
+    codes = with_checkpoint_name(
+        to_bytes(quantize(encoding.limit_group_range(lax.stop_gradient(x), parsed_spec, 1.0), parsed_spec)), name
+    )
+    return derivatives.check_differentiable_dtypes(
+        "saveable", _straight_through(x, from_bytes(codes).dequantize(x.dtype)), x
+    )
 
 
-def named(tree: Tree, name: str) -> Tree:
+def with_checkpoint_name(tree: Tree, name: str) -> Tree:
     """A tree whose arrays carry a name for policies of `jax.checkpoint`."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)  # type: ignore[no-any-return]
 
 
 @jax.custom_jvp
-def _rounded(x: Array, rounded: Array) -> Array:
+def _straight_through(x: Array, rounded: Array) -> Array:
     """`rounded`, whose derivative by `x` is 1. Nothing of `x` is read, so that no checkpoint computes it again."""
     return rounded
 
 
-@_rounded.defjvp
-def _rounded_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _rounded(*primals), tangents[0]
+@_straight_through.defjvp
+def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _straight_through(*primals), tangents[0]

@@ -20,10 +20,10 @@ from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import gradients
-from fp8jax.ops.choice import vary_alike
-from fp8jax.ops.sharding import Kind
+from fp8jax.ops.choice import match_varying_axes
+from fp8jax.ops.sharding import DtypeAndSharding
 
-Shared = TypeVar("Shared")
+T = TypeVar("Shared")
 
 
 def to_bytes(q: QTensor) -> QTensor:
@@ -32,10 +32,10 @@ def to_bytes(q: QTensor) -> QTensor:
     return q.with_codes(_cast_bytes(q.codes, jnp.uint8))
 
 
-def from_bytes(saved: QTensor) -> QTensor:
+def from_bytes(q: QTensor) -> QTensor:
     """The quantized tensor that `to_bytes` was given."""
-    dtype = jnp.uint8 if saved.spec.packed else formats.get(saved.spec.format).dtype
-    return saved.with_codes(_cast_bytes(saved.codes, dtype))
+    dtype = jnp.uint8 if q.spec.is_packed else formats.get(q.spec.format).dtype
+    return q.with_codes(_cast_bytes(q.codes, dtype))
 
 
 def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
@@ -51,17 +51,17 @@ def _bits(dtype: DTypeLike) -> int:
     return int((jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits)
 
 
-def keep(x: Array, spec: QuantSpec) -> QTensor:
+def quantize_residual(x: Array, spec: QuantSpec) -> QTensor:
     """The values of an array as codes in bytes, with scales along its last axis."""
-    return to_bytes(quantize(encoding.bounded(lax.stop_gradient(x), spec, 1.0), spec))
+    return to_bytes(quantize(encoding.limit_group_range(lax.stop_gradient(x), spec, 1.0), spec))
 
 
-def decode(saved: QTensor | Array) -> Array:
+def dequantize_residual(residual: QTensor | Array) -> Array:
     """The fp32 values of what `keep` returned, or of an array that is saved as it is."""
-    return saved.astype(jnp.float32) if isinstance(saved, Array) else from_bytes(saved).dequantize()
+    return residual.astype(jnp.float32) if isinstance(residual, Array) else from_bytes(residual).dequantize()
 
 
-def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
+def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     """The key for codes of one use, "saved" or "dy"; None where their spec rounds to nearest.
 
     Raises:
@@ -77,22 +77,22 @@ def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
 Layout = Callable[[Any], Array]
 
 
-class LaidOut(NamedTuple):
+class StoredWeight(NamedTuple):
     """What a weight is made of, which is saved in its place: `layout(parts)` is the weight.
 
     `turned` says that the last step transposes a matrix (outputs, inputs).
     """
 
-    parts: Any
+    values: Any
     layout: Layout = lambda parts: parts
-    turned: bool = False
+    transposed: bool = False
 
-    def then(self, step: Layout) -> "LaidOut":
+    def with_step(self, step: Layout) -> "StoredWeight":
         return self._replace(layout=lambda parts: step(self.layout(parts)))
 
 
 @jax.jit  # traced once for all arrays of these shapes
-def mapped_alike(x: Array, y: Array) -> Array:
+def match_vmap_axes(x: Array, y: Array) -> Array:
     """`x`, which `jax.vmap` maps where it maps `y`.
 
     A differentiated function that returns two results needs both mapped or none: else the cotangent of the one that is
@@ -103,7 +103,7 @@ def mapped_alike(x: Array, y: Array) -> Array:
 
 
 @dataclasses.dataclass(eq=False)
-class Gradient:
+class CotangentFacts:
     """The gradient of a result that is computed again, as the linear layer that does so knows it.
 
     Attributes:
@@ -117,12 +117,12 @@ class Gradient:
 
     array: Array
     spec: QuantSpec | None
-    rows: Callable[[], Array]
+    row_bounds: Callable[[], Array]
     codes: QTensor | None = None
-    foreseen: Any = None
+    predicted: Any = None
 
 
-class Made(NamedTuple):
+class Recomputed(NamedTuple):
     """A result that is computed again.
 
     Attributes:
@@ -132,20 +132,25 @@ class Made(NamedTuple):
     """
 
     array: Array
-    part: Any = None
-    foreseen: Any = None
+    fused_output: Any = None
+    predicted: Any = None
 
 
-class Remade(Protocol):
+class Recomputable(Protocol):
     """How an operation goes back from what it has saved; hashable, static under `jax.jit`."""
 
-    def again(self, saved: Any, gradient: Gradient) -> Made:
+    def recompute(self, saved: Any, gradient: CotangentFacts) -> Recomputed:
         """The operation's result, computed again, whose gradient is that."""
         ...
 
     def backward(
-        self, saved: Any, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
-    ) -> tuple[tuple[Array | None, ...], "tuple[Origin, ...]"]:
+        self,
+        saved: Any,
+        dy: Array,
+        dtypes: tuple[DTypeLike | None, ...],
+        passthrough_cotangent: Array | None,
+        predicted: Any,
+    ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
         """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result.
 
         `others`, from the first input's other readers, is added to that input's; None where the operation has none.
@@ -156,22 +161,27 @@ class Remade(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Itself:
+class AlreadySaved:
     """How to go back to an array that is saved in any case: flash attention saves its output (COAT, section D)."""
 
-    def again(self, saved: Array, gradient: Gradient) -> Made:
-        return Made(saved)
+    def recompute(self, saved: Array, gradient: CotangentFacts) -> Recomputed:
+        return Recomputed(saved)
 
     def backward(
-        self, saved: Array, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
-    ) -> tuple[tuple[Array | None, ...], "tuple[Origin, ...]"]:
+        self,
+        saved: Array,
+        dy: Array,
+        dtypes: tuple[DTypeLike | None, ...],
+        passthrough_cotangent: Array | None,
+        predicted: Any,
+    ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
         raise TypeError("an array that is saved is no operation")
 
 
-ITSELF = Itself()
+ALREADY_SAVED = AlreadySaved()
 
 
-class Origin(NamedTuple):
+class ArrayFacts(NamedTuple):
     """What is known of an array besides its values: what it is made from.
 
     Attributes:
@@ -185,29 +195,29 @@ class Origin(NamedTuple):
         peak: of a gradient, its largest finite magnitude, an fp32 scalar.
     """
 
-    again: tuple[Remade, Any] | None = None
-    part: Any = None
+    recompute_rule: tuple[Recomputable, Any] | None = None
+    fused_output: Any = None
     scale: tuple[Linear | QuantSpec, Array] | None = None
-    foreseen: Any = None
+    predicted: Any = None
     codes: tuple[QuantSpec, QTensor] | None = None
-    peak: Array | None = None
+    amax: Array | None = None
 
-    def scale_for(self, *readers: Linear | QuantSpec | None) -> Array | None:
+    def scale_for(self, *consumers: Linear | QuantSpec | None) -> Array | None:
         """The scale that is given to readers, if it is to all of them."""
-        if self.scale is None or any(reader != self.scale[0] for reader in readers):
+        if self.scale is None or any(reader != self.scale[0] for reader in consumers):
             return None
         return self.scale[1]
 
 
-NOTHING = Origin()
+NO_FACTS = ArrayFacts()
 
 
-def alone(use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
+def compute_uncached(use: Hashable, make: Callable[[], T], *dependencies: Any) -> T:
     """What no other reader has made: `make()`."""
     return make()
 
 
-class Known(NamedTuple):
+class InputFacts(NamedTuple):
     """What a caller knows of an input besides its values.
 
     Attributes:
@@ -216,20 +226,20 @@ class Known(NamedTuple):
             arrays; else `make()`.
     """
 
-    origin: Origin = NOTHING
-    share: Callable[..., Any] = alone
+    facts: ArrayFacts = NO_FACTS
+    get_or_compute: Callable[..., Any] = compute_uncached
 
 
-BLANK = Known()
+NO_INPUT_FACTS = InputFacts()
 
 
-def differentiable(
-    how: Remade,
+def with_saved_vjp(
+    operation: Recomputable,
     inputs: tuple[Array | None, ...],
-    saved: Any,
+    residuals: Any,
     y: Array,
     *,
-    residual: bool = False,
+    returns_input: bool = False,
     name: str = "an operation",
 ) -> tuple[Array, Array | None]:
     """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `saved`.
@@ -245,42 +255,46 @@ def differentiable(
     Returns:
         `y`, and the first input for its other readers, or None.
     """
-    y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
-    name = derivatives.named(name)
-    token, static = derivatives.token(name, *inputs), (how, residual, gradients.current(), name)
-    result: tuple[Array, Array | None] = _differentiable(static, tuple(inputs), saved, y, token)
+    y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
+    name = derivatives.qualified_op_name(name)
+    token, static = derivatives.second_order_guard(name, *inputs), (operation, returns_input, gradients.current(), name)
+    result: tuple[Array, Array | None] = _saved_vjp(static, tuple(inputs), residuals, y, token)
     return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(
-    static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array, token: Array
+def _saved_vjp(
+    static: Any, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
 ) -> tuple[Array, Array | None]:
-    return _forward(static, inputs, saved, y, token)[0]
+    return _forward(static, inputs, residuals, y, token)[0]
 
 
-def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array, token: Array) -> tuple[Any, Any]:
-    _, residual, _, name = static
-    kinds = tuple(None if x is None else Kind.of(x) for x in inputs)
-    y, x = derivatives.once(name, y, token), inputs[0]
-    if residual and x is not None:
-        return (mapped_alike(y, x), mapped_alike(x, y)), (saved, kinds, token)
-    return (y, None), (saved, kinds, token)
+def _forward(static: Any, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array) -> tuple[Any, Any]:
+    _, returns_input, _, name = static
+    kinds = tuple(None if x is None else DtypeAndSharding.from_array(x) for x in inputs)
+    y, x = derivatives.differentiable_once(name, y, token), inputs[0]
+    if returns_input and x is not None:
+        return (match_vmap_axes(y, x), match_vmap_axes(x, y)), (residuals, kinds, token)
+    return (y, None), (residuals, kinds, token)
 
 
 def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
-    (how, _, of_run, name), (saved, kinds, token), (dy, others) = static, residuals, cotangents
-    dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
-    values = lax.stop_gradient((dy, others))
-    foreseen = (of_run.find(dy) or NOTHING).foreseen
-    results, origins = how.backward(saved, values[0], dtypes, values[1], foreseen)
-    placed = tuple(
-        None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(results, kinds, strict=True)
+    (operation, _, gradient_facts, name), (operation_residuals, kinds, token), (dy, passthrough_cotangent) = (
+        static,
+        residuals,
+        cotangents,
     )
-    placed = derivatives.once(name, placed, (dy, others, token))
-    for ct, origin in zip(placed, origins, strict=False):
-        of_run.note(ct, origin)
-    return placed, None, None, None
+    dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
+    values = lax.stop_gradient((dy, passthrough_cotangent))
+    predicted = (gradient_facts.find(dy) or NO_FACTS).predicted
+    cotangents_in, facts = operation.backward(operation_residuals, values[0], dtypes, values[1], predicted)
+    input_cotangents = tuple(
+        None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(cotangents_in, kinds, strict=True)
+    )
+    input_cotangents = derivatives.differentiable_once(name, input_cotangents, (dy, passthrough_cotangent, token))
+    for ct, ct_facts in zip(input_cotangents, facts, strict=False):
+        gradient_facts.note(ct, ct_facts)
+    return input_cotangents, None, None, None
 
 
-_differentiable.defvjp(_forward, _backward)
+_saved_vjp.defvjp(_forward, _backward)

@@ -10,10 +10,10 @@ from jax import Array, lax
 from fp8jax.core import formats
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
-from fp8jax.ops.inputs import Input, fall_back
-from fp8jax.ops.linear import output_spec, rows
-from fp8jax.ops.product import QuantizedWeight, Scales, multiply, product
-from fp8jax.ops.saved import BLANK, Known, LaidOut
+from fp8jax.ops.inputs import Input, fallback_input_source
+from fp8jax.ops.linear import flatten_tokens, output_spec
+from fp8jax.ops.product import QuantizedWeight, Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.saved import NO_INPUT_FACTS, InputFacts, StoredWeight
 from fp8jax.ops.sharding import OutSharding
 from fp8jax.recipes import linear_part
 
@@ -29,7 +29,7 @@ class ScalingState(NamedTuple):
     dy: Array | None = None
 
 
-class Observed(NamedTuple):
+class ScalingStats(NamedTuple):
     """What one call of a linear observed of its operands, fp32; None where nothing is.
 
     Largest magnitudes under delayed scaling. Those of the calls of one step merge as the strategy says
@@ -52,24 +52,26 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
         ValueError: the recipe's scaling keeps no state.
     """
     values = {"w": w}
-    return ScalingState(**{operand: part.init(values.get(operand)) for operand, part in _states(recipe).items()})
+    return ScalingState(
+        **{operand: strategy.init(values.get(operand)) for operand, strategy in _stateful_strategies(recipe).items()}
+    )
 
 
 def scaled_linear(
     x: Array,
     w: Array,
     state: ScalingState,
-    slot: Array | None = None,
+    amax_slot: Array | None = None,
     *,
     recipe: Recipe | Linear | str,
     bias: Array | None = None,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
-    known: Known = BLANK,
-    laid: LaidOut | None = None,
-    pass_on: Callable[[Array], None] | None = None,
-) -> tuple[Array, Observed]:
+    input_facts: InputFacts = NO_INPUT_FACTS,
+    stored_weight: StoredWeight | None = None,
+    on_passthrough: Callable[[Array], None] | None = None,
+) -> tuple[Array, ScalingStats]:
     """`linear` with a scaling that keeps a state.
 
     Args:
@@ -91,31 +93,56 @@ def scaled_linear(
     Raises:
         ValueError: shapes do not match, the recipe's scaling keeps no state, or a slot or a key is missing.
     """
-    parts, part, matrix = _states(recipe), linear_part(recipe), rows(x, w)
+    strategies, linear_recipe, matrix = _stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
     values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
     state = lax.stop_gradient(state)
-    scaled = {name: value for name, value in values.items() if name in parts and not parts[name].decides}
-    scales = {name: _scale(name, value, state, part) for name, value in scaled.items()}
-    if "dy" in parts:
-        if slot is None:
-            raise ValueError(f"{part.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])")
-        scales |= {"dy": parts["dy"].expected(_of(state, "dy")), "slot": slot}
-    spec = output_spec(x, w, out_sharding)
-    fixed, observed = Scales(**scales) if scales else None, {}
-    threshold = parts.get("x")
-    if isinstance(threshold, Threshold):
-        value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
-        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, bias=bias, laid=laid)
-        observed["x"] = threshold.count(blocks.pair.used)
-    else:
-        how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "bias": bias, "laid": laid}
-        y = product(Input(matrix, x, known=known), w, part, key, **how, pass_on=pass_on)
-    observed |= {
-        n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
+    scaled_operands = {
+        name: value for name, value in values.items() if name in strategies and not strategies[name].is_threshold
     }
-    if observes(part, "dy"):
-        observed["dy"] = jnp.zeros((), jnp.float32)
-    return y, Observed(**observed)
+    scales = {name: _scale(name, value, state, linear_recipe) for name, value in scaled_operands.items()}
+    if "dy" in strategies:
+        if amax_slot is None:
+            raise ValueError(
+                f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])"
+            )
+        scales |= {"dy": strategies["dy"].expected_amax(_operand_state(state, "dy")), "slot": amax_slot}
+    out_spec = output_spec(x, w, out_sharding)
+    given_scales, stats = Scales(**scales) if scales else None, {}
+    threshold = strategies.get("x")
+    if isinstance(threshold, Threshold):
+        value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
+        y, _ = recipe_dot_from_source(
+            value,
+            x_source,
+            w,
+            linear_recipe,
+            key,
+            given_scales,
+            quantized,
+            out_spec,
+            bias=bias,
+            stored_weight=stored_weight,
+        )
+        stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
+    else:
+        options: Any = {
+            "scales": given_scales,
+            "quantized": quantized,
+            "spec": out_spec,
+            "bias": bias,
+            "laid": stored_weight,
+        }
+        y = recipe_dot(
+            Input(matrix, x, input_facts=input_facts), w, linear_recipe, key, **options, on_passthrough=on_passthrough
+        )
+    stats |= {
+        n: strategies[n].collect_stats(_operand_state(state, n), values[n])
+        for n in values
+        if collects_stats(linear_recipe, n) and n not in stats
+    }
+    if collects_stats(linear_recipe, "dy"):
+        stats["dy"] = jnp.zeros((), jnp.float32)
+    return y, ScalingStats(**stats)
 
 
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:
@@ -124,11 +151,15 @@ def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str
     Raises:
         ValueError: the recipe's scaling keeps no state.
     """
-    part = linear_part(recipe)
-    return _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), part) if "w" in _states(recipe) else None
+    linear_recipe = linear_part(recipe)
+    return (
+        _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
+        if "w" in _stateful_strategies(recipe)
+        else None
+    )
 
 
-def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Linear | str) -> ScalingState:
+def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Linear | str) -> ScalingState:
     """The states after a step, of one linear or, with leading axes on every array, of stacked ones.
 
     Args:
@@ -137,38 +168,40 @@ def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Lin
         recipe: a recipe whose scaling keeps a state.
     """
     new = {}
-    for operand, part in _states(recipe).items():
-        old, seen = _of(state, operand), getattr(observed, operand)
-        if part.observes:
-            update = part.update
-            for _ in range(jnp.ndim(seen) - len(part.statistic)):
+    for operand, strategy in _stateful_strategies(recipe).items():
+        operand_state, operand_stats = _operand_state(state, operand), getattr(stats, operand)
+        if strategy.collects_stats:
+            update = strategy.update
+            for _ in range(jnp.ndim(operand_stats) - len(strategy.stats_shape)):
                 update = jax.vmap(update)
-            old = update(old, seen)
-        new[operand] = old
+            operand_state = update(operand_state, operand_stats)
+        new[operand] = operand_state
     return ScalingState(**new)
 
 
-def observes(part: Linear, operand: str) -> bool:
+def collects_stats(linear_recipe: Linear, operand: str) -> bool:
     """Whether calls of a linear observe this operand."""
-    strategy = part.states.get(operand)
-    return strategy is not None and strategy.observes
+    strategy = linear_recipe.states.get(operand)
+    return strategy is not None and strategy.collects_stats
 
 
-def _scale(name: str, value: Array, state: ScalingState, part: Linear) -> Array:
-    spec = part.spec(name)
+def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) -> Array:
+    spec = linear_recipe.spec(name)
     assert spec is not None
-    return part.states[name].scale(_of(state, name), value, formats.get(spec.format))
+    return linear_recipe.states[name].scale(_operand_state(state, name), value, formats.get(spec.format))
 
 
-def _of(state: ScalingState, operand: str) -> Array:
+def _operand_state(state: ScalingState, operand: str) -> Array:
     value = getattr(state, operand)
     if value is None:
         raise ValueError(f"the scaling of {operand} keeps a state, and none is given: take that of init_scaling")
     return value
 
 
-def _states(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
-    part = linear_part(recipe)
-    if not part.states:
-        raise ValueError(f"the recipe's linear.scaling is {part.scaling!r}, which keeps no state, not 'delayed'")
-    return part.states
+def _stateful_strategies(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
+    linear_recipe = linear_part(recipe)
+    if not linear_recipe.states:
+        raise ValueError(
+            f"the recipe's linear.scaling is {linear_recipe.scaling!r}, which keeps no state, not 'delayed'"
+        )
+    return linear_recipe.states

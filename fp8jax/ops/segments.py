@@ -27,11 +27,11 @@ class RowSets(NamedTuple):
     """
 
     ids: Array
-    number: int
+    num_sets: int
 
     def maxima(self, values: Array) -> Array:
         """The maxima over sets of fp32 values >= 0, (rows, n), at each row of the set."""
-        table = jnp.zeros((self.number + 1, values.shape[1]), jnp.float32)
+        table = jnp.zeros((self.num_sets + 1, values.shape[1]), jnp.float32)
         return table.at[self.ids].max(values, indices_are_sorted=True)[self.ids]
 
 
@@ -52,22 +52,22 @@ class Segments:
         ids = jnp.sum(self._rows[:, None] >= ends, axis=1, dtype=jnp.int32)
         self.groups = RowSets(ids, group_sizes.shape[0])
 
-    def masked(self, x: Array) -> Array:
+    def mask(self, x: Array) -> Array:
         """(rows, n) with zeros in rows that are in no group."""
-        return jnp.where((self.groups.ids < self.groups.number)[:, None], x, 0)
+        return jnp.where((self.groups.ids < self.groups.num_sets)[:, None], x, 0)
 
     def blocks(self, size: int) -> RowSets:
         """Blocks of `size` rows, counted from the first row of each group; the last one of a group may be short."""
         per_group = -(-self.sizes // size)
-        ids, count = self.groups.ids, self._rows.shape[0] // size + self.groups.number
+        ids, count = self.groups.ids, self._rows.shape[0] // size + self.groups.num_sets
 
-        def of_group(values: Array, outside: int) -> Array:
-            return jnp.concatenate([values, jnp.full((1,), outside, jnp.int32)])[ids]
+        def lookup_group(values: Array, fill_value: int) -> Array:
+            return jnp.concatenate([values, jnp.full((1,), fill_value, jnp.int32)])[ids]
 
         first = jnp.cumsum(per_group) - per_group
-        within = (self._rows - of_group(self._starts, 0)) // size
-        inside = of_group(first, 0) + within
-        return RowSets(jnp.where(ids < self.groups.number, inside, count), count)
+        block_in_group = (self._rows - lookup_group(self._starts, 0)) // size
+        block_ids = lookup_group(first, 0) + block_in_group
+        return RowSets(jnp.where(ids < self.groups.num_sets, block_ids, count), count)
 
 
 def row_codes(x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, key: Array | None = None) -> QTensor:
@@ -83,24 +83,26 @@ def row_codes(x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, 
     Returns:
         (rows, n) with scales of each row: granularity "tensor" becomes "token", and "block" becomes "group".
     """
-    x = segments.masked(x)
-    spans_rows = spec.granularity in ("tensor", "block") or (spec.granularity == "mx" and spec.level1 == "tensor")
+    x = segments.mask(x)
+    spans_rows = spec.granularity in ("tensor", "block") or (spec.granularity == "mx" and spec.outer_scale == "tensor")
     if spec.expand or not spans_rows:
-        narrowed = {"tensor": "token", "block": "group"}.get(spec.granularity, spec.granularity)
-        return encode(x, dataclasses.replace(spec, granularity=narrowed), strategy, key=key)  # type: ignore[return-value]
-    fmt, of_rows = formats.get(spec.format), jnp.max(_magnitudes(x), axis=1, keepdims=True, initial=0.0)
+        row_granularity = {"tensor": "token", "block": "group"}.get(spec.granularity, spec.granularity)
+        return encode(x, dataclasses.replace(spec, granularity=row_granularity), strategy, key=key)  # type: ignore[return-value]
+    fmt, row_amax = formats.get(spec.format), jnp.max(_magnitudes(x), axis=1, keepdims=True, initial=0.0)
     if spec.granularity == "block":
         size = spec.group_size or 1
-        largest = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
-        return _encoded(x, spec, size, scaling.to_scale(segments.blocks(size).maxima(largest), fmt), key)
+        block_amax = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
+        return _quantize_with_scale(x, spec, size, scaling.to_scale(segments.blocks(size).maxima(block_amax), fmt), key)
     if spec.granularity == "tensor":
-        return _encoded(x, spec, None, scaling.to_scale(strategy.settle(segments.groups.maxima(of_rows)), fmt), key)
-    level = scaling.to_scale(segments.groups.maxima(of_rows), fmt)
-    if spec.folds:
-        return _encoded(x, spec, None, scaling.power_above(of_rows, level, fmt), key)
+        return _quantize_with_scale(
+            x, spec, None, scaling.to_scale(strategy.reduce_amax(segments.groups.maxima(row_amax)), fmt), key
+        )
+    outer_scale = scaling.to_scale(segments.groups.maxima(row_amax), fmt)
+    if spec.is_folded:
+        return _quantize_with_scale(x, spec, None, scaling.pow2_scale(row_amax, outer_scale, fmt), key)
     size = spec.group_size or 1
-    largest = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
-    return _encoded(x, spec, size, _two_levels(largest, level, spec), key)
+    block_amax = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
+    return _quantize_with_scale(x, spec, size, _two_level_scale(block_amax, outer_scale, spec), key)
 
 
 def column_values(
@@ -119,23 +121,23 @@ def column_values(
     """
     if spec.granularity in ("tensor", "block"):
         return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
-    x, fmt = segments.masked(x), formats.get(spec.format)
+    x, fmt = segments.mask(x), formats.get(spec.format)
     magnitudes, size = _magnitudes(x), spec.group_size or 1
     if spec.granularity == "group":
-        return _encoded(x, spec, 1, scaling.to_scale(segments.blocks(size).maxima(magnitudes), fmt), key).dequantize(
-            dtype
-        )
-    largest = segments.groups.maxima(magnitudes)
-    level = scaling.to_scale(largest, fmt)
-    if spec.granularity == "mx" and spec.level1 == "tensor":
-        level = scaling.to_scale(jnp.max(largest, axis=1, keepdims=True, initial=0.0), fmt)
-    if spec.granularity == "token" or (spec.folds and spec.level1 == "token"):
-        scale = level
-    elif spec.folds:
-        scale = scaling.power_above(largest, level, fmt)
+        return _quantize_with_scale(
+            x, spec, 1, scaling.to_scale(segments.blocks(size).maxima(magnitudes), fmt), key
+        ).dequantize(dtype)
+    group_amax = segments.groups.maxima(magnitudes)
+    outer_scale = scaling.to_scale(group_amax, fmt)
+    if spec.granularity == "mx" and spec.outer_scale == "tensor":
+        outer_scale = scaling.to_scale(jnp.max(group_amax, axis=1, keepdims=True, initial=0.0), fmt)
+    if spec.granularity == "token" or (spec.is_folded and spec.outer_scale == "token"):
+        scale = outer_scale
+    elif spec.is_folded:
+        scale = scaling.pow2_scale(group_amax, outer_scale, fmt)
     else:
-        scale = _two_levels(segments.blocks(size).maxima(magnitudes), level, spec)
-    return _encoded(x, spec, 1, scale, key).dequantize(dtype)
+        scale = _two_level_scale(segments.blocks(size).maxima(magnitudes), outer_scale, spec)
+    return _quantize_with_scale(x, spec, 1, scale, key).dequantize(dtype)
 
 
 def _magnitudes(x: Array) -> Array:
@@ -144,16 +146,16 @@ def _magnitudes(x: Array) -> Array:
     return formats.where(jnp.isfinite(magnitudes), magnitudes, 0.0)
 
 
-def _two_levels(largest: Array, level: Array, spec: QuantSpec) -> Array:
+def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
     """The scales of groups with these maxima under scales of level 1 (MOSS, section 3.1), or without them (OCP)."""
-    level = jnp.ones_like(level) if spec.level1 == "none" else level
-    powers = encoding.powers(largest * (1 / level), spec, formats.get(spec.format))
-    return level * formats.decode_e8m0(powers)
+    outer_scale = jnp.ones_like(outer_scale) if spec.outer_scale == "none" else outer_scale
+    powers = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
+    return outer_scale * formats.decode_e8m0(powers)
 
 
-def _encoded(x: Array, spec: QuantSpec, width: int | None, scale: Array, key: Array | None) -> QTensor:
+def _quantize_with_scale(x: Array, spec: QuantSpec, width: int | None, scale: Array, key: Array | None) -> QTensor:
     """Codes under given scales, one for `width` elements of a row; None is a whole row."""
-    kind = "token" if width is None else "group"
-    by_row = QuantSpec(spec.format, kind, width, rounding=spec.rounding)
-    words = noise.of_key(key) if key is not None and spec.rounding == "stochastic" else None
-    return quantize_with_scale(x, by_row, scale, words=words)
+    granularity = "token" if width is None else "group"
+    row_spec = QuantSpec(spec.format, granularity, width, rounding=spec.rounding)
+    seed = noise.key_to_seed(key) if key is not None and spec.rounding == "stochastic" else None
+    return quantize_with_scale(x, row_spec, scale, seed=seed)

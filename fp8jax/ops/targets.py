@@ -6,16 +6,18 @@ from jax import Array
 from jax.experimental import checkify
 
 # PyTorch's, and so that of tokenized data sets: labels of prompts and of padding.
-IGNORED = -100
+IGNORE_LABEL = -100
 
 
-def check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int) -> None:
+def check_operands(
+    x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int
+) -> None:
     """Raises where operands of `fp8jax.linear_cross_entropy` do not fit each other."""
     if vocabulary_axis not in (-2, -1, 0, 1):
         raise ValueError(f"vocabulary_axis must be 0 or 1, got {vocabulary_axis}")
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[1 - vocabulary_axis % 2]:
-        wanted = "(vocabulary, channels)" if vocabulary_axis % 2 == 0 else "(channels, vocabulary)"
-        raise ValueError(f"the head takes x (..., channels) and w {wanted}, not {x.shape} and {w.shape}")
+        expected = "(vocabulary, channels)" if vocabulary_axis % 2 == 0 else "(channels, vocabulary)"
+        raise ValueError(f"the head takes x (..., channels) and w {expected}, not {x.shape} and {w.shape}")
     if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
         raise TypeError(f"x and w must be floats, not {x.dtype} and {w.dtype}")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -29,7 +31,7 @@ def check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | 
         raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
 
 
-def ignored(labels: Array, ignore_label: int) -> Array:
+def is_ignored(labels: Array, ignore_label: int) -> Array:
     """Which labels are `ignore_label`, bool (...); none where their dtype cannot hold it."""
     limits = jnp.iinfo(labels.dtype)
     if not limits.min <= ignore_label <= limits.max:
@@ -37,25 +39,25 @@ def ignored(labels: Array, ignore_label: int) -> Array:
     return jnp.asarray(labels == np.asarray(ignore_label, labels.dtype))
 
 
-def entries(labels: Array, vocabulary: int) -> Array:
+def to_int32_labels(labels: Array, vocabulary: int) -> Array:
     """Labels in int32, which holds any entry of a vocabulary; -1 for those outside of it, whatever their dtype."""
-    return jnp.where(_inside(labels, vocabulary), labels, -1).astype(jnp.int32)
+    return jnp.where(_is_in_vocabulary(labels, vocabulary), labels, -1).astype(jnp.int32)
 
 
-def _inside(labels: Array, vocabulary: int) -> Array:
-    inside = jnp.asarray(labels >= 0)
+def _is_in_vocabulary(labels: Array, vocabulary: int) -> Array:
+    is_in_vocabulary = jnp.asarray(labels >= 0)
     if vocabulary > jnp.iinfo(labels.dtype).max:
-        return inside
-    return inside & (labels < np.asarray(vocabulary, labels.dtype))
+        return is_in_vocabulary
+    return is_in_vocabulary & (labels < np.asarray(vocabulary, labels.dtype))
 
 
-def check_labels(labels: Array, counts: Array, vocabulary: int) -> None:
+def check_labels(labels: Array, is_counted: Array, vocabulary: int) -> None:
     """An error under checkify where a label that counts is none; elsewhere nothing is computed for it."""
-    own = jnp.where(counts, labels, 0)
+    counted_labels = jnp.where(is_counted, labels, 0)
     checkify.debug_check(
-        jnp.all(_inside(labels, vocabulary) | ~counts),
+        jnp.all(_is_in_vocabulary(labels, vocabulary) | ~is_counted),
         f"labels that count must lie in [0, {vocabulary}), and are from {{lowest}} to {{highest}}: give tokens without "
         "a target the label that linear_cross_entropy ignores, or leave them out by where=",
-        lowest=jnp.min(own),
-        highest=jnp.max(own),
+        lowest=jnp.min(counted_labels),
+        highest=jnp.max(counted_labels),
     )

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 
-class _Known:
+class _FunctionByContent:
     """A function that is known by what it says."""
 
     def __init__(self, function: Callable[..., Any], content: Hashable) -> None:
@@ -23,10 +23,10 @@ class _Known:
         return hash(self._content)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known) and self._content == other._content
+        return isinstance(other, _FunctionByContent) and self._content == other._content
 
 
-def once(function: Callable[..., Any], *args: Any) -> Any:
+def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, whose trace is that of an earlier call of an equal function with arrays of the same types.
 
     Functions are equal that have the same code and the same content: what they close over, what is bound to them, and
@@ -45,34 +45,34 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
         hash(content)
     except TypeError:
         return function(*args)
-    return _once(_Known(function, content), *args)
+    return _call_jitted(_FunctionByContent(function, content), *args)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _once(known: _Known, *args: Any) -> Any:
-    return known.function(*args)
+def _call_jitted(key: _FunctionByContent, *args: Any) -> Any:
+    return key.function(*args)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Forgets all traces: what a function calls was replaced, as tests do."""
-    _once.clear_cache()  # type: ignore[attr-defined]
+    _call_jitted.clear_cache()  # type: ignore[attr-defined]
 
 
-_PLAIN = {bool, int, float, str, type(None), type}
+_HASHABLE_TYPES = {bool, int, float, str, type(None), type}
 
 
 def _content(x: Any) -> Hashable:
     """What tells a function, or what it closes over, from others; TypeError where nothing does."""
-    if type(x) in _PLAIN:
+    if type(x) in _HASHABLE_TYPES:
         return type(x), x
     if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):
         raise TypeError("an array has no content that is known")
     if isinstance(x, functools.partial):
         return "partial", _content(x.func), _content(x.args), _content(tuple(sorted(x.keywords.items())))
     if isinstance(x, types.FunctionType) and (x.__closure__ or x.__defaults__ or x.__kwdefaults__):
-        held = tuple(cell.cell_contents for cell in x.__closure__ or ())
-        own = x.__defaults__ or (), tuple(sorted((x.__kwdefaults__ or {}).items()))
-        return x.__code__, _content(held), _content(own)
+        closure = tuple(cell.cell_contents for cell in x.__closure__ or ())
+        defaults = x.__defaults__ or (), tuple(sorted((x.__kwdefaults__ or {}).items()))
+        return x.__code__, _content(closure), _content(defaults)
     if type(x) is tuple:
-        return tuple(_content(each) for each in x)
+        return tuple(_content(item) for item in x)
     return type(x), x

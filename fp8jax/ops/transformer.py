@@ -12,12 +12,12 @@ import jax
 from jax import Array
 
 from fp8jax.core.recipe import Recipe
-from fp8jax.ops.activation import activate, check_alike
+from fp8jax.ops.activation import activate, check_glu_inputs
 from fp8jax.ops.inputs import Input
-from fp8jax.ops.linear import linears, output_spec, rows, stateless
+from fp8jax.ops.linear import flatten_tokens, linears, output_spec, require_stateless
 from fp8jax.ops.norm import normalize
-from fp8jax.ops.product import QuantizedWeight, product
-from fp8jax.ops.saved import BLANK, ITSELF, Known, Origin
+from fp8jax.ops.product import QuantizedWeight, recipe_dot
+from fp8jax.ops.saved import ALREADY_SAVED, NO_INPUT_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.sharding import OutSharding, merge
 from fp8jax.recipes import resolve
 
@@ -65,23 +65,23 @@ def norm_linear(
             `rms_norm` and `linear`.
         TypeError: `recipe` is a part of one.
     """
-    recipe = _whole(recipe)
+    recipe = _resolve_whole_recipe(recipe)
     if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
         raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
-    held = [None] * len(weights) if quantized is None else list(quantized)
-    if len(held) != len(weights):
-        raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
+    prequantized = [None] * len(weights) if quantized is None else list(quantized)
+    if len(prequantized) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
     centered = norm == "layer"
-    h, again, origin = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, residual=residual)
-    how: Any = {"key": key, "quantized": held, "out_sharding": out_sharding}
-    y = linears(h, weights, recipe=recipe, origin=origin, **how)
+    h, passthrough, facts = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, returns_input=residual)
+    options: Any = {"key": key, "quantized": prequantized, "out_sharding": out_sharding}
+    y = linears(h, weights, recipe=recipe, facts=facts, **options)
     if not residual:
         return y
-    assert again is not None
-    return (again, *y)
+    assert passthrough is not None
+    return (passthrough, *y)
 
 
-def attention_output(
+def attention_out_proj(
     y: Array,
     w: Array,
     residual: Array | None = None,
@@ -112,18 +112,22 @@ def attention_output(
         ValueError: shapes do not match, or as `linear`.
         TypeError: `recipe` is a part of one.
     """
-    recipe = _whole(recipe)
+    recipe = _resolve_whole_recipe(recipe)
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
     if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
-    known = Known(Origin(again=(ITSELF, y))) if recipe.context.saved is not None else BLANK
+    input_facts = (
+        InputFacts(ArrayFacts(recompute_rule=(ALREADY_SAVED, y)))
+        if recipe.context.residual is not None
+        else NO_INPUT_FACTS
+    )
     tokens, matrix = merge(y, *[1] * (y.ndim - 2), 2), merge(w, w.ndim - 1, 1)
-    spec, read = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, known)
-    out = product(read, matrix, stateless(recipe), key, quantized=quantized, spec=spec)
+    out_spec, token_input = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, input_facts)
+    out = recipe_dot(token_input, matrix, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
     return out if residual is None else residual + out
 
 
-def glu_linear(
+def glu_down_proj(
     gate: Array,
     up: Array | None,
     w: Array,
@@ -156,20 +160,20 @@ def glu_linear(
         ValueError: as `glu` and `linear`.
         TypeError: `recipe` is a part of one.
     """
-    recipe = _whole(recipe)
+    recipe = _resolve_whole_recipe(recipe)
     if up is not None:
-        check_alike(gate, up)
-    h, origin = activate(activation, gate, up, recipe)
-    spec = output_spec(h, w, out_sharding)
-    read = Input(rows(h, w), h, known=Known(origin))
-    y = product(read, w, stateless(recipe), key, quantized=quantized, spec=spec)
-    if residual is not None and recipe.context.saved is not None:
+        check_glu_inputs(gate, up)
+    h, facts = activate(activation, gate, up, recipe)
+    out_spec = output_spec(h, w, out_sharding)
+    h_input = Input(flatten_tokens(h, w), h, input_facts=InputFacts(facts))
+    y = recipe_dot(h_input, w, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    if residual is not None and recipe.context.residual is not None:
         # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
         residual = jax.lax.optimization_barrier(residual)
     return y if residual is None else residual + y
 
 
-def _whole(recipe: Recipe | str) -> Recipe:
+def _resolve_whole_recipe(recipe: Recipe | str) -> Recipe:
     preset = resolve(recipe)
     if not isinstance(preset, Recipe):
         raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {preset!r}")

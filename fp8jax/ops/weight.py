@@ -8,18 +8,25 @@ from jax import Array, lax
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.choice import on_cuda
-from fp8jax.ops.frozen import FrozenCodes, FrozenWeight, check_kinds
-from fp8jax.ops.operand import HeldWeight, Plain, QuantizedWeight, Source, given, make_codes
+from fp8jax.ops.frozen import FrozenSource, FrozenWeight, check_same_kind
+from fp8jax.ops.operand import (
+    PrequantizedWeight,
+    QuantizedWeight,
+    QuantizeHere,
+    Source,
+    convert_scale_to_spec,
+    make_codes,
+)
 from fp8jax.ops.partition import on_one_device
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.saveable import BESIDE, named
+from fp8jax.ops.saveable import PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.saved import to_bytes
 from fp8jax.recipes import linear_part
 
 
-def of_weight(
+def choose_weight_source(
     w: Array | FrozenWeight, recipe: Linear, *, scale: Array | None = None, quantized: QuantizedWeight | None = None
-) -> Source | FrozenCodes:
+) -> Source | FrozenSource:
     """The source of a weight (inputs, outputs), and with it what the product saves of it.
 
     Raises:
@@ -29,15 +36,15 @@ def of_weight(
     if isinstance(w, FrozenWeight):
         if quantized is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
-        check_kinds(recipe, w.codes.spec)
-        return FrozenCodes(w.codes, w.turned)
+        check_same_kind(recipe, w.codes.spec)
+        return FrozenSource(w.codes, w.transposed)
     if quantized is None:
-        return Plain(scale)
+        return QuantizeHere(scale)
     shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
-        wanted = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
-        raise ValueError(f"a weight {wanted} was given quantized as {shape}, {specs[0]} and {specs[1]}")
-    return HeldWeight(quantized)
+        expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
+        raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
+    return PrequantizedWeight(quantized)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -60,20 +67,26 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     Raises:
         ValueError: the recipe has a product that reads the weight itself.
     """
-    part = linear_part(recipe)
-    forward, dgrad = part.spec("w"), part.spec("w_dgrad")
+    linear_recipe = linear_part(recipe)
+    forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
-        raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
+        raise ValueError(
+            f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}: not quantized in both"
+        )
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
+        rows, transposed = quantize(
+            lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=linear_recipe.stateless_scaling("w")
+        )
         assert rows is not None
         assert transposed is not None
         return QuantizedWeight(to_bytes(transposed), to_bytes(rows))
-    make = functools.partial(make_codes, w, strategy=part.own_strategy("w"))
-    return QuantizedWeight(make(forward, transposed=True, scale=scale), make(dgrad, scale=given(scale, forward, dgrad)))
+    make = functools.partial(make_codes, w, strategy=linear_recipe.stateless_scaling("w"))
+    return QuantizedWeight(
+        make(forward, transposed=True, scale=scale), make(dgrad, scale=convert_scale_to_spec(scale, forward, dgrad))
+    )
 
 
-def in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
+def quantize_both_layouts(w: Array, recipe: Linear) -> QuantizedWeight | None:
     """What `quantize_weight` makes of a matrix (inputs, outputs), if one pass over it makes both copies; else None."""
     spec = recipe.spec("w")
     if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
@@ -81,16 +94,22 @@ def in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
     return quantize_weight(w, recipe=recipe) if spec.granularity in TRANSPOSABLE else None
 
 
-def read_once(of_w: Any, w: Array, recipe: Linear) -> Any:
+def quantize_both_for_grad(w_source: Any, w: Array, recipe: Linear) -> Any:
     """The source of a weight of which on one GPU both copies of codes are made at once, where its scale is its own.
 
     The second one is kept until the backward pass, a byte a parameter, which then reads no weight of four.
     """
-    if not isinstance(of_w, Plain) or of_w.scale is not None or not on_cuda() or not on_one_device() or not w.size:
-        return of_w
-    pair = in_one_pass(w.T if of_w.turned else w, recipe)
-    if pair is None:
-        return of_w
-    if of_w.turned:
-        pair = QuantizedWeight(pair.dgrad, pair.forward)
-    return HeldWeight(pair._replace(dgrad=named(pair.dgrad, BESIDE)))
+    if (
+        not isinstance(w_source, QuantizeHere)
+        or w_source.scale is not None
+        or not on_cuda()
+        or not on_one_device()
+        or not w.size
+    ):
+        return w_source
+    quantized = quantize_both_layouts(w.T if w_source.transposed else w, recipe)
+    if quantized is None:
+        return w_source
+    if w_source.transposed:
+        quantized = QuantizedWeight(quantized.dgrad, quantized.forward)
+    return PrequantizedWeight(quantized._replace(dgrad=with_checkpoint_name(quantized.dgrad, PRODUCT_AUX)))

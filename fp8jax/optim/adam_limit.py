@@ -14,15 +14,15 @@ from fp8jax.optim import checks
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 
 # What fp32 bias correction adds to an update of Adam: 1 - 0.999 is off by 3e-5.
-_ADAM_ROUNDED = 1.001
+_ROUNDING_MARGIN = 1.001
 # Where a fused step cuts directions: above what bias correction leaves of them, and so far below the limit of updates
 # that the rounding of decay, rate and sum stays within it.
-_CUT = 1.0005
+_CLIP_MARGIN = 1.0005
 
 
-def adam_limit(
+def max_adam_step(
     learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
-) -> "AdamLimit":
+) -> "MaxAdamStep":
     r"""What one step of Adam or AdamW can move a weight by, whatever the gradients were: a limit for `track_weights`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the inequality of
@@ -41,9 +41,9 @@ def adam_limit(
     Raises:
         ValueError: b1^2 >= b2, where no such limit exists and one step can be of any size; or a decay outside [0, 1).
     """
-    checks.rate(learning_rate)
+    checks.check_learning_rate(learning_rate)
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("weight_decay", weight_decay, np.inf)):
-        checks.number(name, value, 0, high)
+        checks.check_number(name, value, 0, high)
     if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
         raise ValueError(
             "the limit of Adam needs b1 and b2 that stay as they are, not traced ones: name both in static_args of "
@@ -54,11 +54,11 @@ def adam_limit(
             f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
             "track_weights measures updates"
         )
-    return AdamLimit(learning_rate, b1, b2, weight_decay)
+    return MaxAdamStep(learning_rate, b1, b2, weight_decay)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class AdamLimit:
+class MaxAdamStep:
     """The limit of `adam_limit`, whose arguments it has."""
 
     learning_rate: ScalarOrSchedule
@@ -66,17 +66,17 @@ class AdamLimit:
     b2: float
     weight_decay: float | Array
 
-    def direction(self, count: Array) -> Array:
+    def max_direction(self, count: Array) -> Array:
         """The longest direction that Adam's step after `count` others can have, before rate and decay."""
-        return _CUT * self._largest(count)
+        return _CLIP_MARGIN * self._max_ratio(count)
 
     def __call__(self, count: Array, bounds: Array) -> Array:
         """The largest magnitude of updates after `count` steps, of weights within bounds."""
         rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
         decay = self.weight_decay * bounds
-        return jnp.abs(rate) * (_ADAM_ROUNDED * self._largest(count) + _ADAM_ROUNDED * decay)
+        return jnp.abs(rate) * (_ROUNDING_MARGIN * self._max_ratio(count) + _ROUNDING_MARGIN * decay)
 
-    def _largest(self, count: Array) -> Array:
+    def _max_ratio(self, count: Array) -> Array:
         """C_t of the step t that follows."""
         shrinks = [0.0 if self.b1 == 0 else self.b1 * self.b1 / self.b2, self.b2, self.b1]
         logs = [np.float32(np.log(x)) if x > 0 else -np.float32(np.inf) for x in shrinks]

@@ -13,93 +13,97 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.optim import moments
 
 
-def value(name: str, given: Any) -> np.ndarray | None:
+def as_float64(name: str, argument: Any) -> np.ndarray | None:
     """An argument in float64; None for a tracer, which has no value yet.
 
     Raises:
         TypeError: it is no number, such as the text of one.
     """
-    if isinstance(given, jax.core.Tracer):
+    if isinstance(argument, jax.core.Tracer):
         return None
-    x = np.asarray(given)
+    x = np.asarray(argument)
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
-        raise TypeError(f"{name} must be a number, not {given!r} of type {type(given).__name__}")
+        raise TypeError(f"{name} must be a number, not {argument!r} of type {type(argument).__name__}")
     return x.astype(np.float64)
 
 
-def number(name: str, given: Any, low: float = -np.inf, high: float = np.inf) -> None:
+def check_number(name: str, argument: Any, low: float = -np.inf, high: float = np.inf) -> None:
     """Refuses what is no number (TypeError), and one outside [low, high), NaN and infinities too (ValueError)."""
-    x = value(name, given)
+    x = as_float64(name, argument)
     if x is not None and not ((x >= low) & (x < high) & np.isfinite(x)).all():
-        raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {given}")
+        raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {argument}")
 
 
-def constant(name: str, given: Any, high: float = np.inf) -> None:
+def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
     """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; errors as of `number`.
 
     In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
     """
-    if getattr(given, "dtype", None) in (jnp.bfloat16, jnp.float16):
+    if getattr(argument, "dtype", None) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
-            f"{name} is in {given.dtype}, which rounds 0.999 or 1e-8 away: give it in float32, as by "
+            f"{name} is in {argument.dtype}, which rounds 0.999 or 1e-8 away: give it in float32, as by "
             "optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), which takes the parameters' dtype by itself"
         )
-    number(name, given, 0, high)
+    check_number(name, argument, 0, high)
 
 
-def positive(name: str, given: Any) -> None:
+def check_positive(name: str, argument: Any) -> None:
     """Refuses what is no number (TypeError), and one that is not above 0, such as NaN (ValueError)."""
-    x = value(name, given)
+    x = as_float64(name, argument)
     if x is not None and not (x > 0).all():
-        raise ValueError(f"{name} must be positive, not {given}")
+        raise ValueError(f"{name} must be positive, not {argument}")
 
 
-def rate(given: Any) -> None:
+def check_learning_rate(argument: Any) -> None:
     """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `number`."""
-    if not callable(given):
-        number("learning_rate", given)
+    if not callable(argument):
+        check_number("learning_rate", argument)
 
 
-def array(path: Any, param: Any) -> None:
+def check_array(path: Any, param: Any) -> None:
     """Refuses a parameter that is a plain number: it has neither a dtype nor a shape that moments could have."""
     if not hasattr(param, "dtype"):
         kind = type(param).__name__
-        raise TypeError(f"{_name(path)} is {param!r}, of type {kind}, and no array; make it one with jnp.asarray")
+        raise TypeError(f"{_param_name(path)} is {param!r}, of type {kind}, and no array; make it one with jnp.asarray")
 
 
-def floating(path: Any, param: Any) -> None:
+def check_floating(path: Any, param: Any) -> None:
     """Refuses a parameter that is not of a floating dtype."""
-    array(path, param)
+    check_array(path, param)
     if not jnp.issubdtype(param.dtype, jnp.floating):
-        raise TypeError(f"{_name(path)} has dtype {param.dtype}; leave it out with optax.masked or optax.partition")
-
-
-def state(given: Any, expected: type) -> None:
-    """Refuses the state of another optimizer, which may have the names of this one's."""
-    if not isinstance(given, expected):
         raise TypeError(
-            f"an optimizer takes the state of its own `init`, a {expected.__name__}, not a {type(given).__name__}; "
+            f"{_param_name(path)} has dtype {param.dtype}; leave it out with optax.masked or optax.partition"
+        )
+
+
+def check_state(opt_state: Any, expected: type) -> None:
+    """Refuses the state of another optimizer, which may have the names of this one's."""
+    if not isinstance(opt_state, expected):
+        raise TypeError(
+            f"an optimizer takes the state of its own `init`, a {expected.__name__}, not a {type(opt_state).__name__}; "
             "fp8jax.convert_state(state, tx, params) makes it of the state of another AdamW"
         )
 
 
-def gradients(grads: Any, stored: Any) -> None:
+def check_gradients(grads: Any, moment_tree: Any) -> None:
     """Refuses gradients that are missing, or of another shape than what is stored of their parameters."""
     structure: Any
-    paths, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=moments.is_quantized)
+    paths, structure = jax.tree_util.tree_flatten_with_path(moment_tree, is_leaf=moments.is_quantized)
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
         if grad is None:
             raise ValueError(
-                f"the gradient of {_name(path)} is None, but it has moments: give zeros, or leave the parameter out "
+                f"the gradient of {_param_name(path)} is None, but it has moments: give zeros, or leave the parameter out "
                 "with optax.masked or optax.partition"
             )
         if grad.shape != moment.shape:
             raise ValueError(
-                f"the gradient of {_name(path)} has shape {grad.shape}, but its moments have {moment.shape}"
+                f"the gradient of {_param_name(path)} has shape {grad.shape}, but its moments have {moment.shape}"
             )
 
 
-def stored(name: str, path: Any, x: QTensor | Array, how: QuantSpec | formats.Format, in_codes: bool) -> None:
+def check_storage(
+    name: str, path: Any, x: QTensor | Array, storage: QuantSpec | formats.Format, is_quantized: bool
+) -> None:
     """Refuses a moment that is stored in another way than the optimizer stores it.
 
     Args:
@@ -109,25 +113,25 @@ def stored(name: str, path: Any, x: QTensor | Array, how: QuantSpec | formats.Fo
         how: the optimizer's storage: quantized, or cast to a plain format.
         in_codes: whether one of this shape is quantized at all; else it is in fp32.
     """
-    if isinstance(how, formats.Format):
-        expected = str(how.dtype)
-    elif isinstance(x, QTensor) or in_codes:
+    if isinstance(storage, formats.Format):
+        expected = str(storage.dtype)
+    elif isinstance(x, QTensor) or is_quantized:
         # Also a shard, which may itself be too small.
-        expected = storage_key(how)
+        expected = storage_key(storage)
     else:
         expected = "float32"
-    if isinstance(x, QTensor) and isinstance(how, QuantSpec) and x.spec.expand != how.expand:
+    if isinstance(x, QTensor) and isinstance(storage, QuantSpec) and x.spec.expand != storage.expand:
         raise ValueError(
-            f"{name} of {_name(path)} is stored with expand={x.spec.expand!r}, but this optimizer has {how.expand!r}; "
+            f"{name} of {_param_name(path)} is stored with expand={x.spec.expand!r}, but this optimizer has {storage.expand!r}; "
             "fp8jax.convert_state(state, tx, params) converts a state"
         )
     found = x.storage_key if isinstance(x, QTensor) else str(x.dtype)
     if found != expected:
         raise ValueError(
-            f"{name} of {_name(path)} is stored as {found}, but this optimizer stores it as {expected}; "
+            f"{name} of {_param_name(path)} is stored as {found}, but this optimizer stores it as {expected}; "
             "fp8jax.convert_state(state, tx, params) converts a state"
         )
 
 
-def _name(path: Any) -> str:
+def _param_name(path: Any) -> str:
     return jax.tree_util.keystr(path) or "the parameter"

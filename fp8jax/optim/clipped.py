@@ -22,15 +22,15 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
 
     Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
     """
-    checks.positive("max_norm", max_norm)
-    plain = optax.clip_by_global_norm(max_norm)
+    checks.check_positive("max_norm", max_norm)
+    optax_clip = optax.clip_by_global_norm(max_norm)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         if not any(map(_is_quantized, jax.tree.leaves(updates, is_leaf=_is_quantized))):
-            return plain.update(updates, state, params)
-        factor = clip_factor(max_norm, _norm(updates))
+            return optax_clip.update(updates, state, params)
+        factor = clip_factor(max_norm, _grad_norm(updates))
 
         def clip(x: Any) -> Any:
             quantized = isinstance(x, QTensor)
@@ -38,10 +38,10 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
 
         return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
 
-    return optax.GradientTransformation(plain.init, update)
+    return optax.GradientTransformation(optax_clip.init, update)
 
 
-def _norm(grads: optax.Updates) -> Array:
+def _grad_norm(grads: optax.Updates) -> Array:
     """The global norm of gradients, fp32."""
     leaves = jax.tree.leaves(grads, is_leaf=_is_quantized)
     plain = [x for x in leaves if not _is_quantized(x)]
@@ -55,7 +55,7 @@ def _is_quantized(node: Any) -> bool:
     return isinstance(node, QTensor)
 
 
-def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
+def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
     """A fused transformation of gradients whose global norm is clipped.
 
     `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has lost
@@ -83,7 +83,7 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
-    checks.positive("max_norm", max_norm)
+    checks.check_positive("max_norm", max_norm)
     chain = optax.chain(clip_by_global_norm(max_norm), tx)
 
     def step(
@@ -92,13 +92,13 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
         params: optax.Params,
         *,
         key: Array | None = None,
-        factor: ArrayLike | None = None,
-        applied: ArrayLike | None = None,
-        **others: Any,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
+        **step_options: Any,
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
-        factor = jnp.float32(1.0) if factor is None else jnp.asarray(factor, jnp.float32)
-        clip = factor * clip_factor(max_norm, _norm(grads) * jnp.abs(factor))
-        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=applied, **others)
+        grad_scale = jnp.float32(1.0) if grad_scale is None else jnp.asarray(grad_scale, jnp.float32)
+        clip = grad_scale * clip_factor(max_norm, _grad_norm(grads) * jnp.abs(grad_scale))
+        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=apply_if, **step_options)
         return params, (state[0], inner)
 
     return FusedTransformation(chain.init, chain.update, step)

@@ -14,18 +14,18 @@ from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, alike
-from fp8jax.ops.adamw_leaf import within
+from fp8jax.ops.adamw_leaf import scale_and_clip
 from fp8jax.optim import checks, masters, variables
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
-DEFAULT = "e4m3"
+DEFAULT_FORMAT = "e4m3"
 # The smallest exponents of groups, by what becomes of values under the smallest code: first moments and others. Moments
 # of members without gradients fall without end, and which these are is not known, as it is in Adam. A group of e4m3 so
 # spans 6e6, and 8e7 where its root divides, as among live members whose gradients are 9,000 times smaller than others'.
-LOWEST = {"zero": 0.7, "smallest": 0.6}
+MIN_EXPONENTS = {"zero": 0.7, "smallest": 0.6}
 
-_Stored: TypeAlias = QuantSpec | formats.Format
+_Storage: TypeAlias = QuantSpec | formats.Format
 _Path: TypeAlias = tuple[Any, ...]
 
 
@@ -122,80 +122,92 @@ def compress_state(
     """
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(f"compress_state wraps an optax transformation, not {tx!r}")
-    size, smallest = (
-        storage.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
+    static_group_size, static_min_size = (
+        storage.to_static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
     if nu_rounding not in ("stochastic", "nearest"):
         raise ValueError(f"nu_rounding must be 'stochastic' or 'nearest', not {nu_rounding!r}")
-    of_master = masters.check(master)
-    rules = {key: _stored(key, how, size, expand) for key, how in (moments or {}).items()}
+    master_format = masters.parse_master(master)
+    rules = {
+        key: _resolve_storage(key, format_or_spec, static_group_size, expand)
+        for key, format_or_spec in (moments or {}).items()
+    }
     names = (*storage.FIRST_MOMENTS, *storage.SECOND_MOMENTS)
-    known = {name: _stored(name, "fp32" if name in storage.GROWING else DEFAULT, size, expand) for name in names}
+    default_storage = {
+        name: _resolve_storage(
+            name, "fp32" if name in storage.MONOTONE_ACCUMULATORS else DEFAULT_FORMAT, static_group_size, expand
+        )
+        for name in names
+    }
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
-        if size is None or smallest is None:
+        if static_group_size is None or static_min_size is None:
             raise ValueError(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(checks.array, params)
-        made = inner.init(_widen(params))
-        if any(map(storage.is_quantized, jax.tree.leaves(made, is_leaf=storage.is_quantized))):
+        jax.tree_util.tree_map_with_path(checks.check_array, params)
+        inner_state = inner.init(_to_float32(params))
+        if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
             raise TypeError(
                 "moments of this transformation are in 8 bits already: take it as it is, or wrap one of optax's own"
             )
-        plan = _plan(made, params, rules, known)
-        stored = plan.store(smallest)
-        if _count(stored) is None:
-            stored = CountedState(jnp.zeros((), jnp.int32), stored)
-        return storage.beside(params, stored)
+        plan = _make_plan(inner_state, params, rules, default_storage)
+        stored_state = plan.encode_state(static_min_size)
+        if _sum_counts(stored_state) is None:
+            stored_state = CountedState(jnp.zeros((), jnp.int32), stored_state)
+        return storage.replicate_scalars(params, stored_state)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        counted = isinstance(state, CountedState)
-        outer, state = state, state.inner if counted else state
-        plan = _plan(state, updates, rules, known)
-        if size is not None and smallest is not None:
-            plan.check(smallest)
-        loaded = plan.load()
-        wide = None if params is None else _widen(params)
-        gradients = _widen(updates)
-        if plan.squares:
-            gradients = jax.tree.map(lambda g: within(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, gradients)
-        changes, new = inner.update(gradients, loaded, wide, **extra_args)
+        is_counted = isinstance(state, CountedState)
+        outer_state, state = state, state.inner if is_counted else state
+        plan = _make_plan(state, updates, rules, default_storage)
+        if static_group_size is not None and static_min_size is not None:
+            plan.check_storage(static_min_size)
+        loaded_state = plan.decode_state()
+        wide_params = None if params is None else _to_float32(params)
+        gradients = _to_float32(updates)
+        if plan.has_second_moments:
+            gradients = jax.tree.map(
+                lambda g: scale_and_clip(g) if jnp.issubdtype(g.dtype, jnp.floating) else g, gradients
+            )
+        changes, new_state = inner.update(gradients, loaded_state, wide_params, **extra_args)
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
-        count = optax.safe_increment(outer.count) if counted else _count(new)
+        count = optax.safe_increment(outer_state.count) if is_counted else _sum_counts(new_state)
         if count is None:
             raise ValueError(
                 "the state counts no steps, and compress_state rounds by their number: make it by init, or of one that "
                 "an older version has made fp8jax.optim.compress_state.CountedState(jnp.zeros((), jnp.int32), state)"
             )
-        fading, of_step, phases = noise.fading(count), noise.of_step(count), noise.of_step(0)
+        dither, step_seed, phases = noise.decay_dither(count), noise.step_seed(count), noise.step_seed(0)
         rows = []
         for path, leaf, value, role in zip(
-            plan.paths, plan.leaves, plan.treedef.flatten_up_to(new), plan.roles, strict=True
+            plan.paths, plan.leaves, plan.treedef.flatten_up_to(new_state), plan.roles, strict=True
         ):
-            words = None
+            seed = None
             if isinstance(leaf, QTensor) and leaf.spec.underflow == "zero":
-                words = phases
+                seed = phases
             elif role == "first" or (role == "other" and nu_rounding == "stochastic"):
-                words = of_step
-            rows.append((leaf, value, None if words is None else noise.salted(words, _salt(path))))
-        stored = iter(alike.each(_store_as, None, fading, [row for row in rows if isinstance(row[0], QTensor)]))
-        new = plan.treedef.unflatten(
-            [next(stored) if isinstance(row[0], QTensor) else _store_as(None, fading, row) for row in rows]
+                seed = step_seed
+            rows.append((leaf, value, None if seed is None else noise.fold_in_seed(seed, _salt(path))))
+        stored_moments = iter(
+            alike.map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
         )
-        return changes, CountedState(count, new) if counted else new
+        new_state = plan.treedef.unflatten(
+            [next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
+        )
+        return changes, CountedState(count, new_state) if is_counted else new_state
 
-    functions = (init, update) if of_master is None else masters.around(init, update, of_master)
-    return optax.GradientTransformationExtraArgs(*variables.looking_through(*functions))
+    functions = (init, update) if master_format is None else masters.with_master_weights(init, update, master_format)
+    return optax.GradientTransformationExtraArgs(*variables.with_unboxed_variables(*functions))
 
 
-class _Plan(NamedTuple):
+class _MomentPlan(NamedTuple):
     """The leaves of a state, the parameter of each that is a moment, how that is stored, and which moment it is.
 
     Roles are "first", "other", and None of what is no moment.
@@ -204,37 +216,49 @@ class _Plan(NamedTuple):
     paths: list[Any]
     leaves: list[Any]
     params: list[Any]
-    stored: list[_Stored | None]
+    storages: list[_Storage | None]
     roles: list[str | None]
     treedef: jax.tree_util.PyTreeDef
 
     @property
-    def squares(self) -> bool:
+    def has_second_moments(self) -> bool:
         """Whether the state has second moments, of parameters or of their rows and columns."""
-        return any(getattr(key, "name", None) in storage.SQUARES for path in self.paths for key in path)
+        return any(getattr(key, "name", None) in storage.SECOND_MOMENT_FIELDS for path in self.paths for key in path)
 
-    def store(self, min_size: int) -> optax.OptState:
+    def encode_state(self, min_size: int) -> optax.OptState:
         """The state with every moment as the plan says."""
-        columns = zip(self.leaves, self.params, self.stored, strict=True)
-        return self.treedef.unflatten([x if how is None else _encode(x, p, how, min_size) for x, p, how in columns])
-
-    def check(self, min_size: int) -> None:
-        """Refuses moments that are stored in another way than the plan says."""
-        for path, x, how in zip(self.paths, self.leaves, self.stored, strict=True):
-            if how is not None:
-                in_codes = isinstance(how, QuantSpec) and storage.is_compressed(x.shape, how, min_size)
-                checks.stored("the moment", path, x, how, in_codes)
-
-    def load(self) -> optax.OptState:
-        """The state with every moment in fp32."""
-        wide = iter(alike.each(_load, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
-        pairs = zip(self.leaves, self.stored, strict=True)
+        columns = zip(self.leaves, self.params, self.storages, strict=True)
         return self.treedef.unflatten(
-            [next(wide) if isinstance(x, QTensor) else x if how is None else adamw.load(x) for x, how in pairs]
+            [
+                x if storage_spec is None else _encode_moment(x, p, storage_spec, min_size)
+                for x, p, storage_spec in columns
+            ]
+        )
+
+    def check_storage(self, min_size: int) -> None:
+        """Refuses moments that are stored in another way than the plan says."""
+        for path, x, storage_spec in zip(self.paths, self.leaves, self.storages, strict=True):
+            if storage_spec is not None:
+                is_quantized = isinstance(storage_spec, QuantSpec) and storage.should_quantize(
+                    x.shape, storage_spec, min_size
+                )
+                checks.check_storage("the moment", path, x, storage_spec, is_quantized)
+
+    def decode_state(self) -> optax.OptState:
+        """The state with every moment in fp32."""
+        decoded = iter(alike.map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
+        pairs = zip(self.leaves, self.storages, strict=True)
+        return self.treedef.unflatten(
+            [
+                next(decoded) if isinstance(x, QTensor) else x if storage_spec is None else adamw.load(x)
+                for x, storage_spec in pairs
+            ]
         )
 
 
-def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], known: Mapping[str, _Stored]) -> _Plan:
+def _make_plan(
+    state: optax.OptState, params: Any, rules: Mapping[str, _Storage], default_storage: Mapping[str, _Storage]
+) -> _MomentPlan:
     """Finds the moments in a state by their paths.
 
     Args:
@@ -246,38 +270,40 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
     Raises:
         ValueError: as `compress_state`; or a stored moment has another shape than its gradient.
     """
-    at = {path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)}
+    params_by_path = {
+        path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)
+    }
     paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
-    plan = _Plan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], [], treedef)
-    names, used = set(), set()
+    plan = _MomentPlan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], [], treedef)
+    names, used_rules = set(), set()
     for path, leaf in paths:
-        cut = _find(path, at)
-        param = None if cut is None else at[path[cut:]]
+        param_start = _find_param_start(path, params_by_path)
+        param = None if param_start is None else params_by_path[path[param_start:]]
         shape = None if param is None else param.shape
         if isinstance(leaf, QTensor) and leaf.shape != shape:
             where = jax.tree_util.keystr(path)
             raise ValueError(f"the moment {where} has shape {leaf.shape}, but its gradient has {shape}")
         plan.params.append(param)
-        plan.stored.append(None)
+        plan.storages.append(None)
         plan.roles.append(None)
         if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):
             continue
-        name = jax.tree_util.keystr(path[:cut], simple=True, separator=".")
+        name = jax.tree_util.keystr(path[:param_start], simple=True, separator=".")
         key = next((k for k in rules if fnmatch.fnmatchcase("." + name, "*." + k)), None)
         last = name.rpartition(".")[2]
-        if key is None and last not in known:
+        if key is None and last not in default_storage:
             raise ValueError(
                 f"compress_state does not know what {name!r} of the state is; say how to store it, such as "
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
         plan.roles[-1] = "first" if last in storage.FIRST_MOMENTS else "other"
-        plan.stored[-1] = stored = known[last] if key is None else rules[key]
+        plan.storages[-1] = stored = default_storage[last] if key is None else rules[key]
         if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).signed:
             raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
         names.add(name)
-        used.add(key)
+        used_rules.add(key)
     # A tree without leaves is one that optax probes with (tree.map_params), or a part of optax.partition.
-    if at and (unused := [key for key in rules if key not in used]):
+    if params_by_path and (unused := [key for key in rules if key not in used_rules]):
         raise ValueError(
             f"moments: {', '.join(map(repr, unused))} fits no moment, or none that an earlier key does not; "
             f"there are {', '.join(map(repr, sorted(names))) or 'none'}"
@@ -285,23 +311,29 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
     return plan
 
 
-def _find(path: _Path, at: Mapping[_Path, Any]) -> int | None:
+def _find_param_start(path: _Path, params_by_path: Mapping[_Path, Any]) -> int | None:
     """Where the longest end of a leaf's path begins that is the path of a parameter."""
-    return next((n for n in range(len(path) + 1) if path[n:] in at), None)
+    return next((n for n in range(len(path) + 1) if path[n:] in params_by_path), None)
 
 
-def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: bool | str) -> _Stored:
+def _resolve_storage(
+    name: str, format_or_spec: str | QuantSpec, group_size: int | None, expand: bool | str
+) -> _Storage:
     """How a moment is stored that is given by a format's name or a spec.
 
     Raises:
         ValueError: the format is unknown, or the storage unsuitable; the message names the moment.
     """
-    if isinstance(how, str) and not formats.get(how).scaled:
-        return formats.get(how)
+    if isinstance(format_or_spec, str) and not formats.get(format_or_spec).needs_scale:
+        return formats.get(format_or_spec)
     underflow = "zero" if name in storage.FIRST_MOMENTS else "smallest"
-    spec = QuantSpec(how, "group", group_size or 1, expand=expand, underflow=underflow) if isinstance(how, str) else how
+    spec = (
+        QuantSpec(format_or_spec, "group", group_size or 1, expand=expand, underflow=underflow)
+        if isinstance(format_or_spec, str)
+        else format_or_spec
+    )
     if not isinstance(spec, QuantSpec):
-        raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {how!r}")
+        raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {format_or_spec!r}")
     if name in storage.FIRST_MOMENTS and not formats.get(spec.format).signed:
         raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
     if formats.get(spec.format).bits not in (8, 16) or spec.granularity == "mx" or spec.rounding != "nearest":
@@ -311,19 +343,21 @@ def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: boo
     return spec
 
 
-def _encode(value: Array, param: Any, how: _Stored, min_size: int) -> QTensor | Array:
+def _encode_moment(value: Array, param: Any, storage_spec: _Storage, min_size: int) -> QTensor | Array:
     """A moment's first value as it is stored, sharded as its parameter."""
-    if isinstance(how, formats.Format):
-        return value.astype(how.dtype)
-    if not storage.is_compressed(param.shape, how, min_size):
+    if isinstance(storage_spec, formats.Format):
+        return value.astype(storage_spec.dtype)
+    if not storage.should_quantize(param.shape, storage_spec, min_size):
         return value
-    encoded = quantize(value, how)
+    encoded = quantize(value, storage_spec)
     if isinstance(value, jax.core.Tracer) or isinstance(param, jax.ShapeDtypeStruct) or not value.committed:
         return encoded
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), encoded, storage.zeros(param, how, min_size))
+    return jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding), encoded, storage.zeros(param, storage_spec, min_size)
+    )
 
 
-def _count(state: optax.OptState) -> Array | None:
+def _sum_counts(state: optax.OptState) -> Array | None:
     """The sum of what is called count in a state, which is another at each step; None where nothing is.
 
     How fast moments decay is not known: first ones are rounded so wherever a decay could be lost. Other integers are
@@ -339,26 +373,26 @@ def _count(state: optax.OptState) -> Array | None:
 
 
 def _salt(path: _Path) -> int:
-    return noise.salt(jax.tree_util.keystr(path, simple=True, separator="/"))
+    return noise.param_seed(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
-def _load(_: None, __: None, moment: QTensor) -> Array:
+def _decode_moment(_: None, __: None, moment: QTensor) -> Array:
     return adamw.load(moment)
 
 
-def _store_as(_: None, fading: Array, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
+def _store_like(_: None, dither: Array, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
     """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
     old, new, words = row
     if isinstance(old, QTensor):
-        new = encoding.bounded(new, old.spec, LOWEST[old.spec.underflow])
+        new = encoding.limit_group_range(new, old.spec, MIN_EXPONENTS[old.spec.underflow])
         if old.spec.underflow == "zero":
             assert words is not None
-            return quantize_decaying(new, old, fading, words)
+            return quantize_decaying(new, old, dither, words)
         return adamw.store(new, old, words)
     return adamw.store(new, old, words) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
-def _widen(tree: Any) -> Any:
+def _to_float32(tree: Any) -> Any:
     """Floating leaves in fp32, abstract ones too: the arithmetic of a step is in fp32 whatever the parameters are."""
 
     def widen(x: Any) -> Any:

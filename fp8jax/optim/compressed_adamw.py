@@ -23,7 +23,7 @@ from fp8jax.optim.fused import FusedTransformation as FusedTransformation
 GROUP_SIZE = np.int32(128)
 MIN_SIZE = np.int32(4096)
 # From this b2 on, "auto" rounds second moments stochastically (results/second_moment.json).
-STOCHASTIC_FROM = 0.98
+STOCHASTIC_MIN_B2 = 0.98
 
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 
@@ -119,15 +119,15 @@ def scale_by_compressed_adam(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
     storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype)
-    init, advance = _adam(b1, b2, eps, eps_root, *storage)
+    init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
 
     def update(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        return advance(adamw.update, updates, state, params, decays=False)
+        return update_moments(adamw.update, updates, state, params, decays=False)
 
-    return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
+    return optax.GradientTransformationExtraArgs(*variables.with_unboxed_variables(init, update))
 
 
 def compressed_adamw(
@@ -242,20 +242,24 @@ def compressed_adamw(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
-    of_master = masters.check(master)
-    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype, of_master)
-    init, advance = _adam(b1, b2, eps, eps_root, *storage)
-    checks.rate(learning_rate)
-    checks.number("weight_decay", weight_decay, 0)
+    master_format = masters.parse_master(master)
+    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype, master_format)
+    init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
+    checks.check_learning_rate(learning_rate)
+    checks.check_number("weight_decay", weight_decay, 0)
 
-    def descend(
-        form: Callable, grads: optax.Updates, state: CompressedAdamState, params: optax.Params | None, **options: Any
+    def apply_adamw(
+        apply_fn: Callable,
+        grads: optax.Updates,
+        state: CompressedAdamState,
+        params: optax.Params | None,
+        **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
         if params is None:
             raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
-        decays = moments.tree_of(mask, params)
+        decays = moments.resolve_tree(mask, params)
         options["decays"] = True if decays is None else decays
-        return advance(form, grads, state, params, learning_rate, weight_decay, **options)
+        return update_moments(apply_fn, grads, state, params, learning_rate, weight_decay, **options)
 
     def update(
         updates: optax.Updates,
@@ -266,7 +270,7 @@ def compressed_adamw(
         **extra_args: Any,
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        return descend(adamw.update, updates, state, params, max_direction=max_direction)
+        return apply_adamw(adamw.update, updates, state, params, max_direction=max_direction)
 
     def step(
         grads: optax.Updates,
@@ -274,25 +278,25 @@ def compressed_adamw(
         params: optax.Params,
         *,
         key: Array | None = None,
-        factor: ArrayLike | None = None,
-        applied: ArrayLike | None = None,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
-        part: adamw.Portion = adamw.WHOLE,
+        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
     ) -> tuple[optax.Params, CompressedAdamState]:
-        if key is not None and of_master is not None:
+        if key is not None and master_format is not None:
             raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
-        if max_direction is not None and of_master is not None and of_master.stochastic:
+        if max_direction is not None and master_format is not None and master_format.is_stochastic:
             raise ValueError(
                 f"master {master!r} rounds weights up as well as down, beyond what fp8jax.tracked follows; take "
                 "bf16+int8, or chain fp8jax.track_weights() without a limit, which measures updates"
             )
-        scalars = {"factor": factor, "applied": applied, "max_direction": max_direction}
-        return descend(adamw.step, grads, state, params, key=key, part=part, **scalars)
+        scalars = {"factor": grad_scale, "applied": apply_if, "max_direction": max_direction}
+        return apply_adamw(adamw.step, grads, state, params, key=key, part=tree_slice, **scalars)
 
-    return FusedTransformation(*variables.looking_through(init, update, step))
+    return FusedTransformation(*variables.with_unboxed_variables(init, update, step))
 
 
-def _adam(
+def _make_adam(
     b1: float,
     b2: float,
     eps: float,
@@ -310,16 +314,18 @@ def _adam(
 ) -> tuple[Callable, Callable]:
     """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.constant(name, value, high)
-    size, smallest = (
-        moments.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
+        checks.check_adam_constant(name, value, high)
+    static_group_size, static_min_size = (
+        moments.to_static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
     check_expand(expand)
-    compressed = any([formats.get(name).scaled for name in (mu, nu)])
+    compressed = any([formats.get(name).needs_scale for name in (mu, nu)])
     # A size that is traced is refused by `init`.
-    storage = Optimizer(mu, nu, (size or 1) if compressed else None, expand if compressed else False, nu_rounding)
+    storage = Optimizer(
+        mu, nu, (static_group_size or 1) if compressed else None, expand if compressed else False, nu_rounding
+    )
     specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
-    stored = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
+    storage_by_moment = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
     stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)
     check_impl(impl)
     if mu_dtype is not None:
@@ -333,30 +339,32 @@ def _adam(
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
     def init(params: optax.Params) -> CompressedAdamState:
-        if size is None or smallest is None:
+        if static_group_size is None or static_min_size is None:
             raise ValueError(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(checks.floating, params)
+        jax.tree_util.tree_map_with_path(checks.check_floating, params)
 
         def zeros(moment: str) -> optax.Updates:
-            return jax.tree.map(lambda p: moments.zeros(p, stored[moment], smallest), params)
+            return jax.tree.map(lambda p: moments.zeros(p, storage_by_moment[moment], static_min_size), params)
 
-        rest = masters.remainders(params, master)
-        return moments.beside(params, _state(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"), rest))
+        remainder = masters.init_remainders(params, master)
+        return moments.replicate_scalars(
+            params, _make_state(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"), remainder)
+        )
 
-    def advance(
-        form: Callable,
+    def update_moments(
+        apply_fn: Callable,
         grads: optax.Updates,
         state: CompressedAdamState,
         params: optax.Params | None,
         learning_rate: ScalarOrSchedule = -1.0,
         weight_decay: float | Array = 0.0,
-        factor: ArrayLike | None = None,
-        applied: ArrayLike | None = None,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
-        part: adamw.Portion = adamw.WHOLE,
+        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
         if max_direction is not None and nesterov:
@@ -364,29 +372,35 @@ def _adam(
                 "fp8jax.tracked follows directions without nesterov, which are shorter: chain fp8jax.track_weights() "
                 "without a limit behind this optimizer, which measures updates"
             )
-        checks.state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
+        checks.check_state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
         remainder = getattr(state, "remainder", None)
-        checks.gradients(grads, state.mu)
-        if size is not None and smallest is not None:
-            for name, how in stored.items():
+        checks.check_gradients(grads, state.mu)
+        if static_group_size is not None and static_min_size is not None:
+            for name, expected_storage in storage_by_moment.items():
                 for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, name), is_leaf=moments.is_quantized):
-                    checks.stored(name, path, x, how, moments.is_compressed(x.shape, specs[name], smallest))
+                    checks.check_storage(
+                        name, path, x, expected_storage, moments.should_quantize(x.shape, specs[name], static_min_size)
+                    )
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = (count, rate, weight_decay, factor, applied, max_direction)
+        scalars = (count, rate, weight_decay, grad_scale, apply_if, max_direction)
         adam = adamw.Adam(b1, b2, eps, eps_root, *scalars, nesterov)
-        parts = masters.of_state(params, remainder, master)
-        options |= {"impl": impl, "nu_stochastic": stochastic, "stochastic": master is not None and master.stochastic}
-        result, mus, nus = form(grads, state.mu, state.nu, parts, adam, part=part, **options)
-        if applied is not None:
-            count = jnp.where(applied, count, state.count)
-        result, rest = (result, None) if remainder is None else masters.apart(result)
-        return result, _state(count, mus, nus, rest)
+        weights = masters.join_remainders(params, remainder, master)
+        options |= {
+            "impl": impl,
+            "nu_stochastic": stochastic,
+            "stochastic": master is not None and master.is_stochastic,
+        }
+        result, mus, nus = apply_fn(grads, state.mu, state.nu, weights, adam, part=tree_slice, **options)
+        if apply_if is not None:
+            count = jnp.where(apply_if, count, state.count)
+        result, new_remainder = (result, None) if remainder is None else masters.split_tree(result)
+        return result, _make_state(count, mus, nus, new_remainder)
 
-    return init, advance
+    return init, update_moments
 
 
-def _state(count: Array, mu: Any, nu: Any, remainder: Any) -> Any:
+def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> Any:
     return CompressedAdamState(count, mu, nu) if remainder is None else MasterAdamState(count, mu, nu, remainder)
 
 
@@ -396,5 +410,5 @@ def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:
     "auto" knows no value of an array, traced or not: it takes the rounding that does little harm at any b2.
     """
     if nu_rounding == "auto":
-        return isinstance(b2, Array) or b2 >= STOCHASTIC_FROM
+        return isinstance(b2, Array) or b2 >= STOCHASTIC_MIN_B2
     return nu_rounding == "stochastic"

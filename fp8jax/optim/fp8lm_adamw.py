@@ -14,7 +14,7 @@ from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, fp8lm
-from fp8jax.ops.adamw_leaf import Form, renewed
+from fp8jax.ops.adamw_leaf import Form, apply_change
 from fp8jax.ops.choice import check_impl
 from fp8jax.optim import checks, masters, moments, variables
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
@@ -22,8 +22,8 @@ from fp8jax.optim.fused import FusedTransformation
 
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
-NONE_STACKED = np.int32(0)
-_NOT_CUT = (
+NO_LAYER_AXES = np.int32(0)
+_NO_CLIP_MESSAGE = (
     "fp8lm_adamw cuts no directions, so that fp8jax.tracked cannot follow it: chain fp8jax.track_weights() behind it, "
     "which measures updates"
 )
@@ -50,7 +50,7 @@ class FP8LMState(NamedTuple):
     nu: optax.Updates
 
 
-class FP8LMHeldState(NamedTuple):
+class FP8LMRemainderState(NamedTuple):
     """State of `fp8lm_adamw` with a `master`, whose parameters are their own master weights, but for remainders.
 
     Attributes:
@@ -79,7 +79,7 @@ def fp8lm_adamw(
     mu: str = "e4m3",
     master: str | None = None,
     master_rounding: str = "nearest",
-    stacked: Any = NONE_STACKED,
+    layer_axes: Any = NO_LAYER_AXES,
     group_size: int | np.integer | None = None,
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
@@ -173,124 +173,140 @@ def fp8lm_adamw(
         6.0
     """
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.constant(name, value, high)
-    checks.number("weight_decay", weight_decay, 0)
-    checks.rate(learning_rate)
+        checks.check_adam_constant(name, value, high)
+    checks.check_number("weight_decay", weight_decay, 0)
+    checks.check_learning_rate(learning_rate)
     if mu not in ("e4m3", "e5m2"):
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
         raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
-    of_master = masters.check(master)
-    if of_master is not None and master_rounding != "nearest":
+    master_format = masters.parse_master(master)
+    if master_format is not None and master_rounding != "nearest":
         raise ValueError(
             f"master_rounding is of master weights in fp16; master {master!r} says how its own are rounded"
         )
-    kind: Any = FP8LMState if of_master is None else FP8LMHeldState
+    state_class: Any = FP8LMState if master_format is None else FP8LMRemainderState
     check_impl(impl)
-    smallest = moments.static_integer("min_size", min_size)
-    size = None if group_size is None else moments.static_integer("group_size", group_size)
+    static_min_size = moments.to_static_integer("min_size", min_size)
+    static_group_size = None if group_size is None else moments.to_static_integer("group_size", group_size)
     if impl == "triton" and group_size is not None:
         raise ValueError(f"impl 'triton' is for one scale a layer; with group_size={group_size} take 'auto' or 'xla'")
 
-    def stored(name: str, depth: Any) -> QuantSpec:
+    def storage_spec(name: str, num_layer_axes: Any) -> QuantSpec:
         fmt, underflow = mu if name == "mu" else "fp16", "smallest" if name == "nu" else "zero"
-        if size is None:
-            return QuantSpec(fmt, "tensor", stacked=int(depth), underflow=underflow)
-        return QuantSpec(fmt, "group", size, underflow=underflow)
+        if static_group_size is None:
+            return QuantSpec(fmt, "tensor", layer_axes=int(num_layer_axes), underflow=underflow)
+        return QuantSpec(fmt, "group", static_group_size, underflow=underflow)
 
-    def in_codes(x: Any, depth: Any) -> bool:
+    def is_quantized(x: Any, num_layer_axes: Any) -> bool:
         """Whether a parameter is; of one mind for all that is stored of it."""
-        assert smallest is not None
-        return moments.is_compressed(x.shape, stored("mu", depth), smallest)
+        assert static_min_size is not None
+        return moments.should_quantize(x.shape, storage_spec("mu", num_layer_axes), static_min_size)
 
     def init(params: optax.Params) -> Any:
-        if smallest is None or (size is None and group_size is not None):
+        if static_min_size is None or (static_group_size is None and group_size is not None):
             raise ValueError(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(checks.floating, params)
-        depths = jax.tree.broadcast(moments.tree_of(stacked, params), params)
+        jax.tree_util.tree_map_with_path(checks.check_floating, params)
+        depths = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
 
-        def scaled(param: Any, depth: Any) -> adamw.Moment:
-            if not in_codes(param, depth):
+        def init_master(param: Any, depth: Any) -> adamw.Moment:
+            if not is_quantized(param, depth):
                 return jnp.array(param, jnp.float32, copy=True)
-            return _master(param, stored("master", depth))
+            return _quantize_master(param, storage_spec("master", depth))
 
         def zeros(name: str) -> optax.Updates:
-            def one(param: Any, depth: Any) -> adamw.Moment:
-                how = stored(name, depth) if in_codes(param, depth) else formats.get("fp32")
-                return moments.zeros(param, how, 0)
+            def zeros_for_param(param: Any, depth: Any) -> adamw.Moment:
+                storage = storage_spec(name, depth) if is_quantized(param, depth) else formats.get("fp32")
+                return moments.zeros(param, storage, 0)
 
-            return jax.tree.map(one, params, depths)
+            return jax.tree.map(zeros_for_param, params, depths)
 
-        def largest(*stored: Any) -> Array | None:
-            return jnp.stack([*map(fp8lm.largest, stored)]) if isinstance(stored[0], QTensor) else None
+        def stack_amax(*stored: Any) -> Array | None:
+            return jnp.stack([*map(fp8lm.block_amax, stored)]) if isinstance(stored[0], QTensor) else None
 
-        kept = {"mu": zeros("mu"), "nu": zeros("nu")}
-        own = {} if of_master else {"master": jax.tree.map(scaled, params, depths)}
-        maxima = jax.tree.map(largest, *(own | kept).values(), is_leaf=moments.is_quantized)
-        own = own or {"remainder": masters.remainders(params, of_master)}
-        return moments.beside(params, kind(count=jnp.zeros([], jnp.int32), largest=maxima, **own, **kept))
+        moment_trees = {"mu": zeros("mu"), "nu": zeros("nu")}
+        weight_trees = {} if master_format else {"master": jax.tree.map(init_master, params, depths)}
+        amax_tree = jax.tree.map(stack_amax, *(weight_trees | moment_trees).values(), is_leaf=moments.is_quantized)
+        weight_trees = weight_trees or {"remainder": masters.init_remainders(params, master_format)}
+        return moments.replicate_scalars(
+            params, state_class(count=jnp.zeros([], jnp.int32), largest=amax_tree, **weight_trees, **moment_trees)
+        )
 
-    def advance(
+    def apply_adamw(
         form: Form,
         grads: Any,
         state: Any,
         params: Any,
         adam: adamw.Adam,
-        part: adamw.Portion = adamw.WHOLE,
+        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
     ) -> tuple[Any, Any]:
         """The changes of parameters or new ones, and the state."""
         if params is None:
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
-        checks.gradients(grads, state.mu)
+        checks.check_gradients(grads, state.mu)
         structure: Any = jax.tree.structure(params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        decays = moments.tree_of(mask, params)
-        if of_master is None:
-            weights, scaled = params, state.master
+        decays = moments.resolve_tree(mask, params)
+        if master_format is None:
+            weights, master_tree = params, state.master
         else:
-            weights, scaled = masters.of_state(params, state.remainder, of_master), jax.tree.map(lambda _: None, params)
-        parts = {"master": scaled, "mu": state.mu, "nu": state.nu, "largest": state.largest}
-        columns = {name: structure.flatten_up_to(tree) for name, tree in parts.items()}
-        if smallest is not None and (size is not None or group_size is None):
-            depths = structure.flatten_up_to(jax.tree.broadcast(moments.tree_of(stacked, params), params))
-            for name in ("mu", "nu") if of_master else ("master", "mu", "nu"):
+            weights, master_tree = (
+                masters.join_remainders(params, state.remainder, master_format),
+                jax.tree.map(lambda _: None, params),
+            )
+        state_trees = {"master": master_tree, "mu": state.mu, "nu": state.nu, "largest": state.largest}
+        columns = {name: structure.flatten_up_to(tree) for name, tree in state_trees.items()}
+        if static_min_size is not None and (static_group_size is not None or group_size is None):
+            depths = structure.flatten_up_to(jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params))
+            for name in ("mu", "nu") if master_format else ("master", "mu", "nu"):
                 for path, x, depth in zip(paths, columns[name], depths, strict=True):
-                    checks.stored(name, path, x, stored(name, depth), in_codes(x, depth))
-        of_step = noise.of_step(adam.count)
+                    checks.check_storage(name, path, x, storage_spec(name, depth), is_quantized(x, depth))
+        step_seed = noise.step_seed(adam.count)
 
-        def words(path: Any, x: Any) -> Array | None:
-            rounds = master_rounding == "stochastic" or (of_master and of_master.stochastic and x.dtype == jnp.bfloat16)
-            return part.own(fp8lm.salted(of_step, part.path(path)), x.shape) if rounds else None
+        def make_seed(path: Any, x: Any) -> Array | None:
+            is_stochastic = master_rounding == "stochastic" or (
+                master_format and master_format.is_stochastic and x.dtype == jnp.bfloat16
+            )
+            return (
+                tree_slice.layer_seed(fp8lm.fold_in_master_seed(step_seed, tree_slice.path(path)), x.shape)
+                if is_stochastic
+                else None
+            )
 
-        salted = [words(path, x) for path, x in zip(paths, jax.tree.leaves(params), strict=True)]
-        which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
-        given = structure.flatten_up_to(grads), structure.flatten_up_to(weights)
-        leaves = [fp8lm.MasterLeaf(*row) for row in zip(*given, *columns.values(), salted, which, strict=True)]
-        quantized, plain = ([leaf for leaf in leaves if leaf.quantized == kind] for kind in (True, False))
-        fused, rest = iter(fp8lm.apply(form, quantized, adam, impl)), iter(_plain(form, plain, adam))
-        rows = [next(fused if leaf.quantized else rest) for leaf in leaves]
-        result, new_master, *new = (structure.unflatten([row[i] for row in rows]) for i in range(5))
-        kept = dict(zip(("mu", "nu", "largest"), new, strict=True))
-        if of_master is None:
-            return result, FP8LMState(count=adam.count, master=new_master, **kept)
-        result, remainder = (result, None) if state.remainder is None else masters.apart(result)
-        return result, FP8LMHeldState(count=adam.count, remainder=remainder, **kept)
+        seeds = [make_seed(path, x) for path, x in zip(paths, jax.tree.leaves(params), strict=True)]
+        decay_flags = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
+        grads_and_weights = structure.flatten_up_to(grads), structure.flatten_up_to(weights)
+        leaves = [
+            fp8lm.FP8LMLeaf(*row) for row in zip(*grads_and_weights, *columns.values(), seeds, decay_flags, strict=True)
+        ]
+        quantized, unquantized = ([leaf for leaf in leaves if leaf.is_quantized == kind] for kind in (True, False))
+        quantized_rows, unquantized_rows = (
+            iter(fp8lm.apply(form, quantized, adam, impl)),
+            iter(_apply_unquantized(form, unquantized, adam)),
+        )
+        rows = [next(quantized_rows if leaf.is_quantized else unquantized_rows) for leaf in leaves]
+        result, new_master, *new_moments = (structure.unflatten([row[i] for row in rows]) for i in range(5))
+        moment_trees = dict(zip(("mu", "nu", "largest"), new_moments, strict=True))
+        if master_format is None:
+            return result, FP8LMState(count=adam.count, master=new_master, **moment_trees)
+        result, remainder = (result, None) if state.remainder is None else masters.split_tree(result)
+        return result, FP8LMRemainderState(count=adam.count, remainder=remainder, **moment_trees)
 
-    def adam_of(state: Any, **gate: Any) -> adamw.Adam:
-        checks.state(state, kind)
+    def make_adam(state: Any, **step_options: Any) -> adamw.Adam:
+        checks.check_state(state, state_class)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = optax.safe_increment(state.count)
-        return adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, **gate)
+        return adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, **step_options)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         if extra_args.get("max_direction") is not None:
-            raise ValueError(_NOT_CUT)
-        return advance("update", updates, state, params, adam_of(state))
+            raise ValueError(_NO_CLIP_MESSAGE)
+        return apply_adamw("update", updates, state, params, make_adam(state))
 
     def step(
         grads: optax.Updates,
@@ -298,32 +314,34 @@ def fp8lm_adamw(
         params: optax.Params,
         *,
         key: None = None,
-        factor: ArrayLike | None = None,
-        applied: ArrayLike | None = None,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
-        part: adamw.Portion = adamw.WHOLE,
+        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
     ) -> tuple[optax.Params, Any]:
         if max_direction is not None:
-            raise ValueError(_NOT_CUT)
+            raise ValueError(_NO_CLIP_MESSAGE)
         if key is not None:
             raise ValueError(
                 "fp8lm_adamw takes no key: its rounding is a hash of the step; give master_rounding='stochastic', or "
                 "master='bf16+stochastic'"
             )
-        new, advanced = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied), part)
-        if applied is not None:
-            advanced = advanced._replace(count=jnp.where(applied, advanced.count, state.count))
-        return new, advanced
+        new, new_state = apply_adamw(
+            "step", grads, state, params, make_adam(state, factor=grad_scale, applied=apply_if), tree_slice
+        )
+        if apply_if is not None:
+            new_state = new_state._replace(count=jnp.where(apply_if, new_state.count, state.count))
+        return new, new_state
 
-    return FusedTransformation(*variables.looking_through(init, update, step))
+    return FusedTransformation(*variables.with_unboxed_variables(init, update, step))
 
 
-def is_state(node: Any) -> bool:
+def is_fp8lm_state(node: Any) -> bool:
     """Whether a node of a tree is the state of `fp8lm_adamw`, whose scales are told by the axes that are stacked."""
-    return isinstance(node, (FP8LMState, FP8LMHeldState))
+    return isinstance(node, (FP8LMState, FP8LMRemainderState))
 
 
-def working_copy(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Params:
+def params_from_master(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Params:
     """The parameters of the master weights of `fp8lm_adamw`, for who keeps none between steps.
 
     Raises:
@@ -336,27 +354,33 @@ def working_copy(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Pa
     return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)
 
 
-def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
+def _apply_unquantized(form: Form, leaves: Sequence[fp8lm.FP8LMLeaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
     """The step of parameters that are too small for codes, with moments in fp32, and master weights or their own."""
     columns = ([adamw.load(leaf.grad) for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
     rows = []
-    for leaf, direction, m, v in zip(leaves, *adamw.advanced(*columns, adam), strict=True):
-        value = leaf.weight.astype(jnp.float32) if leaf.master is None else fp8lm.current(leaf.master, leaf.copy)
+    for leaf, direction, m, v in zip(leaves, *adamw.adam_direction(*columns, adam), strict=True):
+        value = (
+            leaf.weight.astype(jnp.float32)
+            if leaf.master is None
+            else fp8lm.reconcile_master(leaf.master, leaf.working_copy)
+        )
         change = direction + adam.weight_decay * value if leaf.decays else direction
         change = jnp.asarray(-adam.rate, jnp.float32) * change
         if leaf.master is None:
-            rows.append((renewed(form, leaf, change), None, m, v, None))
+            rows.append((apply_change(form, leaf, change), None, m, v, None))
             continue
-        new = value + change
-        result = new - leaf.weight.astype(jnp.float32) if form == "update" else new
-        rows.append((result.astype(leaf.dtype), new, m, v, None))
-    if adam.applied is None:
+        new_master = value + change
+        result = new_master - leaf.weight.astype(jnp.float32) if form == "update" else new_master
+        rows.append((result.astype(leaf.dtype), new_master, m, v, None))
+    if adam.apply_if is None:
         return rows
     old = [(leaf.weight, leaf.master, leaf.mu, leaf.nu, None) for leaf in leaves]
-    applied: list[tuple[Any, ...]] = jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), rows, old)
-    return applied
+    gated_rows: list[tuple[Any, ...]] = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), rows, old)
+    return gated_rows
 
 
-def _master(param: Array, spec: QuantSpec) -> QTensor:
+def _quantize_master(param: Array, spec: QuantSpec) -> QTensor:
     block = spec.block_shape(param.shape)
-    return quantize_with_scale(param, spec, fp8lm.scale_above(fp8lm.largest_of(param, block), formats.get("fp16")))
+    return quantize_with_scale(
+        param, spec, fp8lm.pow2_scale_from_bound(fp8lm.array_block_amax(param, block), formats.get("fp16"))
+    )

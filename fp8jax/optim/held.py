@@ -17,11 +17,11 @@ _BITS = jnp.float8_e4m3fn
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "stored", "count", "factor", "squares", "uses", "limits"],
-    meta_fields=["dtypes", "name", "layers", "measured"],
+    data_fields=["params", "encoded_state", "count", "grad_scale", "squares", "uses", "max_norms"],
+    meta_fields=["dtypes", "name", "num_layers", "norm_only"],
 )
 @dataclasses.dataclass(frozen=True)
-class Held:
+class FusedBlockState:
     """Parameters with their optimizer state, as a released block takes them.
 
     All leaves are arrays of floating dtypes, because `value_and_updates` gets the new ones as cotangents of the old.
@@ -42,21 +42,21 @@ class Held:
     """
 
     params: Any
-    stored: Any
+    encoded_state: Any
     count: Array
-    factor: Array
+    grad_scale: Array
     squares: Array
     uses: Array
-    limits: Array | None = None
+    max_norms: Array | None = None
     dtypes: tuple[str, ...] = ()
     name: str = ""
-    layers: int | None = None
-    measured: bool = False
+    num_layers: int | None = None
+    norm_only: bool = False
 
     @property
     def state(self) -> Any:
         """The state as that of the optimizer itself, for checkpoints and for steps outside of the backward pass."""
-        return natural(self.stored, self.dtypes, self.count)
+        return from_float_leaves(self.encoded_state, self.dtypes, self.count)
 
     @property
     def mu(self) -> Any:
@@ -68,7 +68,9 @@ class Held:
         """Second moments, likewise."""
         return self.state.nu
 
-    def clipped(self, max_norm: ArrayLike, norm: ArrayLike | None = None, *, before: ArrayLike | None = None) -> "Held":
+    def with_clipping(
+        self, max_norm: ArrayLike, norm: ArrayLike | None = None, *, previous_norm: ArrayLike | None = None
+    ) -> "FusedBlockState":
         """These as the next step takes them, its gradients clipped by the global norm.
 
         By `norm` that is exact. By `before` each block, or each stacked layer, may have the share of `max_norm` that it
@@ -84,23 +86,23 @@ class Held:
             TypeError: not one of `norm` and `before` is given.
             ValueError: `max_norm` is not positive.
         """
-        if (norm is None) == (before is None):
+        if (norm is None) == (previous_norm is None):
             raise TypeError("clipped takes norm=, of the next step's gradients, or before=, of those of the last step")
-        checks.positive("max_norm", max_norm)
+        checks.check_positive("max_norm", max_norm)
         if norm is not None:
-            return dataclasses.replace(self, factor=clip_factor(max_norm, norm), limits=None)
-        limit, before = jnp.asarray(max_norm, jnp.float32), jnp.asarray(before, jnp.float32)
+            return dataclasses.replace(self, factor=clip_factor(max_norm, norm), max_norms=None)
+        limit, previous_norm = jnp.asarray(max_norm, jnp.float32), jnp.asarray(previous_norm, jnp.float32)
         # Of a norm that overflowed no share is known.
-        known = (self.squares != 0) & jnp.isfinite(self.squares) & jnp.isfinite(before)
-        share = jnp.sqrt(self.squares) / before
-        limits = limit * jnp.where(known, jnp.minimum(share, 1.0), 1.0)
-        return dataclasses.replace(self, factor=jnp.float32(1.0), limits=limits)
+        is_known = (self.squares != 0) & jnp.isfinite(self.squares) & jnp.isfinite(previous_norm)
+        share = jnp.sqrt(self.squares) / previous_norm
+        limits = limit * jnp.where(is_known, jnp.minimum(share, 1.0), 1.0)
+        return dataclasses.replace(self, factor=jnp.float32(1.0), max_norms=limits)
 
-    def factor_of(self, squares: Array, layer: ArrayLike | None = None) -> Array:
+    def get_grad_scale(self, square_sum: Array, layer: ArrayLike | None = None) -> Array:
         """What a step multiplies gradients by of which this is the sum of squares, fp32 scalar."""
-        if self.limits is None:
-            return self.factor
-        return clip_factor(self.limits if layer is None else self.limits[layer], jnp.sqrt(squares))
+        if self.max_norms is None:
+            return self.grad_scale
+        return clip_factor(self.max_norms if layer is None else self.max_norms[layer], jnp.sqrt(square_sum))
 
 
 def clip_factor(max_norm: ArrayLike, norm: ArrayLike) -> Array:
@@ -109,28 +111,28 @@ def clip_factor(max_norm: ArrayLike, norm: ArrayLike) -> Array:
     return jnp.where(norm <= max_norm, jnp.float32(1.0), max_norm / norm)
 
 
-def dtypes_of(state: Any) -> tuple[str, ...]:
+def get_dtypes(state: Any) -> tuple[str, ...]:
     """The dtypes of a state's arrays but the count."""
     return tuple(str(x.dtype) for x in jax.tree.leaves(state._replace(count=None)))
 
 
-def carried(state: Any) -> Any:
+def as_float_leaves(state: Any) -> Any:
     """A state without its count, integers as bits of a floating dtype; axes of layers first."""
     state = state._replace(count=None)
-    if fp8lm_adamw.is_state(state):  # maxima of arrays are stacked along their first axis
+    if fp8lm_adamw.is_fp8lm_state(state):  # maxima of arrays are stacked along their first axis
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), state.largest))
     # Two bytes are two of them, along one more axis.
     integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer)  # noqa: E731
     return jax.tree.map(lambda x: lax.bitcast_convert_type(x, _BITS) if integer(x) else x, state)
 
 
-def natural(stored: Any, dtypes: tuple[str, ...], count: ArrayLike) -> Any:
+def from_float_leaves(encoded_state: Any, dtypes: tuple[str, ...], count: ArrayLike) -> Any:
     """The state that `carried` was given, with a count."""
-    leaves, structure = jax.tree.flatten(stored)
+    leaves, structure = jax.tree.flatten(encoded_state)
     values = [
         x if str(x.dtype) == kind else lax.bitcast_convert_type(x, kind) for x, kind in zip(leaves, dtypes, strict=True)
     ]
     state = jax.tree.unflatten(structure, values)
-    if fp8lm_adamw.is_state(state):
+    if fp8lm_adamw.is_fp8lm_state(state):
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), state.largest))
     return state._replace(count=jnp.asarray(count).astype(jnp.int32))

@@ -12,10 +12,10 @@ from jax import Array
 from fp8jax.core import formats, masters, noise
 from fp8jax.core.masters import Master, MasterWeight
 from fp8jax.ops.adamw import load
-from fp8jax.ops.adamw_leaf import difference
+from fp8jax.ops.adamw_leaf import exact_update
 from fp8jax.optim import moments, variables
 
-_HIGH = tuple(formats.get(name).dtype for name in masters.HIGH)
+_HIGH_DTYPES = tuple(formats.get(name).dtype for name in masters.HIGH_FORMATS)
 
 
 class MasterState(NamedTuple):
@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
     remainder: Any
 
 
-class MasterRounding(NamedTuple):
+class MasterRoundingMargin(NamedTuple):
     """How far a weight that is the high part of a master may be off it, for a bound on both.
 
     Attributes:
@@ -41,28 +41,30 @@ class MasterRounding(NamedTuple):
         least: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
     """
 
-    rounding: float
-    step: float
-    least: float
+    weight_error: float
+    master_error: float
+    subnormal_error: float
 
     @classmethod
-    def of(cls, high: Any, remainder: Any) -> "MasterRounding":
+    def from_dtypes(cls, high: Any, remainder: Any) -> "MasterRoundingMargin":
         kind, finer = jnp.finfo(high), 2.0 ** -(8 * jnp.dtype(remainder).itemsize)
-        least = float(kind.smallest_subnormal) / 2 if kind.tiny > jnp.finfo(jnp.float32).tiny else 0.0
+        subnormal_error = float(kind.smallest_subnormal) / 2 if kind.tiny > jnp.finfo(jnp.float32).tiny else 0.0
         half = float(kind.eps) / 2
-        return cls(half, half * finer, least)
+        return cls(half, half * finer, subnormal_error)
 
-    def measured(self, bound: Array) -> Array:
+    def add_margin(self, bound: Array) -> Array:
         """The bound where the weight was measured: its master may be larger, and round to a larger one."""
-        return bound * np.float32((1 + self.rounding) ** 2) + np.float32(3 * self.least)
+        return bound * np.float32((1 + self.weight_error) ** 2) + np.float32(3 * self.subnormal_error)
 
-    def grow(self, bound: Array, moved: Array) -> Array:
+    def grow(self, bound: Array, max_change: Array) -> Array:
         """The bound after `moved` at most was added to each master, which is rounded to its own bits."""
-        total = (bound + moved * np.float32(1 + self.rounding)) * np.float32(1 + self.step)
-        return total * np.float32(1 + 2.0**-22) + np.float32(2 * self.least * self.step / self.rounding)
+        total = (bound + max_change * np.float32(1 + self.weight_error)) * np.float32(1 + self.master_error)
+        return total * np.float32(1 + 2.0**-22) + np.float32(
+            2 * self.subnormal_error * self.master_error / self.weight_error
+        )
 
 
-def check(name: str | None) -> Master | None:
+def parse_master(name: str | None) -> Master | None:
     """The master of an optimizer's argument; None where the parameters are the masters as they are.
 
     Raises:
@@ -71,12 +73,12 @@ def check(name: str | None) -> Master | None:
     if name is None:
         return None
     master = Master(name)
-    if master.remainder is None and not master.stochastic:
+    if master.remainder is None and not master.is_stochastic:
         raise ValueError(f"master {name!r} is what parameters of that dtype are by themselves; leave it out")
     return master
 
 
-def remainders(params: Any, master: Master | None) -> Any:
+def init_remainders(params: Any, master: Master | None) -> Any:
     """The remainders of parameters that have been rounded to their high parts: zeros, and None for those in fp32.
 
     Raises:
@@ -85,19 +87,19 @@ def remainders(params: Any, master: Master | None) -> Any:
     """
     if master is None:
         return None
-    rest, high = master.remainder, master.held.dtype
+    remainder_dtype, high = master.remainder, master.param_format.dtype
 
-    def one(path: Any, param: Any) -> Any:
+    def zero_remainder(path: Any, param: Any) -> Any:
         if param.dtype == jnp.float32:
             return None
         if param.dtype != high:
             where = jax.tree_util.keystr(path) or "the parameter"
             raise TypeError(f"{where} has dtype {param.dtype}, but master {master.name!r} has {high} beside fp32")
-        return None if rest is None else jnp.zeros_like(param, dtype=rest)
+        return None if remainder_dtype is None else jnp.zeros_like(param, dtype=remainder_dtype)
 
-    found = jax.tree_util.tree_map_with_path(one, params)
+    remainder_tree = jax.tree_util.tree_map_with_path(zero_remainder, params)
     _check_any_high(params, master)
-    return None if rest is None else found
+    return None if remainder_dtype is None else remainder_tree
 
 
 def _check_any_high(params: Any, master: Master) -> None:
@@ -106,88 +108,92 @@ def _check_any_high(params: Any, master: Master) -> None:
     if leaves and all(x.dtype == jnp.float32 for x in leaves):
         fix = "those of fp8jax.split_masters(params, master)" if master.remainder else "params.astype of that dtype"
         raise ValueError(
-            f"master {master.name!r} keeps parameters in {master.held.dtype}, and all are in float32: give {fix}"
+            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, and all are in float32: give {fix}"
         )
 
 
-def of_state(params: Any, remainder: Any, master: Master | None) -> Any:
+def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
     """The parameters joined with the remainders of an optimizer's state.
 
     Raises:
         ValueError: the state is of an optimizer with another master; a parameter's remainder is of another kind; or a
             parameter has another dtype than at `init`.
     """
-    rest = master.remainder if master else None
-    found = sorted({str(x.dtype) for x in jax.tree.leaves(remainder)})
-    expected = [] if rest is None else [str(rest)]
-    if found != expected or (remainder is None) != (rest is None):
-        has = f"remainders in {' and '.join(found)}" if found else "no remainders"
+    remainder_dtype = master.remainder if master else None
+    found_dtypes = sorted({str(x.dtype) for x in jax.tree.leaves(remainder)})
+    expected = [] if remainder_dtype is None else [str(remainder_dtype)]
+    if found_dtypes != expected or (remainder is None) != (remainder_dtype is None):
+        has = f"remainders in {' and '.join(found_dtypes)}" if found_dtypes else "no remainders"
         raise ValueError(
             f"the state has {has}, but this optimizer's master is {master.name if master else 'the parameters'!r}; "
             "fp8jax.convert_state(state, tx, params) makes a state of the other"
         )
-    if master is not None and master.stochastic:
+    if master is not None and master.is_stochastic:
         _check_any_high(params, master)
     if master is None or remainder is None:
         return params
 
-    def one(path: Any, high: Any, rest: Any) -> Any:
-        expected = jnp.float32 if rest is None else master.held.dtype
+    def join_param(path: Any, high: Any, remainder_leaf: Any) -> Any:
+        expected = jnp.float32 if remainder_leaf is None else master.param_format.dtype
         if high.dtype != expected:
-            where, had = jax.tree_util.keystr(path) or "the parameter", "no" if rest is None else "the"
+            where, had = jax.tree_util.keystr(path) or "the parameter", "no" if remainder_leaf is None else "the"
             raise ValueError(
                 f"{where} has dtype {high.dtype}, but the optimizer's state has {had} remainder of a parameter in "
                 f"{jnp.dtype(expected)} (master {master.name!r}): give the parameters that `init` or the last step "
                 f"gave, or of others both parts, high, remainder = fp8jax.split_masters(params, {master.name!r})"
             )
-        return high if rest is None else MasterWeight(high, rest)
+        return high if remainder_leaf is None else MasterWeight(high, remainder_leaf)
 
     structure: Any
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-    rests = structure.flatten_up_to(remainder)
-    return structure.unflatten([one(path, high, rest) for (path, high), rest in zip(pairs, rests, strict=True)])
+    remainder_leaves = structure.flatten_up_to(remainder)
+    return structure.unflatten(
+        [join_param(path, high, rest) for (path, high), rest in zip(pairs, remainder_leaves, strict=True)]
+    )
 
 
-def apart(tree: Any) -> tuple[Any, Any]:
+def split_tree(tree: Any) -> tuple[Any, Any]:
     """High parts, or what stands in their place, and remainders, of a tree that `of_state` has made."""
     high = jax.tree.map(lambda x: x.high if _is_master(x) else x, tree, is_leaf=_is_master)
     return high, jax.tree.map(lambda x: x.remainder if _is_master(x) else None, tree, is_leaf=_is_master)
 
 
-def around(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
+def with_master_weights(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
     """`init` and `update` of a transformation, made to update masters in fp32, of which the caller holds high parts."""
 
     def init_masters(params: optax.Params) -> MasterState:
-        return MasterState(jnp.zeros([], jnp.int32), init(params), remainders(params, master))
+        return MasterState(jnp.zeros([], jnp.int32), init(params), init_remainders(params, master))
 
     def update_masters(
         updates: optax.Updates, state: MasterState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterState]:
         if params is None:
             raise ValueError("an optimizer of master weights needs the parameters: call update(grads, state, params)")
-        parts = of_state(params, state.remainder, master)
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), parts, is_leaf=_is_master)
-        changes, inner = update(updates, state.inner, wide, **extra_args)
+        master_tree = join_remainders(params, state.remainder, master)
+        wide_params = jax.tree.map(lambda x: x.astype(jnp.float32), master_tree, is_leaf=_is_master)
+        changes, inner = update(updates, state.inner, wide_params, **extra_args)
         count = optax.safe_increment(state.count)
-        words = noise.of_step(count)
+        seed = noise.step_seed(count)
 
-        def stored(path: Any, change: Array, value: Array, old: Any) -> Any:
+        def round_update(path: Any, change: Array, value: Array, old: Any) -> Any:
             new = value + change
             if isinstance(old, MasterWeight):
-                return difference(masters.split(new, old.high.dtype, old.remainder.dtype), old)
-            if not master.stochastic or old.dtype != jnp.bfloat16:
+                return exact_update(masters.split(new, old.high.dtype, old.remainder.dtype), old)
+            if not master.is_stochastic or old.dtype != jnp.bfloat16:
                 return change.astype(old.dtype)
-            salt = noise.salt(f"master/{jax.tree_util.keystr(path, simple=True, separator='/')}")
-            return difference(noise.round_stochastically(new, noise.salted(words, salt)), old)
+            salt = noise.param_seed(f"master/{jax.tree_util.keystr(path, simple=True, separator='/')}")
+            return exact_update(noise.round_stochastic(new, noise.fold_in_seed(seed, salt)), old)
 
-        found = jax.tree_util.tree_map_with_path(stored, changes, wide, parts)
-        found, rest = (found, None) if state.remainder is None else apart(found)
-        return found, MasterState(count, inner, rest)
+        rounded_updates = jax.tree_util.tree_map_with_path(round_update, changes, wide_params, master_tree)
+        rounded_updates, new_remainder = (
+            (rounded_updates, None) if state.remainder is None else split_tree(rounded_updates)
+        )
+        return rounded_updates, MasterState(count, inner, new_remainder)
 
     return init_masters, update_masters
 
 
-def split_masters(params: Any, master: str) -> tuple[Any, Any]:
+def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
     """Parameters in fp32 as high parts, which the model computes with, and remainders, which the optimizer keeps.
 
     An optimizer's `init(params)` takes high parts, and begins with remainders of zero. Of parameters that are known
@@ -209,11 +215,11 @@ def split_masters(params: Any, master: str) -> tuple[Any, Any]:
         >>> high["w"].dtype, remainder["w"].dtype
         (dtype(bfloat16), dtype('int16'))
     """
-    how = Master(master)
-    if how.remainder is None:
+    master_format = Master(master)
+    if master_format.remainder is None:
         raise ValueError(f"master {master!r} has no remainder; take one of bf16 or fp16 with +int8 or +int16")
-    high, rest = how.held.dtype, how.remainder
-    return apart(jax.tree.map(lambda x: masters.split(x.astype(jnp.float32), high, rest), params))
+    high, remainder_dtype = master_format.param_format.dtype, master_format.remainder
+    return split_tree(jax.tree.map(lambda x: masters.split(x.astype(jnp.float32), high, remainder_dtype), params))
 
 
 def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -239,9 +245,9 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
         >>> fp8jax.master_weights(state, params)["w"].dtype
         dtype('float32')
     """
-    paths, _ = jax.tree_util.tree_flatten_with_path(variables.bare(params))
+    paths, _ = jax.tree_util.tree_flatten_with_path(variables.unbox(params))
     values = dict(paths)
-    for node in records(variables.bare(state)):
+    for node in iter_namedtuples(variables.unbox(state)):
         remainder = getattr(node, "remainder", None)
         stored = getattr(node, "master", None) if remainder is None else remainder
         # A wrapper, as optax.partition, may hold several states, each with parts of the parameters.
@@ -249,30 +255,30 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
             if path not in values:
                 where = jax.tree_util.keystr(path)
                 raise ValueError(f"the state has master weights of other parameters: {where or 'one'} is in none given")
-            if remainder is not None and values[path].dtype not in _HIGH:
+            if remainder is not None and values[path].dtype not in _HIGH_DTYPES:
                 raise ValueError(
                     f"{jax.tree_util.keystr(path) or 'the parameter'} has dtype {values[path].dtype}, and the state "
                     "the remainder of a parameter in bfloat16 or float16: give the parameters that the last step gave, "
                     "in the dtype of the high parts of fp8jax.split_masters"
                 )
-            values[path] = _wide(part if remainder is None else MasterWeight(values[path], part))
-    return variables.structured([values[path] for path, _ in paths], params)
+            values[path] = _to_float32(part if remainder is None else MasterWeight(values[path], part))
+    return variables.rebox([values[path] for path, _ in paths], params)
 
 
-def _wide(weight: Any) -> Array:
+def _to_float32(weight: Any) -> Array:
     """A master in fp32, or as it is where it is neither quantized nor of two parts."""
     if moments.is_quantized(weight):
         return load(weight)
     return weight.astype(jnp.float32) if _is_master(weight) else weight
 
 
-def records(tree: Any) -> Any:
+def iter_namedtuples(tree: Any) -> Any:
     """The named tuples of a state, outer ones first."""
-    for node in jax.tree.leaves(tree, is_leaf=moments.is_record):
-        if moments.is_record(node):
+    for node in jax.tree.leaves(tree, is_leaf=moments.is_namedtuple):
+        if moments.is_namedtuple(node):
             yield node
             for field in node:
-                yield from records(field)
+                yield from iter_namedtuples(field)
 
 
 def _is_master(node: Any) -> bool:

@@ -22,16 +22,16 @@ SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g
 # Sums and maxima: a sum that is rounded to nearest stops to grow where its terms are under half a step, and a maximum
 # that is rounded up stays up. Of Adadelta's averages each is made of the other, and errors go round. They are stored in
 # fp32 unless the user says otherwise.
-GROWING = ("sum_of_squares", "nu_max", "e_g", "e_x")
+MONOTONE_ACCUMULATORS = ("sum_of_squares", "nu_max", "e_g", "e_x")
 # With those that have another shape than their parameters.
-SQUARES = (*SECOND_MOMENTS, "v_row", "v_col")
-_ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys(SQUARES, "nu")
+SECOND_MOMENT_FIELDS = (*SECOND_MOMENTS, "v_row", "v_col")
+_ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys(SECOND_MOMENT_FIELDS, "nu")
 
 # Metadata that a parameter with short groups may add to its codes, relative to them.
-MAX_METADATA = 0.10
+MAX_METADATA_FRACTION = 0.10
 
 
-def is_compressed(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int) -> bool:
+def should_quantize(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int) -> bool:
     """Whether the moments of a parameter of this global shape are quantized.
 
     They are if the parameter has `min_size` elements, and scales and exponents take at most 10 % of the codes'
@@ -40,11 +40,11 @@ def is_compressed(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int)
     """
     if spec is None or not shape or math.prod(shape) < max(min_size, 1):
         return False
-    allowed = max((1 + MAX_METADATA) * formats.get(spec.format).bytes_per_element, spec.bytes_per_element)
+    allowed = max((1 + MAX_METADATA_FRACTION) * formats.get(spec.format).bytes_per_element, spec.bytes_per_element)
     return spec.nbytes(shape) <= math.prod(shape) * allowed
 
 
-def zeros(param: Any, stored: QuantSpec | formats.Format, min_size: int) -> Moment:
+def zeros(param: Any, storage: QuantSpec | formats.Format, min_size: int) -> Moment:
     """A moment of zeros for one parameter, sharded as it is.
 
     Args:
@@ -55,36 +55,36 @@ def zeros(param: Any, stored: QuantSpec | formats.Format, min_size: int) -> Mome
     Returns:
         A `QTensor`; an array of the plain format; or an fp32 array if the parameter is not to be quantized.
     """
-    if isinstance(stored, formats.Format):
-        return jnp.zeros_like(param, dtype=stored.dtype)
-    if not is_compressed(param.shape, stored, min_size):
+    if isinstance(storage, formats.Format):
+        return jnp.zeros_like(param, dtype=storage.dtype)
+    if not should_quantize(param.shape, storage, min_size):
         return jnp.zeros_like(param, dtype=jnp.float32)
-    fmt = formats.get(stored.format)
+    fmt = formats.get(storage.format)
     # A code book does not begin with zero.
     zero = 0 if fmt.codebook is None else fmt.codebook.index(0.0)
     codes = jnp.full_like(param, zero, dtype=fmt.dtype)
-    shape = blocks.counts(param.shape, stored.block_shape(param.shape))
-    scale = _ones(param, shape, formats.get(stored.scale_format).dtype)
-    exponents = _ones(param, shape, expansion.DTYPE) if stored.expand else None
-    return QTensor(codes, scale, exponents, None, stored)
+    shape = blocks.counts(param.shape, storage.block_shape(param.shape))
+    scale = _ones_per_block(param, shape, formats.get(storage.scale_format).dtype)
+    exponents = _ones_per_block(param, shape, expansion.DTYPE) if storage.expand else None
+    return QTensor(codes, scale, exponents, None, storage)
 
 
-def _ones(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+def _ones_per_block(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """Ones, a block of `param` each, in the sharding of `param`; where that is not committed to a device, neither."""
     if isinstance(param, jax.core.Tracer):
         axes, sharding = blocks.explicit_axes(param), jax.typeof(param).sharding
-        spec = blocks.partition(sharding.spec, shape, axes)
+        spec = blocks.block_partition_spec(sharding.spec, shape, axes)
         return jnp.ones(shape, dtype, out_sharding=NamedSharding(sharding.mesh, spec) if axes else None)
     # Programs move what is not committed to where their other arguments are.
-    placed = param.committed if isinstance(param, jax.Array) else getattr(param, "sharding", None) is not None
-    sharding = param.sharding if placed else None
+    is_committed = param.committed if isinstance(param, jax.Array) else getattr(param, "sharding", None) is not None
+    sharding = param.sharding if is_committed else None
     if isinstance(sharding, NamedSharding):
-        spec = blocks.partition(sharding.spec, shape, dict(sharding.mesh.shape))
+        spec = blocks.block_partition_spec(sharding.spec, shape, dict(sharding.mesh.shape))
         sharding = NamedSharding(sharding.mesh, spec)
     return jnp.ones(shape, dtype, device=sharding)
 
 
-def beside(params: optax.Params, state: optax.OptState) -> optax.OptState:
+def replicate_scalars(params: optax.Params, state: optax.OptState) -> optax.OptState:
     """The state, with counts and the like on all devices of the mesh that the parameters are on.
 
     The first step would put them there; and as its result, they would make `jax.jit` compile the second one anew.
@@ -95,20 +95,20 @@ def beside(params: optax.Params, state: optax.OptState) -> optax.OptState:
     meshes = {x.sharding.mesh for x in jax.tree.leaves(params) if x.committed and isinstance(x.sharding, NamedSharding)}
     if len(meshes) != 1:
         return state
-    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
-    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, everywhere), state)
+    replicated = NamedSharding(meshes.pop(), PartitionSpec())
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, replicated), state)
 
 
-def tree_of(given: Any, params: optax.Params) -> Any:
+def resolve_tree(tree_or_fn: Any, params: optax.Params) -> Any:
     """What an argument says of parameters, which is a tree, or a function of them that gives one.
 
     A tree of a class that can be called (a model that is a pytree) is a tree: its leaves cannot, as optax has it.
     """
-    leaves = jax.tree.leaves(given)
-    return given(params) if leaves and all(map(callable, leaves)) else given
+    leaves = jax.tree.leaves(tree_or_fn)
+    return tree_or_fn(params) if leaves and all(map(callable, leaves)) else tree_or_fn
 
 
-def is_record(node: Any) -> bool:
+def is_namedtuple(node: Any) -> bool:
     """Whether a node of a state is a named tuple."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
@@ -128,8 +128,8 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
     sizes = {"mu": 0, "nu": 0, "other": 0}
 
     def add(tree: Any, role: str | None) -> None:
-        for node in jax.tree.leaves(tree, is_leaf=is_record):
-            if is_record(node):
+        for node in jax.tree.leaves(tree, is_leaf=is_namedtuple):
+            if is_namedtuple(node):
                 for name in node._fields:
                     add(getattr(node, name), role or _ROLES.get(name))
             elif hasattr(node, "dtype"):
@@ -139,7 +139,7 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
     return sizes
 
 
-def static_integer(name: str, value: int | np.integer | Array) -> int | None:
+def to_static_integer(name: str, value: int | np.integer | Array) -> int | None:
     """A static integer; None for one that `optax.inject_hyperparams` traced, which `update` has no need of."""
     if isinstance(value, jax.core.Tracer):
         return None

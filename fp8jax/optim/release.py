@@ -13,11 +13,11 @@ from jax.extend.core import Var
 from jax.typing import ArrayLike
 
 from fp8jax.core import noise
-from fp8jax.ops.adamw import Portion
+from fp8jax.ops.adamw import TreeSlice
 from fp8jax.optim import fp8lm_adamw, variables
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.held import Held as Held
-from fp8jax.optim.held import carried, dtypes_of, natural
+from fp8jax.optim.held import FusedBlockState as FusedBlockState
+from fp8jax.optim.held import as_float_leaves, from_float_leaves, get_dtypes
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["sources", "structure"])
@@ -35,23 +35,23 @@ class _Residuals:
     sources: tuple[int | None, ...]
     structure: Any
 
-    def backward(self, arguments: Sequence[Array]) -> Callable[..., Any]:
-        own = iter(self.arrays)
-        leaves = [next(own) if source is None else arguments[source] for source in self.sources]
+    def make_backward(self, arguments: Sequence[Array]) -> Callable[..., Any]:
+        saved_arrays = iter(self.arrays)
+        leaves = [next(saved_arrays) if source is None else arguments[source] for source in self.sources]
         return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
 
 
-class Released:
+class FusedBackwardBlock:
     """A block whose backward pass applies its optimizer's step, as `release` returns it."""
 
     def __init__(self, block: Callable[..., Any], tx: FusedTransformation, key: Array | None) -> None:
         self._block, self._tx, self._key = block, tx, key
-        self._once = jax.custom_vjp(lambda held, inputs: block(held.params, *inputs))
-        self._once.defvjp(self._forward, self._backward)
-        self._layers = jax.custom_vjp(self._plain_scan)
-        self._layers.defvjp(self._scan_forward, self._scan_backward)
+        self._call_block = jax.custom_vjp(lambda held, inputs: block(held.params, *inputs))
+        self._call_block.defvjp(self._forward, self._backward)
+        self._scan_layers = jax.custom_vjp(self._plain_scan)
+        self._scan_layers.defvjp(self._scan_forward, self._scan_backward)
 
-    def init(self, params: Any, name: str = "", *, stacked: bool = False) -> Held:
+    def init(self, params: Any, name: str = "", *, has_layer_axis: bool = False) -> FusedBlockState:
         """The parameters of a block with a state of zeros.
 
         Args:
@@ -64,11 +64,11 @@ class Released:
             ValueError: stacked parameters do not have the same number of layers.
             TypeError: a parameter is not of a floating dtype, or in one of Flax's boxes.
         """
-        return self.restore(params, self._tx.init(params), name, stacked=stacked)
+        return self.restore(params, self._tx.init(params), name, has_layer_axis=has_layer_axis)
 
     def restore(
-        self, params: Any, state: Any, name: str = "", *, stacked: bool = False, squares: ArrayLike = 0.0
-    ) -> Held:
+        self, params: Any, state: Any, name: str = "", *, has_layer_axis: bool = False, squares: ArrayLike = 0.0
+    ) -> FusedBlockState:
         """Parameters with a state that there is, as `Held.state` gives it, or steps outside of a block made it.
 
         Args:
@@ -80,12 +80,14 @@ class Released:
         """
         if any(map(variables.is_box, jax.tree.leaves((params, state), is_leaf=variables.is_box))):
             raise TypeError("release takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
-        layers = _layers(params) if stacked else None
+        layers = _count_layers(params) if has_layer_axis else None
         count, factor, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 1.0))
         squares = jnp.broadcast_to(jnp.asarray(squares, jnp.float32), () if layers is None else (layers,))
-        return Held(params, carried(state), count, factor, squares, uses, None, dtypes_of(state), name, layers)
+        return FusedBlockState(
+            params, as_float_leaves(state), count, factor, squares, uses, None, get_dtypes(state), name, layers
+        )
 
-    def __call__(self, held: Held, *inputs: Any) -> Any:
+    def __call__(self, block_state: FusedBlockState, *inputs: Any) -> Any:
         """The block's result.
 
         Args:
@@ -95,11 +97,13 @@ class Released:
         Raises:
             ValueError: the parameters are stacked.
         """
-        if held.layers is not None:
-            raise ValueError(f"{held.name or 'the parameters'} stack {held.layers} layers: call scan(held, x, ...)")
-        return self._once(held, inputs)
+        if block_state.num_layers is not None:
+            raise ValueError(
+                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call scan(held, x, ...)"
+            )
+        return self._call_block(block_state, inputs)
 
-    def scan(self, held: Held, x: Any, *shared: Any) -> Any:
+    def scan(self, block_state: FusedBlockState, x: Any, *shared: Any) -> Any:
         """The result of all layers, one after another: x = block(layer's parameters, x, *shared).
 
         `jax.lax.scan` would hold old and new parameters of all layers at once. Here the backward pass carries one stack
@@ -114,42 +118,51 @@ class Released:
             ValueError: the parameters are not stacked.
             TypeError: the block's result is not like `x`.
         """
-        if held.layers is None:
-            raise ValueError(f"{held.name or 'the parameters'} are not stacked: take init(..., stacked=True)")
-        result = jax.eval_shape(self._block, _layer(held.params, 0), x, *shared)
-        if jax.tree.map(_kind, result) != jax.tree.map(_kind, jax.eval_shape(lambda: x)):
+        if block_state.num_layers is None:
+            raise ValueError(f"{block_state.name or 'the parameters'} are not stacked: take init(..., stacked=True)")
+        result = jax.eval_shape(self._block, _take_layer(block_state.params, 0), x, *shared)
+        if jax.tree.map(_shape_and_dtype, result) != jax.tree.map(_shape_and_dtype, jax.eval_shape(lambda: x)):
             raise TypeError(f"a block under scan must return what is like x, {x}, not {result}")
-        return self._layers(held, x, shared)
+        return self._scan_layers(block_state, x, shared)
 
-    def _forward(self, held: Held, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-        result, backward = jax.vjp(self._block, held.params, *inputs)
-        return result, (held, backward)
+    def _forward(self, block_state: FusedBlockState, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        result, backward = jax.vjp(self._block, block_state.params, *inputs)
+        return result, (block_state, backward)
 
-    def _backward(self, saved: tuple[Held, Any], cotangent: Any) -> tuple[Held, tuple[Any, ...]]:
-        held, backward = saved
+    def _backward(
+        self, residuals: tuple[FusedBlockState, Any], cotangent: Any
+    ) -> tuple[FusedBlockState, tuple[Any, ...]]:
+        block_state, backward = residuals
         gradients, *inputs = backward(cotangent)
-        params, stored, count, squares = held.params, held.stored, held.count, sum_of_squares(gradients)
-        if not held.measured:
-            factor = held.factor_of(squares)
-            params, stored = self._step(gradients, held, params, stored, factor, Portion(held.name))
+        params, encoded_state, count, squares = (
+            block_state.params,
+            block_state.encoded_state,
+            block_state.count,
+            sum_of_squares(gradients),
+        )
+        if not block_state.norm_only:
+            factor = block_state.get_grad_scale(squares)
+            params, encoded_state = self._step(
+                gradients, block_state, params, encoded_state, factor, TreeSlice(block_state.name)
+            )
             count = count + 1
-        return _renewed(held, params, stored, count, squares), tuple(inputs)
+        return _updated_state(block_state, params, encoded_state, count, squares), tuple(inputs)
 
-    def _plain_scan(self, held: Held, x: Any, shared: tuple[Any, ...]) -> Any:
-        return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, held.params)[0]
+    def _plain_scan(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> Any:
+        return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, block_state.params)[0]
 
-    def _scan_forward(self, held: Held, x: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
-        residuals = self._residuals(_layer(held.params, 0), x, shared)
+    def _scan_forward(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
+        residuals = self._find_residual_sources(_take_layer(block_state.params, 0), x, shared)
 
-        def one(x: Any, i: Array) -> tuple[Any, list[Array]]:
-            result, backward = jax.vjp(self._block, _layer(held.params, i), x, *shared)
+        def forward_layer(x: Any, i: Array) -> tuple[Any, list[Array]]:
+            result, backward = jax.vjp(self._block, _take_layer(block_state.params, i), x, *shared)
             pairs = zip(jax.tree.leaves(backward), residuals.sources, strict=True)
             return result, [leaf for leaf, source in pairs if source is None]
 
-        result, arrays = lax.scan(one, x, jnp.arange(held.layers))
-        return result, (held, shared, dataclasses.replace(residuals, arrays=arrays))
+        result, arrays = lax.scan(forward_layer, x, jnp.arange(block_state.num_layers))
+        return result, (block_state, shared, dataclasses.replace(residuals, arrays=arrays))
 
-    def _residuals(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
+    def _find_residual_sources(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
         """Which residuals of a layer are its parameters, or what all layers share: read from the program."""
         structure: Any = None
 
@@ -159,63 +172,79 @@ class Released:
             return leaves
 
         program = jax.make_jaxpr(call)(params, shared, x).jaxpr
-        known = {var: i for i, var in enumerate(program.invars[: len(jax.tree.leaves((params, shared)))])}
-        sources = [known.get(var) if isinstance(var, Var) else None for var in program.outvars]
+        argument_numbers = {var: i for i, var in enumerate(program.invars[: len(jax.tree.leaves((params, shared)))])}
+        sources = [argument_numbers.get(var) if isinstance(var, Var) else None for var in program.outvars]
         return _Residuals((), tuple(sources), structure)
 
-    def _scan_backward(self, saved: tuple[Held, tuple[Any, ...], _Residuals], cotangent: Any) -> tuple[Held, Any, Any]:
-        held, shared, residuals = saved
-        layers, keep = held.layers or 0, fp8lm_adamw.is_state(held.stored)
-        fixed = jax.tree.leaves(shared)
-        plain = [i for i, leaf in enumerate(fixed) if _differentiable(leaf)]
+    def _scan_backward(
+        self, scan_residuals: tuple[FusedBlockState, tuple[Any, ...], _Residuals], cotangent: Any
+    ) -> tuple[FusedBlockState, Any, Any]:
+        block_state, shared, residuals = scan_residuals
+        layers, keep_layer_axis = block_state.num_layers or 0, fp8lm_adamw.is_fp8lm_state(block_state.encoded_state)
+        shared_leaves = jax.tree.leaves(shared)
+        differentiable = [i for i, leaf in enumerate(shared_leaves) if _is_differentiable(leaf)]
 
-        def one(number: Array, carry: Any) -> Any:
+        def backward_layer(number: Array, carry: Any) -> Any:
             (stacks, squares), dx, sums = carry
             i = layers - 1 - number
-            params, stored = _layer(stacks[0], i), _layer(stacks[1], i, keep=keep)
-            own = dataclasses.replace(residuals, arrays=_layer(residuals.arrays, i))
-            gradients, dx, *others = own.backward([*jax.tree.leaves(params), *fixed])(dx)
-            square = sum_of_squares(gradients)
-            if not held.measured:
-                part, factor = Portion(held.name, i), held.factor_of(square, i)
-                if keep:  # its scales are told by their stacked axes
+            params, new_encoded_state = _take_layer(stacks[0], i), _take_layer(stacks[1], i, keepdims=keep_layer_axis)
+            own = dataclasses.replace(residuals, arrays=_take_layer(residuals.arrays, i))
+            gradients, dx, *shared_grads = own.make_backward([*jax.tree.leaves(params), *shared_leaves])(dx)
+            square_sum = sum_of_squares(gradients)
+            if not block_state.norm_only:
+                tree_slice, factor = TreeSlice(block_state.name, i), block_state.get_grad_scale(square_sum, i)
+                if keep_layer_axis:  # its scales are told by their stacked axes
                     own = jax.tree.map(lambda x: x[None], (gradients, params))
-                    new, stored = self._step(own[0], held, own[1], stored, factor, part)
+                    new_params, new_encoded_state = self._step(
+                        own[0], block_state, own[1], new_encoded_state, factor, tree_slice
+                    )
                 else:
-                    new, stored = self._step(gradients, held, params, stored, factor, part)
-                stacks = jax.tree.map(functools.partial(_written, i), stacks, (new, stored))
-            others = jax.tree.leaves(others)
-            sums = [total + others[i] for total, i in zip(sums, plain, strict=True)]
-            return (stacks, squares.at[i].set(square)), dx, sums
+                    new_params, new_encoded_state = self._step(
+                        gradients, block_state, params, new_encoded_state, factor, tree_slice
+                    )
+                stacks = jax.tree.map(functools.partial(_write_layer, i), stacks, (new_params, new_encoded_state))
+            shared_grads = jax.tree.leaves(shared_grads)
+            sums = [total + shared_grads[i] for total, i in zip(sums, differentiable, strict=True)]
+            return (stacks, squares.at[i].set(square_sum)), dx, sums
 
-        begin = (
-            ((held.params, held.stored), jnp.zeros_like(held.squares)),
+        initial_carry = (
+            ((block_state.params, block_state.encoded_state), jnp.zeros_like(block_state.squares)),
             cotangent,
-            [jnp.zeros_like(fixed[i]) for i in plain],
+            [jnp.zeros_like(shared_leaves[i]) for i in differentiable],
         )
-        ((params, stored), squares), dx, sums = lax.fori_loop(0, layers, one, begin)
-        found = dict(zip(plain, sums, strict=True))
-        others = [found.get(i) for i in range(len(fixed))]  # None is no gradient
-        count = held.count if held.measured else held.count + 1
+        ((params, stored), squares), dx, sums = lax.fori_loop(0, layers, backward_layer, initial_carry)
+        sums_by_index = dict(zip(differentiable, sums, strict=True))
+        others = [sums_by_index.get(i) for i in range(len(shared_leaves))]  # None is no gradient
+        count = block_state.count if block_state.norm_only else block_state.count + 1
         return (
-            _renewed(held, params, stored, count, squares),
+            _updated_state(block_state, params, stored, count, squares),
             dx,
             jax.tree.unflatten(jax.tree.structure(shared), others),
         )
 
     def _step(
-        self, gradients: Any, held: Held, params: Any, stored: Any, factor: Array, part: Portion
+        self,
+        gradients: Any,
+        block_state: FusedBlockState,
+        params: Any,
+        encoded_state: Any,
+        grad_scale: Array,
+        tree_slice: TreeSlice,
     ) -> tuple[Any, Any]:
-        state = natural(stored, held.dtypes, held.count)
+        state = from_float_leaves(encoded_state, block_state.dtypes, block_state.count)
         key = self._key
         if key is not None:
-            for number in (state.count, noise.salt(held.name), 0 if part.layer is None else part.layer):
+            for number in (
+                state.count,
+                noise.param_seed(block_state.name),
+                0 if tree_slice.layer is None else tree_slice.layer,
+            ):
                 key = jax.random.fold_in(key, number)
-        params, state = self._tx.step(gradients, state, params, key=key, factor=factor, part=part)
-        return params, carried(state)
+        params, state = self._tx.step(gradients, state, params, key=key, factor=grad_scale, part=tree_slice)
+        return params, as_float_leaves(state)
 
 
-def _layers(params: Any) -> int:
+def _count_layers(params: Any) -> int:
     """How many layers are stacked."""
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1 or 0 in lengths:
@@ -223,19 +252,19 @@ def _layers(params: Any) -> int:
     return int(lengths.pop())
 
 
-def _layer(stacks: Any, i: ArrayLike, keep: bool = False) -> Any:
-    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, 0, keepdims=keep), stacks)
+def _take_layer(stacks: Any, i: ArrayLike, keepdims: bool = False) -> Any:
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, 0, keepdims=keepdims), stacks)
 
 
-def _written(i: Array, stack: Array, layer: Array) -> Array:
+def _write_layer(i: Array, stack: Array, layer: Array) -> Array:
     return lax.dynamic_update_index_in_dim(stack, layer, i, 0)
 
 
-def _kind(x: Any) -> tuple[Any, Any]:
+def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
     return x.shape, x.dtype
 
 
-def _differentiable(x: Any) -> bool:
+def _is_differentiable(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
@@ -244,12 +273,16 @@ def sum_of_squares(gradients: Any) -> Array:
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)), jnp.float32(0.0))
 
 
-def _renewed(held: Held, params: Any, stored: Any, count: Array, squares: Array) -> Held:
-    new = {"params": params, "stored": stored, "count": count, "squares": squares, "uses": jnp.float32(1.0)}
-    return dataclasses.replace(held, **new)
+def _updated_state(
+    block_state: FusedBlockState, params: Any, encoded_state: Any, count: Array, squares: Array
+) -> FusedBlockState:
+    changes = {"params": params, "stored": encoded_state, "count": count, "squares": squares, "uses": jnp.float32(1.0)}
+    return dataclasses.replace(block_state, **changes)
 
 
-def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None) -> Released:
+def fused_backward(
+    block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None
+) -> FusedBackwardBlock:
     """A block of a model whose parameters are updated inside the backward pass.
 
     As each block's gradients appear, its optimizer's step runs and they are gone: of a model of n blocks, gradients of
@@ -297,4 +330,4 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
             "track=False where the recipe scales weights automatically: their step knows parts of all parameters, "
             f"not that of {type(tx).__name__}, which may be of fp8jax.clipped or tracked"
         )
-    return Released(block, tx, key)
+    return FusedBackwardBlock(block, tx, key)

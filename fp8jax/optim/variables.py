@@ -20,7 +20,7 @@ _BOXES = (("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata"))
 _SHARDINGS = ("out_sharding", "optimizer_sharding")
 
 
-def looking_through(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
+def with_unboxed_variables(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
     """`init` and forms of `update` of pure trees, made to take trees with boxes in them.
 
     Args:
@@ -33,74 +33,77 @@ def looking_through(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
     """
 
     @functools.wraps(init)
-    def init_boxed(params: Any) -> Any:
-        return _inside_out(init(params))
+    def wrapped_init(params: Any) -> Any:
+        return _push_boxes_inside(init(params))
 
-    def update_boxed(update: Callable) -> Callable:
+    def wrap_update(update: Callable) -> Callable:
         @functools.wraps(update)
-        def through(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def update_unboxed(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             arguments = (grads, state, params, extra)
             if not any(map(is_box, jax.tree.leaves(arguments, is_leaf=is_box))):
                 return update(grads, state, params, **extra)
-            *arrays, options = jax.tree.map(_unbox, arguments, is_leaf=is_box)
+            *arrays, options = jax.tree.map(_unbox_node, arguments, is_leaf=is_box)
             result, new = update(*arrays, **options)
-            return structured(result, grads if params is None else params), structured(new, state)
+            return rebox(result, grads if params is None else params), rebox(new, state)
 
-        return through
+        return update_unboxed
 
-    return init_boxed, *(update_boxed(update) for update in updates)
+    return wrapped_init, *(wrap_update(update) for update in updates)
 
 
-def structured(tree: Any, like: Any) -> Any:
+def rebox(tree: Any, like: Any) -> Any:
     """The leaves of a pure tree in the boxes of one like it."""
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
 
 
-def _inside_out(state: Any) -> Any:
+def _push_boxes_inside(state: Any) -> Any:
     """The state with each box of a QTensor made a QTensor of boxes."""
 
-    def turn(node: Any) -> Any:
-        value = _unbox(node)
+    def push_box(node: Any) -> Any:
+        value = _unbox_node(node)
         if not (is_box(node) and isinstance(value, QTensor)):
             return node
-        return jax.tree.map(lambda part: _boxed(part, value.codes, node), value)
+        return jax.tree.map(lambda part: _box_array(part, value.codes, node), value)
 
-    return jax.tree.map(turn, state, is_leaf=is_box)
+    return jax.tree.map(push_box, state, is_leaf=is_box)
 
 
-def _boxed(part: Any, codes: Any, box: Any) -> Any:
+def _box_array(array: Any, codes: Any, box: Any) -> Any:
     """A part of a QTensor in a box like that of the whole, which names sharded axes for the dimensions that keep them.
 
     The names may be of axes that no mesh has yet. A dimension of blocks keeps its own where it is sharded already, or
     has as many entries as the codes: others may not divide where the codes do.
     """
     treedef: Any = jax.tree.structure(box, is_leaf=lambda x: x is not box)
-    box_of_part = treedef.unflatten([part])
-    if part is codes:
-        return box_of_part
-    sharding = getattr(part, "sharding", None)
+    array_box = treedef.unflatten([array])
+    if array is codes:
+        return array_box
+    sharding = getattr(array, "sharding", None)
     actual = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    actual += (None,) * (part.ndim - len(actual))
-    lengths = zip(part.shape, codes.shape, strict=True)
-    named = [cut is not None or n == whole for cut, (n, whole) in zip(actual, lengths, strict=True)]
+    actual += (None,) * (array.ndim - len(actual))
+    lengths = zip(array.shape, codes.shape, strict=True)
+    keeps_name = [
+        sharded_axis is not None or n == codes_length
+        for sharded_axis, (n, codes_length) in zip(actual, lengths, strict=True)
+    ]
 
-    def keep(names: Any) -> Any:
+    def filter_names(names: Any) -> Any:
         if not isinstance(names, (tuple, PartitionSpec)):
             return names
-        return tuple(name if here else None for name, here in zip(names, named, strict=False))
+        return tuple(name if is_named else None for name, is_named in zip(names, keeps_name, strict=False))
 
-    if hasattr(box_of_part, "get_metadata"):
+    if hasattr(array_box, "get_metadata"):
         for key in _SHARDINGS:
-            if key in box_of_part.get_metadata():
-                box_of_part.set_metadata(key, keep(box_of_part.get_metadata()[key]))
-    elif hasattr(box_of_part, "names"):
-        box_of_part = box_of_part.replace(names=keep(box_of_part.names))
-    return box_of_part
+            if key in array_box.get_metadata():
+                array_box.set_metadata(key, filter_names(array_box.get_metadata()[key]))
+    elif hasattr(array_box, "names"):
+        array_box = array_box.replace(names=filter_names(array_box.names))
+    return array_box
 
 
-def bare(tree: Any) -> Any:
+def unbox(tree: Any) -> Any:
     """A tree with what its boxes hold in place of them."""
-    return jax.tree.map(_unbox, tree, is_leaf=is_box)
+    return jax.tree.map(_unbox_node, tree, is_leaf=is_box)
 
 
 def is_box(node: Any) -> bool:
@@ -109,6 +112,6 @@ def is_box(node: Any) -> bool:
     return isinstance(node, tuple(kind for kind in classes if kind is not None))
 
 
-def _unbox(node: Any) -> Any:
+def _unbox_node(node: Any) -> Any:
     """What a box holds; anything else as it is."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if is_box(node) else node

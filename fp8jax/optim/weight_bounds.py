@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.optim import masters, moments, variables
-from fp8jax.optim.adam_limit import AdamLimit
+from fp8jax.optim.adam_limit import MaxAdamStep
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.masters import MasterRounding
+from fp8jax.optim.masters import MasterRoundingMargin
 
 Limit: TypeAlias = Callable[[Array, Array], Array]
 
@@ -33,8 +33,11 @@ class WeightBounds(NamedTuple):
     bounds: Any
 
 
-def track_weights(
-    interval: int | np.integer = Automatic.interval, limit: Limit | None = None, *, axis_name: AxisNames = None
+def track_weight_amax(
+    interval: int | np.integer = Automatic.weight_amax_interval,
+    limit: Limit | None = None,
+    *,
+    axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Follows how large weights can have become, for recipes with automatic weight scaling. Put it last in a chain.
 
@@ -71,14 +74,14 @@ def track_weights(
     Raises:
         ValueError: the interval is not positive, or at `update`, no parameters are given.
     """
-    init, update, _ = _tracker(interval, limit, axis_name)
+    init, update, _ = _make_tracker(interval, limit, axis_name)
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def tracked(
+def with_weight_bounds(
     tx: FusedTransformation,
-    limit: AdamLimit,
-    interval: int | np.integer = Automatic.interval,
+    limit: MaxAdamStep,
+    interval: int | np.integer = Automatic.weight_amax_interval,
     *,
     axis_name: AxisNames = None,
 ) -> FusedTransformation:
@@ -108,19 +111,19 @@ def tracked(
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(f"tracked takes a transformation with `step`, not {tx!r}; put track_weights last in a chain")
-    if not isinstance(limit, AdamLimit):
+    if not isinstance(limit, MaxAdamStep):
         raise TypeError(f"tracked takes a limit of fp8jax.adam_limit, not {limit!r}; track_weights takes any")
-    init, update, follow = _tracker(interval, limit, axis_name)
+    init, update, advance_bounds = _make_tracker(interval, limit, axis_name)
 
-    def begin(params: optax.Params) -> tuple[optax.OptState, WeightBounds]:
+    def init_with_bounds(params: optax.Params) -> tuple[optax.OptState, WeightBounds]:
         inner, bounds = tx.init(params), init(params)
-        parts = _parts(inner, params)
-        return inner, _each_bound(bounds, lambda name, bound: _wider(bound, parts.get(name)))
+        margins = _find_rounding_margins(inner, params)
+        return inner, _map_bounds(bounds, lambda name, bound: _with_rounding_margin(bound, margins.get(name)))
 
-    def longest(state: tuple[optax.OptState, WeightBounds]) -> Array:
-        return limit.direction(variables.bare(state[1].count))
+    def get_max_direction(state: tuple[optax.OptState, WeightBounds]) -> Array:
+        return limit.max_direction(variables.unbox(state[1].count))
 
-    def updates_within(
+    def update_within_limit(
         updates: optax.Updates,
         state: tuple[optax.OptState, WeightBounds],
         params: optax.Params | None = None,
@@ -128,8 +131,8 @@ def tracked(
     ) -> tuple[optax.Updates, tuple[optax.OptState, WeightBounds]]:
         if params is None:
             raise ValueError("tracked needs the parameters: call update(grads, state, params)")
-        updates, inner = tx.update(updates, state[0], params, max_direction=longest(state), **extra_args)
-        updates, bounds = update(updates, state[1], params, parts=_parts(state[0], params))
+        updates, inner = tx.update(updates, state[0], params, max_direction=get_max_direction(state), **extra_args)
+        updates, bounds = update(updates, state[1], params, parts=_find_rounding_margins(state[0], params))
         return updates, (inner, bounds)
 
     def step(
@@ -138,61 +141,65 @@ def tracked(
         params: optax.Params,
         *,
         key: Array | None = None,
-        factor: ArrayLike | None = None,
-        applied: ArrayLike | None = None,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
     ) -> tuple[optax.Params, tuple[optax.OptState, WeightBounds]]:
         if key is not None:
             raise ValueError("tracked bounds weights that are rounded to nearest: leave out key, or hold them in fp32")
-        how: Any = {"factor": factor, "applied": applied, "max_direction": longest(state)}
-        new, inner = tx.step(grads, state[0], params, **how)
-        _, bounds = follow(params, state[1], params, parts=_parts(state[0], params), applied=applied)
-        return new, (inner, bounds)
+        step_options: Any = {"factor": grad_scale, "applied": apply_if, "max_direction": get_max_direction(state)}
+        new_params, inner = tx.step(grads, state[0], params, **step_options)
+        _, bounds = advance_bounds(
+            params, state[1], params, parts=_find_rounding_margins(state[0], params), applied=apply_if
+        )
+        return new_params, (inner, bounds)
 
-    return FusedTransformation(begin, updates_within, step)
+    return FusedTransformation(init_with_bounds, update_within_limit, step)
 
 
-def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
+def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
     """`init` and `update` of `track_weights`, and `follow`, which advances bounds where a step keeps to the limit."""
     if not interval >= 1 or interval // 1 != interval:
         raise ValueError(f"interval must be a positive number of steps, not {interval}")
-    part = Automatic(int(interval))
+    automatic = Automatic(int(interval))
 
     def measure(x: Array) -> Array:
-        return over_shards(part.measure(x))
+        return max_over_shards(automatic.measure_amax(x))
 
-    def over_shards(x: Array) -> Array:
+    def max_over_shards(x: Array) -> Array:
         return x if axis_name is None else lax.pmax(x, axis_name)
 
     def init(params: optax.Params) -> WeightBounds:
-        params = variables.bare(params)
-        bounds = jax.tree.map(lambda p: measure(p) if _counts(p) else optax.MaskedNode(), params)
-        return moments.beside(params, WeightBounds(jnp.zeros([], jnp.int32), bounds))
+        params = variables.unbox(params)
+        bounds = jax.tree.map(lambda p: measure(p) if _is_tracked(p) else optax.MaskedNode(), params)
+        return moments.replicate_scalars(params, WeightBounds(jnp.zeros([], jnp.int32), bounds))
 
-    def advance(
+    def advance_state(
         state: WeightBounds,
         tree: Any,
         weights: list[Array],
-        moved: Callable[[int, Array], Array],
-        parts: Sequence[MasterRounding | None] | None = None,
+        max_change: Callable[[int, Array], Array],
+        margins: Sequence[MasterRoundingMargin | None] | None = None,
     ) -> WeightBounds:
         """The state after a step that moved the elements of weight i, or its master's, by `moved(i, bound)` at most."""
-        known = tree.flatten_up_to(state.bounds)
-        counted = [i for i, p in enumerate(weights) if _counts(p)]
-        bounds, by = [known[i] for i in counted], parts or [None] * len(weights)
-        due = (state.count > 0) & (state.count % part.interval == 0)
-        measured = lambda: [_wider(measure(weights[i]), by[i]) for i in counted]  # noqa: E731
-        bounds = lax.cond(due, measured, lambda: bounds)
-        for i, bound in zip(counted, bounds, strict=True):
-            master, most = by[i], moved(i, bound)
-            known[i] = part.grow(bound, most, weights[i].dtype) if master is None else master.grow(bound, most)
-        return WeightBounds(optax.safe_increment(state.count), jax.tree.unflatten(tree, known))
+        all_bounds = tree.flatten_up_to(state.bounds)
+        tracked_indices = [i for i, p in enumerate(weights) if _is_tracked(p)]
+        bounds, margin_list = [all_bounds[i] for i in tracked_indices], margins or [None] * len(weights)
+        is_due = (state.count > 0) & (state.count % automatic.weight_amax_interval == 0)
+        measure_all = lambda: [_with_rounding_margin(measure(weights[i]), margin_list[i]) for i in tracked_indices]  # noqa: E731
+        bounds = lax.cond(is_due, measure_all, lambda: bounds)
+        for i, bound in zip(tracked_indices, bounds, strict=True):
+            master, change = margin_list[i], max_change(i, bound)
+            all_bounds[i] = (
+                automatic.grow_bound(bound, change, weights[i].dtype) if master is None else master.grow(bound, change)
+            )
+        return WeightBounds(optax.safe_increment(state.count), jax.tree.unflatten(tree, all_bounds))
 
     def update(
         updates: optax.Updates,
         state: WeightBounds,
         params: optax.Params | None = None,
         *,
-        parts: Mapping[tuple[str, ...], MasterRounding] = MappingProxyType({}),
+        margins: Mapping[tuple[str, ...], MasterRoundingMargin] = MappingProxyType({}),
         **extra_args: Any,
     ) -> tuple[optax.Updates, WeightBounds]:
         """`parts` are the weights that are high parts of masters which a step within the limit moves."""
@@ -201,62 +208,72 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNam
             raise ValueError("track_weights needs the parameters: call update(grads, state, params)")
         tree: Any = jax.tree.structure(updates)
         flat, weights = jax.tree.leaves(updates), tree.flatten_up_to(params)
-        of_parts = [parts.get(name) for name in _by_path(updates)] if parts else None
+        margin_list = [margins.get(name) for name in _flatten_by_path(updates)] if margins else None
 
-        def moved(i: int, bound: Array) -> Array:
-            if limit is not None and of_parts and of_parts[i] is not None:
+        def max_change(i: int, bound: Array) -> Array:
+            if limit is not None and margin_list and margin_list[i] is not None:
                 return limit(state.count, bound)
             # Of more bits than the weight has, it is the difference of two rounded ones.
             if limit is None or flat[i].dtype.itemsize > weights[i].dtype.itemsize:
-                return over_shards(part.measure(flat[i]))
-            most = limit(state.count, bound).astype(flat[i].dtype)
-            flat[i] = _cut(flat[i], most)
-            return most.astype(jnp.float32)
+                return max_over_shards(automatic.measure_amax(flat[i]))
+            max_abs = limit(state.count, bound).astype(flat[i].dtype)
+            flat[i] = _clip(flat[i], max_abs)
+            return max_abs.astype(jnp.float32)
 
-        new = advance(state, tree, weights, moved, of_parts)
-        return jax.tree.unflatten(tree, flat), new
+        new_state = advance_state(state, tree, weights, max_change, margin_list)
+        return jax.tree.unflatten(tree, flat), new_state
 
-    def follow(
+    def advance_bounds(
         _: Any,
         state: WeightBounds,
         params: optax.Params,
         *,
-        parts: Mapping[tuple[str, ...], MasterRounding],
-        applied: ArrayLike | None = None,
+        margins: Mapping[tuple[str, ...], MasterRoundingMargin],
+        apply_if: ArrayLike | None = None,
     ) -> tuple[optax.Params, WeightBounds]:
         assert limit is not None
-        tree, own = jax.tree.structure(params), _by_path(params)
-        new = advance(state, tree, [*own.values()], lambda i, b: limit(state.count, b), [*map(parts.get, own)])
-        if applied is not None:
-            new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
-        return params, new
+        tree, weights_by_path = jax.tree.structure(params), _flatten_by_path(params)
+        new_state = advance_state(
+            state,
+            tree,
+            [*weights_by_path.values()],
+            lambda i, b: limit(state.count, b),
+            [*map(margins.get, weights_by_path)],
+        )
+        if apply_if is not None:
+            new_state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), new_state, state)
+        return params, new_state
 
-    return variables.looking_through(init, update, follow)
+    return variables.with_unboxed_variables(init, update, advance_bounds)
 
 
-def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
+def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
     """The bounds that a state of an optimizer holds, by the paths of the parameters; see `WeightBounds.bounds`.
 
     Raises:
         ValueError: there is no `track_weights` in the optimizer, or two that follow the same parameter.
     """
-    if not (bounds := bounds_of(opt_state)):
+    if not (bounds := find_weight_amax_bounds(opt_state)):
         raise ValueError("the optimizer follows no weights: put fp8jax.track_weights() last in its chain")
     return bounds
 
 
-def bounds_of(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
+def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
     """`weight_bounds` of any optimizer: none of one that trains no matrices, and None where there is no tracker."""
-    trackers, bounds = _trackers(opt_state), dict[tuple[str, ...], Array]()
+    trackers, bounds = _find_trackers(opt_state), dict[tuple[str, ...], Array]()
     for state in trackers:
-        own = _by_path(state.bounds)
-        if both := set(bounds) & set(own):
-            raise ValueError(f"two trackers follow {'/'.join(both.pop())}: put track_weights into the chain once")
-        bounds |= own
+        new_bounds = _flatten_by_path(state.bounds)
+        if shared_paths := set(bounds) & set(new_bounds):
+            raise ValueError(
+                f"two trackers follow {'/'.join(shared_paths.pop())}: put track_weights into the chain once"
+            )
+        bounds |= new_bounds
     return bounds if trackers else None
 
 
-def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None) -> optax.OptState:
+def reset_weight_amax_bounds(
+    opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None
+) -> optax.OptState:
     """The state of an optimizer with the bounds of parameters that it did not come to by updates, such as loaded ones.
 
     Args:
@@ -267,66 +284,68 @@ def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_nam
     Raises:
         ValueError: as `weight_bounds`, or a parameter that is followed is missing.
     """
-    weight_bounds(opt_state)
-    weights = _by_path(params)
-    parts = _parts(opt_state, params)
+    get_weight_amax_bounds(opt_state)
+    weights = _flatten_by_path(params)
+    margins = _find_rounding_margins(opt_state, params)
 
     def measure(name: tuple[str, ...], _: Array) -> Array:
         if name not in weights:
             raise ValueError(f"{'/'.join(name)} is followed by track_weights and missing in the parameters")
-        maximum = _wider(Automatic().measure(weights[name]), parts.get(name))
+        maximum = _with_rounding_margin(Automatic().measure_amax(weights[name]), margins.get(name))
         return maximum if axis_name is None else lax.pmax(maximum, axis_name)
 
-    def renew(node: Any) -> Any:
-        return _each_bound(node, measure) if isinstance(node, WeightBounds) else node
+    def reset_bounds(node: Any) -> Any:
+        return _map_bounds(node, measure) if isinstance(node, WeightBounds) else node
 
-    return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
+    return jax.tree.map(reset_bounds, opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
 
 
-def _parts(state: Any, params: optax.Params) -> dict[tuple[str, ...], MasterRounding]:
+def _find_rounding_margins(state: Any, params: optax.Params) -> dict[tuple[str, ...], MasterRoundingMargin]:
     """The parameters whose masters are in two parts, one of them in the optimizer's state."""
-    rest: dict[tuple[str, ...], Array] = {}
-    for node in masters.records(state):
-        rest |= _by_path(getattr(node, "remainder", None))
+    remainders: dict[tuple[str, ...], Array] = {}
+    for node in masters.iter_namedtuples(state):
+        remainders |= _flatten_by_path(getattr(node, "remainder", None))
     return {
-        name: MasterRounding.of(high.dtype, rest[name].dtype) for name, high in _by_path(params).items() if name in rest
+        name: MasterRoundingMargin.from_dtypes(high.dtype, remainders[name].dtype)
+        for name, high in _flatten_by_path(params).items()
+        if name in remainders
     }
 
 
-def _wider(bound: Array, master: MasterRounding | None) -> Array:
-    return bound if master is None else master.measured(bound)
+def _with_rounding_margin(bound: Array, master: MasterRoundingMargin | None) -> Array:
+    return bound if master is None else master.add_margin(bound)
 
 
-def _each_bound(state: WeightBounds, make: Callable[[tuple[str, ...], Array], Array]) -> WeightBounds:
+def _map_bounds(state: WeightBounds, make_bound: Callable[[tuple[str, ...], Array], Array]) -> WeightBounds:
     """A state with `make(name, bound)` in place of each bound, also in boxes."""
 
-    def made(path: Any, bound: Any) -> Any:
-        return jax.tree.map(lambda bound: make(_names(path), bound), bound)
+    def replace_bound(path: Any, bound: Any) -> Any:
+        return jax.tree.map(lambda bound: make_bound(_path_names(path), bound), bound)
 
-    return state._replace(bounds=jax.tree.map_with_path(made, state.bounds, is_leaf=variables.is_box))
+    return state._replace(bounds=jax.tree.map_with_path(replace_bound, state.bounds, is_leaf=variables.is_box))
 
 
-def _counts(x: Any) -> bool:
+def _is_tracked(x: Any) -> bool:
     """Whether a parameter is one that linear layers may quantize."""
     return jnp.ndim(x) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _cut(update: Array, most: Array) -> Array:
+def _clip(update: Array, max_abs: Array) -> Array:
     """Finite updates within the limits; others as they are, for all to see."""
-    most = most[..., None, None]
-    return jnp.where((jnp.abs(update) > most) & jnp.isfinite(update), jnp.sign(update) * most, update)
+    max_abs = max_abs[..., None, None]
+    return jnp.where((jnp.abs(update) > max_abs) & jnp.isfinite(update), jnp.sign(update) * max_abs, update)
 
 
-def _trackers(opt_state: Any) -> list[WeightBounds]:
+def _find_trackers(opt_state: Any) -> list[WeightBounds]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
     return [node for node in nodes if isinstance(node, WeightBounds)]
 
 
-def _by_path(tree: Any) -> dict[tuple[str, ...], Array]:
+def _flatten_by_path(tree: Any) -> dict[tuple[str, ...], Array]:
     """The arrays of a tree by the names on their paths; boxes are looked through."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=variables.is_box)
-    return {_names(path): variables.bare(leaf) for path, leaf in leaves}
+    return {_path_names(path): variables.unbox(leaf) for path, leaf in leaves}
 
 
-def _names(path: Any) -> tuple[str, ...]:
+def _path_names(path: Any) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

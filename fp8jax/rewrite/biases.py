@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from fp8jax.rewrite.graph import Node, Value, before, in_order
-from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
+from fp8jax.rewrite.graph import Node, Value, is_order_preserving, strip_layout
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, RESHAPES
 
 _SUMS = ("add", "add_any")
 
@@ -23,7 +23,7 @@ class BiasForm(NamedTuple):
     value: Value
 
 
-def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
+def find(node: Node, num_outputs: int, reader: Node | None) -> BiasForm | None:
     """The sum that a product's result is part of; None if it is none.
 
     Args:
@@ -34,31 +34,38 @@ def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
     (result,) = node.results
     if reader is None or reader.kind not in _SUMS or reader.operation is not None:
         return None
-    (other,) = (value for value in reader.operands if value is not result)
-    if explicit(result):
+    (addend,) = (value for value in reader.operands if value is not result)
+    if has_explicit_sharding(result):
         return None
-    vector = _vector(other, result.shape, result.aval.ndim - outputs)
-    if vector is None or vector.data or vector.weight is None:
+    vector = _broadcast_vector(addend, result.shape, result.aval.ndim - num_outputs)
+    if vector is None or vector.is_data or vector.weight is None:
         return None
     if vector.kind in CASTS and vector.node is not None:
         source = vector.node.operands[0]
         vector = source if jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > 1 else vector
-    return BiasForm(reader, before(vector, (*MARKS, *RESHAPES), in_order))
+    return BiasForm(reader, strip_layout(vector, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving))
 
 
-def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:
+def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) -> Value | None:
     """What is spread over the first axes of a shape and has the elements of the others, in their order."""
-    value, wanted = before(value, MARKS), [i for i in range(lead, len(shape)) if shape[i] != 1]
-    places: Sequence[int] = range(value.aval.ndim)
+    value, target_axes = (
+        strip_layout(value, IDENTITY_PRIMITIVES),
+        [i for i in range(num_leading, len(shape)) if shape[i] != 1],
+    )
+    output_axes: Sequence[int] = range(value.aval.ndim)
     if value.kind == "broadcast_in_dim" and value.node is not None:
-        places = value.node.eqn.params["broadcast_dimensions"]
+        output_axes = value.node.eqn.params["broadcast_dimensions"]
         (value,) = value.node.operands
     # Its other axes are of one element, which JAX spreads.
-    wide = [place for place, n in zip(places, value.shape, strict=True) if n != 1]
-    return before(value, (*MARKS, *RESHAPES), in_order) if wide == wanted != [] else None
+    wide_axes = [place for place, n in zip(output_axes, value.shape, strict=True) if n != 1]
+    return (
+        strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
+        if wide_axes == target_axes != []
+        else None
+    )
 
 
-def explicit(value: Value) -> bool:
+def has_explicit_sharding(value: Value) -> bool:
     """Whether the array lies on Explicit mesh axes: there its sum says how the result lies."""
     sharding: Any = getattr(value.aval, "sharding", None)
     return bool(sharding is not None and sharding.mesh.explicit_axes)

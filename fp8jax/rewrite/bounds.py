@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.choice import vary_with
+from fp8jax.ops.choice import cast_varying_like
 from fp8jax.ops.frozen import FrozenWeight
 from fp8jax.ops.lora import AdaptedWeight
-from fp8jax.ops.sharding import place, spec_of
-from fp8jax.rewrite.states import Given, States, Use, measured_state
+from fp8jax.ops.sharding import reshard, spec_of
+from fp8jax.rewrite.states import States, UseInputs, WeightUse, measured_state
 
 
-class Bound(NamedTuple):
+class WeightBound(NamedTuple):
     """What a weight under automatic scaling is quantized by.
 
     Attributes:
@@ -27,50 +27,50 @@ class Bound(NamedTuple):
     """
 
     linear: Linear
-    stacked: tuple[int, ...]
+    layer_axes: tuple[int, ...]
     weight: Array
     bound: Array
 
-    def measured(self) -> Array:
+    def get_or_measure(self) -> Array:
         """The bound, or where there is none what the scaling makes of the whole weight."""
-        found = measured_state(self.linear, self.weight, self.stacked).w
+        found = measured_state(self.linear, self.weight, self.layer_axes).w
         assert found is not None
         if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
             found = lax.pmax(found, axes)
         found = jnp.where(self.bound > 0, self.bound, found)
-        return vary_with(place(found, spec_of(self.bound), self.bound), self.bound)  # type: ignore[no-any-return]
+        return cast_varying_like(reshard(found, spec_of(self.bound), self.bound), self.bound)  # type: ignore[no-any-return]
 
 
-def known_bounds(tracked: Mapping[Any, Bound]) -> dict[Any, Array]:
+def complete_bounds(weight_bounds: Mapping[Any, WeightBound]) -> dict[Any, Array]:
     """The bounds of weights, those measured that nobody has given: in a conditional each, for others are not read.
 
     All are within one more, so that a program in which all are given meets no other.
     """
-    given = {key: lax.stop_gradient(each.bound) for key, each in tracked.items()}
-    if not given:
+    initial = {key: lax.stop_gradient(each.bound) for key, each in weight_bounds.items()}
+    if not initial:
         return {}
-    weights = {key: lax.stop_gradient(each.weight) for key, each in tracked.items()}
+    weights = {key: lax.stop_gradient(each.weight) for key, each in weight_bounds.items()}
 
-    def one(key: Any, bound: Array, weight: Array) -> Array:
+    def resolve_bound(key: Any, bound: Array, weight: Array) -> Array:
         def measured(bound: Array, weight: Array) -> Array:
-            return tracked[key]._replace(weight=weight, bound=bound).measured()
+            return weight_bounds[key]._replace(weight=weight, bound=bound).get_or_measure()
 
-        if len(tracked) == 1:
+        if len(weight_bounds) == 1:
             return measured(bound, weight)
         found: Array = lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measured, bound, weight)
         return found
 
-    def measure(bounds: dict[Any, Array], weights: dict[Any, Array]) -> dict[Any, Array]:
-        return {key: one(key, bounds[key], weights[key]) for key in tracked}
+    def resolve_all(bounds: dict[Any, Array], weights: dict[Any, Array]) -> dict[Any, Array]:
+        return {key: resolve_bound(key, bounds[key], weights[key]) for key in weight_bounds}
 
-    all_given = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in given.values()])
-    result: dict[Any, Array] = lax.cond(all_given, lambda bounds, _: bounds, measure, given, weights)
+    all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in initial.values()])
+    result: dict[Any, Array] = lax.cond(all_known, lambda bounds, _: bounds, resolve_all, initial, weights)
     return result
 
 
-def with_known_bounds(
-    given: Mapping[tuple[str, int], Given], uses: Mapping[Use, Linear], weights: Mapping[str, Any]
-) -> dict[tuple[str, int], Given]:
+def with_complete_bounds(
+    use_inputs: Mapping[tuple[str, int], UseInputs], uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]
+) -> dict[tuple[str, int], UseInputs]:
     """What uses are given, with a bound of each weight.
 
     Args:
@@ -78,32 +78,38 @@ def with_known_bounds(
         uses: all of them, with their recipes.
         weights: what the caller holds as parameters, by their paths; codes need no bounds.
     """
-    tracked, new = dict[str, Bound](), dict(given)
-    own = [use for use in uses if uses[use].tracked and use.key in given and given[use.key].weight is None]
-    for use in own:
-        state, weight = given[use.key].state, weights[use.path]
+    weight_bounds, completed = dict[str, WeightBound](), dict(use_inputs)
+    tracked_uses = [
+        use
+        for use in uses
+        if uses[use].needs_weight_bounds and use.key in use_inputs and use_inputs[use.key].weight is None
+    ]
+    for use in tracked_uses:
+        state, weight = use_inputs[use.key].state, weights[use.path]
         weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
         if state is not None and state.w is not None and not isinstance(weight, FrozenWeight):
-            tracked[use.path] = Bound(uses[use], use.stacked, weight, state.w)
-    bounds = known_bounds(tracked)
-    for use in own:
+            weight_bounds[use.path] = WeightBound(uses[use], use.layer_axes, weight, state.w)
+    bounds = complete_bounds(weight_bounds)
+    for use in tracked_uses:
         if use.path in bounds:
-            new[use.key] = given[use.key]._replace(state=given[use.key].state._replace(w=bounds[use.path]))  # type: ignore[union-attr]
-    return new
+            completed[use.key] = use_inputs[use.key]._replace(
+                state=use_inputs[use.key].state._replace(w=bounds[use.path])
+            )  # type: ignore[union-attr]
+    return completed
 
 
-def with_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
+def with_weight_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
     """States whose weights have the bounds of an optimizer; see `Transformed.set_weight_bounds`."""
-    known, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
-    for path, tracked in states.items():
-        if tracked.linear.tracked:
-            assert tracked.state.w is not None
-            bound = stacked_bound(known.get(path), path, tracked.state.w.shape)
-            new[path] = dataclasses.replace(tracked, state=tracked.state._replace(w=bound))
+    bounds_by_path, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
+    for path, scaling in states.items():
+        if scaling.linear.needs_weight_bounds:
+            assert scaling.state.w is not None
+            bound = bound_per_layer(bounds_by_path.get(path), path, scaling.state.w.shape)
+            new[path] = dataclasses.replace(scaling, state=scaling.state._replace(w=bound))
     return new
 
 
-def stacked_bound(bound: Array | None, path: str, stacked: tuple[int, ...]) -> Array:
+def bound_per_layer(bound: Array | None, path: str, layer_axes: tuple[int, ...]) -> Array:
     """The bounds of stacked layers from those of all matrices in the last two axes of the parameter at a path.
 
     Raises:
@@ -114,9 +120,9 @@ def stacked_bound(bound: Array | None, path: str, stacked: tuple[int, ...]) -> A
             f"the optimizer follows no parameter {path}: its state is another model's, or that of a part of this one; "
             "give the state of the optimizer that trains it, or end the step of that part"
         )
-    if bound.shape[: len(stacked)] != stacked:
+    if bound.shape[: len(layer_axes)] != layer_axes:
         raise ValueError(
-            f"automatic scaling takes kernels stacked along their first axes, {stacked}: the bounds of {path} are "
+            f"automatic scaling takes kernels stacked along their first axes, {layer_axes}: the bounds of {path} are "
             f"{bound.shape}"
         )
-    return jnp.max(bound, axis=tuple(range(len(stacked), bound.ndim)))
+    return jnp.max(bound, axis=tuple(range(len(layer_axes), bound.ndim)))

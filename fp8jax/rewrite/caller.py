@@ -9,7 +9,20 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 # What layers of all frameworks call their matrix or vector, and what wraps it.
-_LEAVES = ("kernel", "w", "weight", "weights", "embedding", "scale", "bias", "b", "offset", "gamma", "beta", "value")
+_PARAM_NAMES = (
+    "kernel",
+    "w",
+    "weight",
+    "weights",
+    "embedding",
+    "scale",
+    "bias",
+    "b",
+    "offset",
+    "gamma",
+    "beta",
+    "value",
+)
 # What stands between a model's own lines and JAX. Libraries of models, such as Levanter, are not among these.
 _LIBRARIES = (
     *("jax", "jaxlib", "flax", "haiku", "equinox", "haliax", "jaxtyping", "beartype", "typeguard", "optax", "chex"),
@@ -33,19 +46,19 @@ def is_library(file: str) -> bool:
     return not installed and file.startswith(sysconfig.get_path("stdlib") + os.sep)
 
 
-def user_level(frames: int = 1) -> int:
+def user_stacklevel(num_frames: int = 1) -> int:
     """The `stacklevel` of a warning that names the nearest line that is of no library.
 
     Args:
         frames: how many calls the function that warns is away from this one.
     """
-    frame, level = sys._getframe(frames), 1
+    frame, level = sys._getframe(num_frames), 1
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level
 
 
-class Caller(NamedTuple):
+class CallInfo(NamedTuple):
     """What is known of a program from who calls it.
 
     Attributes:
@@ -61,24 +74,24 @@ class Caller(NamedTuple):
         checks: each rule is to match something.
     """
 
-    results: int | None = None
-    arguments: Collection[int] | None = None
-    modules: bool = False
-    names: Callable[[str], tuple[str, ...]] | None = None
-    adapters: Mapping[int, str] = MappingProxyType({})
-    whole: bool = True
-    checks: bool = True
+    num_results: int | None = None
+    argument_indices: Collection[int] | None = None
+    is_module_method: bool = False
+    resolve_paths: Callable[[str], tuple[str, ...]] | None = None
+    adapter_paths: Mapping[int, str] = MappingProxyType({})
+    requires_product: bool = True
+    checks_rules: bool = True
 
-    def paths(self, path: str) -> tuple[str, ...]:
+    def layer_paths(self, path: str) -> tuple[str, ...]:
         """For the path of a parameter that of its layer, and others that rules may match."""
-        return (layer_path(path, self.modules),) if self.names is None else self.names(path)
+        return (layer_path(path, self.is_module_method),) if self.resolve_paths is None else self.resolve_paths(path)
 
 
-def layer_path(path: str, modules: bool = False) -> str:
+def layer_path(path: str, is_module_method: bool = False) -> str:
     """The path that rules match: of a layer, without what it calls its parameter; of a whole model that is one, ""."""
     steps = path.split("/")
-    if steps[-1] == "value" and steps[-2:-1] and steps[-2] in _LEAVES:  # in a box with metadata
+    if steps[-1] == "value" and steps[-2:-1] and steps[-2] in _PARAM_NAMES:  # in a box with metadata
         steps.pop()
-    if steps[-1] in _LEAVES and (modules or len(steps) > 1):
+    if steps[-1] in _PARAM_NAMES and (is_module_method or len(steps) > 1):
         steps.pop()
     return "/".join(steps)

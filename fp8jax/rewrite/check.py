@@ -12,13 +12,13 @@ from fp8jax.core import formats
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value
 from fp8jax.rewrite.operations import ProductOperation
 from fp8jax.rewrite.primitives import Equation
-from fp8jax.rewrite.run import Running, schedule
+from fp8jax.rewrite.run import Interpreter, schedule
 
-_SIXTEEN_BITS = 2.0**-6  # what a few operations in bf16 leave, relative
+_BF16_TOLERANCE = 2.0**-6  # what a few operations in bf16 leave, relative
 
 
 class Deviation(NamedTuple):
@@ -30,21 +30,23 @@ class Deviation(NamedTuple):
         forward_allowed, gradient_allowed: what the formats of its recipe explain.
     """
 
-    entry: Entry
-    forward: float
-    gradient: float
-    forward_allowed: float
-    gradient_allowed: float
+    entry: PlanEntry
+    forward_error: float
+    gradient_error: float
+    forward_tolerance: float
+    gradient_tolerance: float
 
     @property
-    def explained(self) -> bool:
+    def is_within_tolerance(self) -> bool:
         """Whether the formats explain it; NaN is explained by nothing."""
-        return self.forward <= self.forward_allowed and self.gradient <= self.gradient_allowed
+        return self.forward_error <= self.forward_tolerance and self.gradient_error <= self.gradient_tolerance
 
     def __str__(self) -> str:
         e = self.entry
-        figures = f"forward {self.forward:.1e} of {self.forward_allowed:.1e}, gradient {self.gradient:.1e} of"
-        return f"{e.path or '-'} {e.kind}: {figures} {self.gradient_allowed:.1e}, at {e.line}"
+        figures = (
+            f"forward {self.forward_error:.1e} of {self.forward_tolerance:.1e}, gradient {self.gradient_error:.1e} of"
+        )
+        return f"{e.path or '-'} {e.kind}: {figures} {self.gradient_tolerance:.1e}, at {e.line}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,108 +56,121 @@ class Comparison:
     deviations: tuple[Deviation, ...]
 
     @property
-    def first(self) -> Deviation | None:
-        return next((d for d in self.deviations if not d.explained), None)
+    def first_failure(self) -> Deviation | None:
+        return next((d for d in self.deviations if not d.is_within_tolerance), None)
 
     def __str__(self) -> str:
-        bad = f"unexplained: {self.first}" if self.first is not None else "every operation is within its recipe's error"
+        bad = (
+            f"unexplained: {self.first_failure}"
+            if self.first_failure is not None
+            else "every operation is within its recipe's error"
+        )
         return "\n".join([*map(str, self.deviations), bad])
 
 
 class _Pair(NamedTuple):
     """An operation, in a program and in the same program as written."""
 
-    written: Graph
+    original: Graph
     planned: Graph
     node: Node
-    as_written: Node
+    original_node: Node
 
 
-def check(written: Graph, planned: Graph, entries: dict[Node, Entry], arrays: Sequence[Any]) -> Comparison:
+def check(original: Graph, planned: Graph, entries: dict[Node, PlanEntry], arrays: Sequence[Any]) -> Comparison:
     """Compares two graphs of one program, of which one is planned, on these inputs."""
     pairs: list[_Pair] = []
 
-    def figures(arrays: Sequence[Any]) -> list[tuple[Array, Array]]:
+    def errors(arrays: Sequence[Any]) -> list[tuple[Array, Array]]:
         pairs.clear()
-        return list(_walk(written, planned, arrays, pairs))
+        return list(_walk(original, planned, arrays, pairs))
 
-    found = jax.jit(figures)(arrays)
+    found = jax.jit(errors)(arrays)
     return Comparison(
         tuple(
-            Deviation(entries[p.node], float(f), float(g), *_allowed(entries[p.node], p.node))
+            Deviation(entries[p.node], float(f), float(g), *_tolerances(entries[p.node], p.node))
             for p, (f, g) in zip(pairs, found, strict=True)
         )
     )
 
 
-def _walk(written: Graph, planned: Graph, arrays: Sequence[Any], pairs: list[_Pair]) -> Iterator[tuple[Array, Array]]:
+def _walk(original: Graph, planned: Graph, arrays: Sequence[Any], pairs: list[_Pair]) -> Iterator[tuple[Array, Array]]:
     """Runs a program as written; the figures of each operation in it, and in the first turns of programs in it."""
-    known: dict[Value, Any] = dict(zip(written.inputs, arrays, strict=True))
-    same = dict(zip(planned.inputs, written.inputs, strict=True))
-    for node, as_written in zip(planned.all(), written.all(), strict=True):
-        operands = [v.array if v.array is not None else known[v] for v in as_written.operands]
-        results = Equation(as_written.eqn, as_written.scope)(operands)
-        known |= dict(zip(as_written.results, results, strict=True))
-        same |= dict(zip(node.results, as_written.results, strict=True))
+    arrays_by_value: dict[Value, Any] = dict(zip(original.inputs, arrays, strict=True))
+    original_values = dict(zip(planned.inputs, original.inputs, strict=True))
+    for node, original_node in zip(planned.walk(), original.walk(), strict=True):
+        operands = [v.array if v.array is not None else arrays_by_value[v] for v in original_node.operands]
+        results = Equation(original_node.eqn, original_node.scope)(operands)
+        arrays_by_value |= dict(zip(original_node.results, results, strict=True))
+        original_values |= dict(zip(node.results, original_node.results, strict=True))
         if node.operation is not None:
-            pairs.append(_Pair(written, planned, node, as_written))
+            pairs.append(_Pair(original, planned, node, original_node))
             leaves = [v for v in dict.fromkeys(node.operands) if v.array is None]
-            yield _figures(pairs[-1], leaves, [same[v] for v in leaves], [known[same[v]] for v in leaves])
-        elif node.changed and not node.sealed:
-            for body, inside, program in zip(as_written.bodies, node.bodies, primitives.bodies(node.eqn), strict=True):
+            yield _errors(
+                pairs[-1],
+                leaves,
+                [original_values[v] for v in leaves],
+                [arrays_by_value[original_values[v]] for v in leaves],
+            )
+        elif node.is_rewritten and not node.has_custom_rule:
+            for body, planned_body, program in zip(
+                original_node.bodies, node.bodies, primitives.sub_jaxprs(node.eqn), strict=True
+            ):
                 if node.kind != "shard_map":
-                    first = primitives.first_turn(node.eqn, [operands[i] for i in program.inputs])
-                    yield from _walk(body, inside, first, pairs)
+                    first_inputs = primitives.first_iteration(node.eqn, [operands[i] for i in program.operand_indices])
+                    yield from _walk(body, planned_body, first_inputs, pairs)
 
 
-def _figures(pair: _Pair, leaves: list[Value], as_written: list[Value], arrays: list[Any]) -> tuple[Array, Array]:
+def _errors(pair: _Pair, leaves: list[Value], original_leaves: list[Value], arrays: list[Any]) -> tuple[Array, Array]:
     node, operation = pair.node, pair.node.operation
     if isinstance(operation, ProductOperation) and operation.recipe.linear.states:
         linear = dataclasses.replace(operation.recipe.linear, scaling="current", w_scaling=None)
         operation = dataclasses.replace(
             operation, recipe=dataclasses.replace(operation.recipe, linear=linear), use=None
         )
-    alone = dataclasses.replace(node, operation=operation)
-    new = schedule(Graph(leaves, [alone], [node.results[0]]))
-    old = schedule(Graph(as_written, pair.written.nodes, [pair.as_written.results[0]]), effects=False)
+    single_node = dataclasses.replace(node, operation=operation)
+    planned_schedule = schedule(Graph(leaves, [single_node], [node.results[0]]))
+    original_schedule = schedule(
+        Graph(original_leaves, pair.original.nodes, [pair.original_node.results[0]]), keep_effects=False
+    )
     floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def run(plan: Any) -> Any:
-        def of(moving: list[Any]) -> Any:
+        def forward(float_inputs: list[Any]) -> Any:
             inputs = list(arrays)
-            for i, x in zip(floats, moving, strict=True):
+            for i, x in zip(floats, float_inputs, strict=True):
                 inputs[i] = x
-            return Running(plan, inputs, {}).outputs()[0]
+            return Interpreter(plan, inputs, {}).run()[0]
 
-        y, back = jax.vjp(of, [arrays[i] for i in floats])
+        y, vjp = jax.vjp(forward, [arrays[i] for i in floats])
         dy = jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype)
-        return y, back(dy)[0]
+        return y, vjp(dy)[0]
 
-    (y, gradients), (wanted, expected) = run(new), run(old)
-    return _apart([y], [wanted]), _apart(gradients, expected)
+    (y, gradients), (original_y, original_gradients) = run(planned_schedule), run(original_schedule)
+    return _relative_error([y], [original_y]), _relative_error(gradients, original_gradients)
 
 
-def _apart(a: Sequence[Array], b: Sequence[Array]) -> Array:
+def _relative_error(a: Sequence[Array], b: Sequence[Array]) -> Array:
     """The largest relative distance of arrays; 0 where both are 0."""
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))  # noqa: E731
-    each = [(norm(x.astype(jnp.float32) - y.astype(jnp.float32)), norm(y)) for x, y in zip(a, b, strict=True)]
-    return jnp.max(jnp.stack([jnp.where(d == 0, 0.0, d / size) for d, size in each]))
+    differences = [(norm(x.astype(jnp.float32) - y.astype(jnp.float32)), norm(y)) for x, y in zip(a, b, strict=True)]
+    return jnp.max(jnp.stack([jnp.where(d == 0, 0.0, d / size) for d, size in differences]))
 
 
-def _allowed(entry: Entry, node: Node) -> tuple[float, float]:
+def _tolerances(entry: PlanEntry, node: Node) -> tuple[float, float]:
     """What the formats of a recipe explain: half a step of each operand that is rounded."""
     assert entry.choice is not None
     context = entry.choice.context.spec
-    if not entry.product:
-        return _SIXTEEN_BITS, _SIXTEEN_BITS + _half_step(context)
+    if not entry.is_product:
+        return _BF16_TOLERANCE, _BF16_TOLERANCE + _half_ulp(context)
     linear: Linear | None = entry.choice.linear
     assert linear is not None
-    forward, dgrad, wgrad = (sum(map(_half_step, pair)) for pair in linear.products().values())
-    made_again = _half_step(context) if entry.reads else 0.0
-    return _SIXTEEN_BITS + forward, _SIXTEEN_BITS + max(dgrad, wgrad + made_again)
+    forward, dgrad, wgrad = (sum(map(_half_ulp, pair)) for pair in linear.products().values())
+    recomputed = _half_ulp(context) if entry.input_producer else 0.0
+    return _BF16_TOLERANCE + forward, _BF16_TOLERANCE + max(dgrad, wgrad + recomputed)
 
 
-def _half_step(spec: QuantSpec | None) -> float:
+def _half_ulp(spec: QuantSpec | None) -> float:
     """Half a step of a format, relative to a value of usual size."""
     if spec is None:
         return 0.0

@@ -4,36 +4,41 @@ from fp8jax.rewrite.graph import Graph, Value
 from fp8jax.rewrite.primitives import PRODUCTS
 
 
-def constants(graph: Graph) -> frozenset[int]:
+def find_model_constants(graph: Graph) -> frozenset[int]:
     """The closed-over arrays that products of a program treat as a model's constants, by identity.
 
     Such an array, or what is computed from it, meets data of a call. With batch axes that may be attention between
     data and a closed-over memory: there it is no constant if a product with a parameter stands before.
     """
     found = set[int]()
-    for node in graph.everywhere():
+    for node in graph.walk_nested():
         if node.kind not in PRODUCTS or len(node.operands) < 2:
             continue
-        for one, other in (node.operands[:2], node.operands[1::-1]):
-            if one.closed and not one.given and other.given and not (_batched(node.eqn) and _multiplied(one)):
-                found |= one.closed
+        for candidate, other in (node.operands[:2], node.operands[1::-1]):
+            if (
+                candidate.closure_ids
+                and not candidate.depends_on_inputs
+                and other.depends_on_inputs
+                and not (_has_batch_axes(node.eqn) and _depends_on_product(candidate))
+            ):
+                found |= candidate.closure_ids
     return frozenset(found)
 
 
-def _batched(eqn: object) -> bool:
+def _has_batch_axes(eqn: object) -> bool:
     numbers = getattr(eqn, "params", {}).get("dimension_numbers")
     return isinstance(numbers, tuple) and len(numbers) == 2 and any(numbers[1])
 
 
-def _multiplied(value: Value) -> bool:
+def _depends_on_product(value: Value) -> bool:
     """Whether a value is computed from a product with a parameter."""
     seen, todo = set[Value](), [value]
     while todo:
         value = todo.pop()
-        if value in seen or not value.trained:
+        if value in seen or not value.depends_on_params:
             continue
         seen.add(value)
-        todo += [] if value.outer is None else [value.outer]
+        todo += [] if value.enclosing_value is None else [value.enclosing_value]
         if value.node is not None:
             if value.kind in PRODUCTS and any(operand.weight is not None for operand in value.node.operands):
                 return True

@@ -4,13 +4,13 @@ import dataclasses
 from typing import NamedTuple
 
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
-from fp8jax.rewrite.held import StandIn
+from fp8jax.rewrite.held import FrozenInfo
 from fp8jax.rewrite.rules import LayerChoice
 
 _UNKNOWN = LayerChoice(None, "")
 
 
-class Entry(NamedTuple):
+class PlanEntry(NamedTuple):
     """What becomes of a product, a norm or an activation.
 
     Attributes:
@@ -44,32 +44,32 @@ class Entry(NamedTuple):
     choice: LayerChoice | None
     reason: str
     line: str
-    reads: str = ""
-    product: bool = False
-    kept: bool = False
-    again: bool = False
+    input_producer: str = ""
+    is_product: bool = False
+    has_saved_input: bool = False
+    is_rematerialized: bool = False
     readers: tuple[tuple[str, str], ...] = ()
-    alone: bool = False
+    has_only_listed_readers: bool = False
     gain: float | None = None
-    rates: str = ""
-    loses: bool = False
+    rates_device: str = ""
+    is_slower: bool = False
     tokens: int = 0
-    times: int = 1
-    held: StandIn | None = None
-    bytes: int | None = None
+    runs_per_step: int = 1
+    frozen: FrozenInfo | None = None
+    residual_bytes: int | None = None
     flops: float = 0
-    unsupported: bool = False
+    is_unsupported: bool = False
     concatenated: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
+    source_layers: tuple[str, ...] = ()
 
     @property
-    def taken(self) -> bool:
+    def is_quantized(self) -> bool:
         linear = None if self.choice is None else self.choice.linear
-        return linear is not None and (linear.quantized or not self.product)
+        return linear is not None and (linear.is_quantized or not self.is_product)
 
 
 @dataclasses.dataclass(eq=False)
-class ReadWeight:
+class WeightMatmul:
     """A product of data with a parameter."""
 
     graph: Graph
@@ -77,11 +77,11 @@ class ReadWeight:
     side: int
     weight: Weight
     path: str
-    others: tuple[str, ...]
-    around: tuple[tuple[Node, Graph], ...]
+    aliases: tuple[str, ...]
+    enclosing: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
-    place: Node | None = None  # where the operation stands, if not in the product's own place
-    refused: bool = False  # it asks for a precision that a quantized product cannot give
+    operation_node: Node | None = None  # where the operation stands, if not in the product's own place
+    has_unsupported_precision: bool = False  # it asks for a precision that a quantized product cannot give
     concatenated: tuple[str, ...] = ()  # the layers of further parameters in the matrix
 
     @property
@@ -89,18 +89,18 @@ class ReadWeight:
         return self.node.operands[1 - self.side]
 
     @property
-    def taken(self) -> bool:
-        return self.choice.linear is not None and self.choice.linear.quantized
+    def is_quantized(self) -> bool:
+        return self.choice.linear is not None and self.choice.linear.is_quantized
 
     @property
-    def read_as_stored(self) -> bool:
+    def quantizes_stored_weight(self) -> bool:
         """Whether the parameter is quantized as it is stored: all products quantize it, and nothing moves it."""
         linear = self.choice.linear
         quantized = linear is not None and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
-        return quantized and not self.weight.moved
+        return quantized and not self.weight.is_relayouted
 
     @property
-    def saves(self) -> bool:
+    def saves_codes(self) -> bool:
         """Whether it saves codes of its data."""
         linear = self.choice.linear
-        return linear is not None and linear.spec("saved") is not None and self.weight.held is None
+        return linear is not None and linear.spec("saved") is not None and self.weight.frozen is None

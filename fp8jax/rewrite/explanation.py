@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from fp8jax.core.tables import sentence, table
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.entries import PlanEntry
 
-_NAMED = 6  # layers that a sentence lists
+_MAX_LISTED = 6  # layers that a sentence lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,49 +21,57 @@ class Explanation:
         advice: on a GPU without kernels, why there are none, and what to type; else None.
     """
 
-    entries: tuple[Entry, ...]
-    listing: tuple[Entry, ...] = ()
-    share: str = ""
+    entries: tuple[PlanEntry, ...]
+    all_entries: tuple[PlanEntry, ...] = ()
+    unquantized_note: str = ""
     advice: str | None = None
 
     @property
-    def quantized(self) -> tuple[Entry, ...]:
+    def quantized(self) -> tuple[PlanEntry, ...]:
         """What a recipe takes."""
-        return tuple(entry for entry in self.entries if entry.taken)
+        return tuple(entry for entry in self.entries if entry.is_quantized)
 
     @property
-    def left(self) -> tuple[Entry, ...]:
+    def skipped(self) -> tuple[PlanEntry, ...]:
         """What is left as written."""
-        return tuple(entry for entry in self.entries if not entry.taken)
+        return tuple(entry for entry in self.entries if not entry.is_quantized)
 
     def __str__(self) -> str:
         head = ("parameter", "operation", "shape", "where", "forward", "dgrad", "wgrad", "kept", "reads", "chosen by")
-        parts = [table([head, *map(_row, self.listing or self.entries)], names=4)]
-        told = self.share, self._told_again(), kept_bytes(self.entries), gained(self.entries), self.advice
-        parts += [sentence(each) for each in told if each]
-        return "\n\n".join(parts)
+        sections = [table([head, *map(_row, self.all_entries or self.entries)], names=4)]
+        notes = (
+            self.unquantized_note,
+            self._rematerialization_note(),
+            residual_bytes_note(self.entries),
+            gains_note(self.entries),
+            self.advice,
+        )
+        sections += [sentence(each) for each in notes if each]
+        return "\n\n".join(sections)
 
-    def _told_again(self) -> str:
+    def _rematerialization_note(self) -> str:
         """How many products are computed again in the backward pass, and what keeps them."""
-        products = [entry for entry in self.entries if entry.product and entry.taken]
-        again = sum(entry.again for entry in products)
-        if not again:
+        products = [entry for entry in self.entries if entry.is_product and entry.is_quantized]
+        num_rematerialized = sum(entry.is_rematerialized for entry in products)
+        if not num_rematerialized:
             return ""
-        keep = "give it policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, or leave it out: norms and"
+        advice = "give it policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, or leave it out: norms and"
         return (
-            f"{again} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; "
-            f"{keep} activations of a recipe with a context keep codes alone"
+            f"{num_rematerialized} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; "
+            f"{advice} activations of a recipe with a context keep codes alone"
         )
 
 
-def kept_bytes(entries: Sequence[Entry]) -> str:
+def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     """What the operations of a plan keep of their inputs for the backward pass; "" where nothing is known."""
-    each = sorted(((entry.bytes, entry.path or entry.kind) for entry in entries if entry.bytes), reverse=True)
-    if not each:
+    sizes = sorted(
+        ((entry.residual_bytes, entry.path or entry.kind) for entry in entries if entry.residual_bytes), reverse=True
+    )
+    if not sizes:
         return ""
-    most = ", ".join(f"{path} {_size(size)}" for size, path in each[:3])
-    whole = _size(sum(size for size, _ in each))
-    return f"kept of inputs for the backward pass: {whole}, most of it by {most}; what is not listed keeps its own"
+    largest = ", ".join(f"{path} {_size(size)}" for size, path in sizes[:3])
+    total = _size(sum(size for size, _ in sizes))
+    return f"kept of inputs for the backward pass: {total}, most of it by {largest}; what is not listed keeps its own"
 
 
 def _size(count: int) -> str:
@@ -74,48 +82,52 @@ def _size(count: int) -> str:
     return f"{count:.4g} GiB"
 
 
-def gained(entries: Sequence[Entry]) -> str:
+def gains_note(entries: Sequence[PlanEntry]) -> str:
     """What the products of a plan gain in a step, and which would be better left; "" where nothing is known."""
-    known = [entry for entry in entries if entry.rates]
-    if not known:
+    rated = [entry for entry in entries if entry.rates_device]
+    if not rated:
         return ""
-    total = 1e3 * sum((entry.gain or 0.0) * entry.times for entry in known)
-    count = sum(entry.gain is not None for entry in known)
-    does = "lose" if total < 0 else "gain"
-    told = f"8 bits {does} about {abs(total):.2g} ms a step in {count} products, by rates of {known[0].rates}"
-    losing = [entry for entry in known if entry.loses]
+    total = 1e3 * sum((entry.gain or 0.0) * entry.runs_per_step for entry in rated)
+    count = sum(entry.gain is not None for entry in rated)
+    verb = "lose" if total < 0 else "gain"
+    note = f"8 bits {verb} about {abs(total):.2g} ms a step in {count} products, by rates of {rated[0].rates_device}"
+    losing = [entry for entry in rated if entry.is_slower]
     if not losing:
-        return told
+        return note
     paths = list(dict.fromkeys(entry.path for entry in losing))
-    named = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+    listed = ", ".join(paths[:_MAX_LISTED]) + (
+        f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
+    )
     tokens = " or ".join(f"{n:,}" for n in sorted({entry.tokens for entry in losing}))
-    does = "gains" if len(paths) == 1 else "gain"
+    verb = "gains" if len(paths) == 1 else "gain"
     rule = f"give Rule({paths[0]!r}, None), or take fp8jax.recipes.for_shapes(recipe)"
-    return f"{told}; {named} {does} nothing at {tokens} tokens: {rule}"
+    return f"{note}; {listed} {verb} nothing at {tokens} tokens: {rule}"
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
-    if not entry.taken:
+def _row(entry: PlanEntry) -> tuple[str, ...]:
+    if not entry.is_quantized:
         name = entry.path or "-", entry.kind, _shape(entry), entry.line
-        return (*name, *(["as written"] * 3 if entry.product else ["-"] * 3), "as written", "-", entry.reason)
+        return (*name, *(["as written"] * 3 if entry.is_product else ["-"] * 3), "as written", "-", entry.reason)
     assert entry.choice is not None
     linear, context = entry.choice.linear, entry.choice.context
     assert linear is not None
-    if entry.product:
+    if entry.is_product:
         pairs = [f"{x or 'as written'} x {w or 'as written'}" for x, w in linear.products().values()]
-        lean = bool(entry.reads) and context.lean
-        kept = "nothing of it" if lean or entry.kept else str(linear.spec("saved") or "as written")
-        if entry.held is not None:
-            held = entry.held.spec or "as written"
-            pairs = [f"{linear.spec(operand) or 'as written'} x {held}" for operand in ("x", "dy")] + ["-"]
-            kept = "as written" if entry.held.rank else "nothing of it"
+        recomputes_input = bool(entry.input_producer) and context.lean
+        saved = (
+            "nothing of it" if recomputes_input or entry.has_saved_input else str(linear.spec("saved") or "as written")
+        )
+        if entry.frozen is not None:
+            frozen_spec = entry.frozen.spec or "as written"
+            pairs = [f"{linear.spec(operand) or 'as written'} x {frozen_spec}" for operand in ("x", "dy")] + ["-"]
+            saved = "as written" if entry.frozen.rank else "nothing of it"
     else:
-        pairs, kept = ["-"] * 3, str(context.spec or "as written")
+        pairs, saved = ["-"] * 3, str(context.spec or "as written")
     return (
         *(entry.path or "-", entry.kind, _shape(entry), entry.line),
-        *(*pairs, kept, entry.reads or "-", entry.reason),
+        *(*pairs, saved, entry.input_producer or "-", entry.reason),
     )
 
 
-def _shape(entry: Entry) -> str:
+def _shape(entry: PlanEntry) -> str:
     return str(entry.shape).replace(" ", "")

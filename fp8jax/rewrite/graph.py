@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, RESHAPES
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,13 +30,13 @@ class Value:
 
     aval: Any
     node: "Node | None" = None
-    outer: "Value | None" = None
-    once: bool = False
+    enclosing_value: "Value | None" = None
+    is_loop_invariant: bool = False
     weight: "Weight | None" = None
-    data: bool = False
-    given: bool = False
-    trained: bool = False
-    closed: frozenset[int] = frozenset()
+    is_data: bool = False
+    depends_on_inputs: bool = False
+    depends_on_params: bool = False
+    closure_ids: frozenset[int] = frozenset()
     constant: float | None = None
     array: Any = None
 
@@ -49,9 +49,9 @@ class Value:
         return self.aval.dtype
 
     @property
-    def fixed(self) -> bool:
+    def is_closure_data(self) -> bool:
         """Whether it is data that are computed from closed-over arrays alone: every call has the same."""
-        return self.data and bool(self.closed) and not self.given and not self.trained
+        return self.is_data and bool(self.closure_ids) and not self.depends_on_inputs and not self.depends_on_params
 
     @property
     def kind(self) -> str:
@@ -75,15 +75,15 @@ class Weight:
     path: str
     stored: Value
     layout: tuple["Node", ...] = ()
-    moved: bool = False
-    held: Any = None
+    is_relayouted: bool = False
+    frozen: Any = None
     further_paths: tuple[str, ...] = ()
 
 
 class Replacement(Protocol):
     """What stands in place of an equation."""
 
-    def run(self, running: Any, node: "Node") -> Sequence[Any]:
+    def run(self, interpreter: Any, node: "Node") -> Sequence[Any]:
         """The results, from the operands that `running.array(value)` gives."""
         ...
 
@@ -110,24 +110,24 @@ class Node:
     eqn: Any
     scope: str = ""
     bodies: tuple["Graph", ...] = ()
-    sealed: bool = False
+    has_custom_rule: bool = False
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
-    call: "Node | None" = None
+    enclosing_node: "Node | None" = None
 
     @property
-    def changed(self) -> bool:
+    def is_rewritten(self) -> bool:
         """Whether a plan has changed it, or something inside of it."""
-        inside = any(node.changed for node in self.inlined or ())
-        return self.operation is not None or inside or any(body.changed for body in self.bodies)
+        has_rewritten_inlined = any(node.is_rewritten for node in self.inlined or ())
+        return self.operation is not None or has_rewritten_inlined or any(body.is_rewritten for body in self.bodies)
 
     def line(self) -> str:
         """Where it was written."""
-        around, node = list[Any](), self.call
+        enclosing, node = list[Any](), self.enclosing_node
         while node is not None:
-            around.append(node.eqn)
-            node = node.call
-        return primitives.line_of(self.eqn, around)
+            enclosing.append(node.eqn)
+            node = node.enclosing_node
+        return primitives.source_line(self.eqn, enclosing)
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,126 +144,136 @@ class Graph:
     inputs: list[Value]
     nodes: list[Node]
     outputs: list[Value]
-    around: str = ""
+    outer_scope: str = ""
     model_constants: frozenset[int] = frozenset()
 
     @property
-    def changed(self) -> bool:
-        return any(node.changed for node in self.nodes)
+    def is_rewritten(self) -> bool:
+        return any(node.is_rewritten for node in self.nodes)
 
-    def all(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[Node]:
         """The nodes of this program, those of calls in it among them, but not those of nested programs."""
-        yield from _flat(self.nodes)
+        yield from _flatten_inlined(self.nodes)
 
-    def everywhere(self) -> Iterator[Node]:
+    def walk_nested(self) -> Iterator[Node]:
         """`all`, and the nodes of nested programs, each after the node that runs it."""
-        for node in self.all():
+        for node in self.walk():
             yield node
             for body in node.bodies:
-                yield from body.everywhere()
+                yield from body.walk_nested()
 
 
-def _flat(nodes: Sequence[Node]) -> Iterator[Node]:
+def _flatten_inlined(nodes: Sequence[Node]) -> Iterator[Node]:
     for node in nodes:
         if node.inlined is None:
             yield node
         else:
-            yield from _flat(node.inlined)
+            yield from _flatten_inlined(node.inlined)
 
 
-def readers(graph: Graph) -> dict[Value, int]:
+def count_readers(graph: Graph) -> dict[Value, int]:
     """How often each value of a program, and of those in it, is read, as an operand or an output."""
     counts: dict[Value, int] = {}
     todo = [graph]
     while todo:
         inner = todo.pop()
-        for values in (*(node.operands for node in inner.all()), inner.outputs):
+        for values in (*(node.operands for node in inner.walk()), inner.outputs):
             for value in values:
                 counts[value] = counts.get(value, 0) + 1
-        todo += [body for node in inner.all() for body in node.bodies]
+        todo += [body for node in inner.walk() for body in node.bodies]
     return counts
 
 
-def lossless(dtypes: Sequence[Any], wanted: Any) -> bool:
+def is_lossless(dtypes: Sequence[Any], target: Any) -> bool:
     """Whether values that were in one dtype after another, the first one last, are those of the first in the last."""
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes, wanted)):
-        return len({*dtypes, wanted}) == 1
-    narrow = {dtype for dtype in (*dtypes, wanted) if dtype.itemsize == 2}
-    least = min(dtypes[0].itemsize, wanted.itemsize)
-    return len(narrow) < 2 and all(dtype.itemsize >= least for dtype in dtypes)
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes, target)):
+        return len({*dtypes, target}) == 1
+    two_byte_dtypes = {dtype for dtype in (*dtypes, target) if dtype.itemsize == 2}
+    min_size = min(dtypes[0].itemsize, target.itemsize)
+    return len(two_byte_dtypes) < 2 and all(dtype.itemsize >= min_size for dtype in dtypes)
 
 
-def before(value: Value, through: Sequence[str] = LAYOUTS, allowed: Callable[[Node], bool] | None = None) -> Value:
+def strip_layout(
+    value: Value, kinds: Sequence[str] = LAYOUTS, is_allowed: Callable[[Node], bool] | None = None
+) -> Value:
     """What a value is up to layouts and casts of these kinds, each of which must be allowed."""
     node = value.node
-    while node is not None and node.kind in through and node.operation is None and (allowed is None or allowed(node)):
+    while (
+        node is not None and node.kind in kinds and node.operation is None and (is_allowed is None or is_allowed(node))
+    ):
         value = node.operands[node.results.index(value)] if node.kind == "optimization_barrier" else node.operands[0]
         node = value.node
     return value
 
 
-def computed_from(value: Value, most: int = 4) -> dict[str, Any]:
+def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:
     """The paths of the first parameters that a value is computed from, each with what is held in its place."""
-    paths, seen, todo = dict[str, Any](), set[Value](), [value]
-    while todo and len(paths) < most:
+    paths, visited, todo = dict[str, Any](), set[Value](), [value]
+    while todo and len(paths) < max_count:
         value = todo.pop(0)
-        if value in seen:
+        if value in visited:
             continue
-        seen.add(value)
+        visited.add(value)
         if value.weight is not None:
-            paths |= dict.fromkeys((value.weight.path, *value.weight.further_paths), value.weight.held)
+            paths |= dict.fromkeys((value.weight.path, *value.weight.further_paths), value.weight.frozen)
         else:
-            todo += [] if value.outer is None else [value.outer]
+            todo += [] if value.enclosing_value is None else [value.enclosing_value]
             todo += [] if value.node is None else value.node.operands
-    return dict(list(paths.items())[:most])
+    return dict(list(paths.items())[:max_count])
 
 
-def changed_by_data(value: Value) -> str | None:
+def data_modified_path(value: Value) -> str | None:
     """The path of the matrix, as large as a value, that data have changed element by element; or of the stacked ones
     that they have picked it from. None where it is neither."""
-    size, seen, todo = value.aval.size, set[Value](), [value]
+    size, visited, todo = value.aval.size, set[Value](), [value]
     while todo:
         value = todo.pop()
-        picked = value.kind == "gather" and value.node is not None
-        source = value.node.operands[0] if picked and value.node is not None else value
-        if source.weight is not None and source.aval.ndim > (2 if picked else 1):
+        is_gather = value.kind == "gather" and value.node is not None
+        source = value.node.operands[0] if is_gather and value.node is not None else value
+        if source.weight is not None and source.aval.ndim > (2 if is_gather else 1):
             return source.weight.path
-        steps = value.node is not None and value.kind in (*_CHANGES, *CASTS, *MARKS, *RESHAPES, "transpose")
-        new = value.node.operands if value.node is not None and steps else []
-        new = new if value.outer is None else [value.outer]
-        todo += [operand for operand in new if operand.aval.size == size and operand not in seen]
-        seen.update(todo)
+        is_elementwise = value.node is not None and value.kind in (
+            *_ELEMENTWISE_UPDATES,
+            *CASTS,
+            *IDENTITY_PRIMITIVES,
+            *RESHAPES,
+            "transpose",
+        )
+        operands = value.node.operands if value.node is not None and is_elementwise else []
+        operands = operands if value.enclosing_value is None else [value.enclosing_value]
+        todo += [operand for operand in operands if operand.aval.size == size and operand not in visited]
+        visited.update(todo)
     return None
 
 
-_CHANGES = ("add", "add_any", "sub", "mul", "div", "select_n", "clamp", "max", "min")
+_ELEMENTWISE_UPDATES = ("add", "add_any", "sub", "mul", "div", "select_n", "clamp", "max", "min")
 
 
-def origin_of(value: Value) -> Value:
+def canonical_value(value: Value) -> Value:
     """The value whose elements, in their order, another one has: up to marks, reshapes, and casts that lose nothing."""
-    wanted, casts, best = value.dtype, list[Any](), value
+    target, casts, canonical = value.dtype, list[Any](), value
     while True:
-        value = before(value, (*MARKS, *RESHAPES), in_order)
-        if not lossless([value.dtype, *casts[1:]], wanted):
-            return best
-        best = value
+        value = strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
+        if not is_lossless([value.dtype, *casts[1:]], target):
+            return canonical
+        canonical = value
         casts.append(value.dtype)
         if value.kind not in CASTS or value.node is None or value.node.operation is not None:
-            return best
+            return canonical
         value = value.node.operands[0]
 
 
-def narrow(value: Value) -> Value:
+def strip_upcasts(value: Value) -> Value:
     """A value before casts that only widen it."""
     while value.kind in CASTS and value.node is not None and value.node.operation is None:
         source = value.node.operands[0]
-        wider = source.dtype.itemsize > value.dtype.itemsize
-        if wider or source.dtype.itemsize < 2 or not lossless([source.dtype], value.dtype):
+        is_wider = source.dtype.itemsize > value.dtype.itemsize
+        if is_wider or source.dtype.itemsize < 2 or not is_lossless([source.dtype], value.dtype):
             return value
         value = source
     return value
 
 
-def in_order(node: Node) -> bool:
+def is_order_preserving(node: Node) -> bool:
     """Whether a layout keeps all elements in the order in which they lie in memory."""
-    return primitives.same_elements(node.eqn)
+    return primitives.is_order_preserving(node.eqn)

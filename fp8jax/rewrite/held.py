@@ -18,18 +18,18 @@ from jax import Array, lax
 from fp8jax import recipes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import TRANSPOSABLE
-from fp8jax.ops.frozen import FrozenWeight, check_kinds
+from fp8jax.ops.frozen import FrozenWeight, check_same_kind
 from fp8jax.ops.inputs import Input
-from fp8jax.ops.linear import rows
-from fp8jax.ops.lora import AdaptedWeight, adapted, merge_adapter
-from fp8jax.ops.product import product
+from fp8jax.ops.linear import flatten_tokens
+from fp8jax.ops.lora import AdaptedWeight, apply_adapter, merge_adapter
+from fp8jax.ops.product import recipe_dot
 from fp8jax.ops.sharding import merge
-from fp8jax.rewrite.graph import Node, Value, Weight, in_order
-from fp8jax.rewrite.primitives import CASTS, MARKS, PRODUCTS, RESHAPES
+from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names
 
 
-class StandIn(NamedTuple):
+class FrozenInfo(NamedTuple):
     """What is held in the place of a parameter: how codes are made, or None; the matrix; the adapter's rank, or 0."""
 
     spec: Any
@@ -42,31 +42,31 @@ class StandIn(NamedTuple):
         return " and ".join(filter(None, (f"frozen as {self.spec}" if self.spec is not None else "", adapter)))
 
 
-def is_held(x: Any) -> bool:
+def is_frozen(x: Any) -> bool:
     """Whether something stands in the place of a parameter."""
     return isinstance(x, (FrozenWeight, AdaptedWeight))
 
 
-def leaf_in(params: Any) -> Callable[[Any], bool] | None:
+def frozen_leaf_predicate(params: Any) -> Callable[[Any], bool] | None:
     """Says of a part of a tree whether it is held in the place of one of these parameters; None where nothing is."""
-    held = {id(x) for x in jax.tree.leaves(params, is_leaf=is_held) if is_held(x)}
-    return (lambda x: id(x) in held) if held else None
+    frozen_ids = {id(x) for x in jax.tree.leaves(params, is_leaf=is_frozen) if is_frozen(x)}
+    return (lambda x: id(x) in frozen_ids) if frozen_ids else None
 
 
-def stand_in(x: Any) -> Any:
+def as_shape_struct(x: Any) -> Any:
     """What a program is traced with: the array that something stands for."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_held(x) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_frozen(x) else x
 
 
-def kind(x: Any) -> StandIn | None:
+def frozen_info(x: Any) -> FrozenInfo | None:
     """What is held; None of an array."""
-    if not is_held(x):
+    if not is_frozen(x):
         return None
     adapter = x.adapter if isinstance(x, AdaptedWeight) else None
     weight = x.weight if isinstance(x, AdaptedWeight) else x
     spec = weight.codes.spec if isinstance(weight, FrozenWeight) else None
     shape = adapter.shape if adapter is not None else weight.matrix.shape  # type: ignore[union-attr]
-    return StandIn(spec, shape[-2], shape[-1], 0 if adapter is None else adapter.rank)
+    return FrozenInfo(spec, shape[-2], shape[-1], 0 if adapter is None else adapter.rank)
 
 
 def as_array(x: Any) -> Any:
@@ -78,19 +78,19 @@ def as_array(x: Any) -> Any:
     return x
 
 
-def written(step: Any, node: Node, operands: Sequence[Any]) -> Any:
+def run_unchanged(run_equation: Any, node: Node, operands: Sequence[Any]) -> Any:
     """Runs an equation as it is written, on decoded values, which its backward pass decodes again.
 
     What is held stays so in another dtype, or on another place.
     """
-    if not any(map(is_held, operands)):
-        return step(operands)
+    if not any(map(is_frozen, operands)):
+        return run_equation(operands)
     dtype = node.results[0].dtype
     if node.kind in CASTS and jnp.issubdtype(dtype, jnp.floating):
         return [_cast(operands[0], dtype)]
-    if node.kind in MARKS:
+    if node.kind in IDENTITY_PRIMITIVES:
         return list(lax.optimization_barrier(operands)) if node.kind == "optimization_barrier" else list(operands)
-    run = lambda operands: step([as_array(x) for x in operands])  # noqa: E731
+    run = lambda operands: run_equation([as_array(x) for x in operands])  # noqa: E731
     return (jax.checkpoint(run) if node.kind in PRODUCTS else run)(list(operands))
 
 
@@ -101,7 +101,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 @dataclasses.dataclass(eq=False)
-class HeldOperation:
+class FrozenMatmulOperation:
     """A product of data with what is held.
 
     Attributes:
@@ -118,23 +118,27 @@ class HeldOperation:
     side: int
     contract: tuple[int, ...]
     shape: tuple[int, ...]
-    turned: bool
-    root: Value
+    is_transposed: bool
+    canonical_data: Value
 
-    def run(self, running: Any, node: Node) -> Sequence[Array]:
-        held, x = running.held(self.weight), running.array(self.data)
+    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+        frozen, x = interpreter.held(self.weight), interpreter.array(self.data)
         free = [i for i in range(x.ndim) if i not in self.contract]
         order = (*free, *self.contract)
-        turned = x if order == tuple(range(x.ndim)) else x.transpose(order)
-        value = merge(turned, *[1] * len(free), len(self.contract)) if len(self.contract) > 1 else turned
-        root, origin = self.root if value is x else None, running.origin(self.root, value)
-        known, key = running.reads(value, root, self.linear, origin)
-        weight = held.weight if isinstance(held, AdaptedWeight) else held
-        w = weight.matrix if isinstance(weight, FrozenWeight) else lax.stop_gradient(weight).reshape(held.adapter.shape)
-        w = w.T if self.turned else w
-        y = product(Input(rows(value, w), value, known=known), w, self.linear, key)
-        if isinstance(held, AdaptedWeight):
-            y = y + adapted(value, held.adapter.T if self.turned else held.adapter)
+        transposed = x if order == tuple(range(x.ndim)) else x.transpose(order)
+        value = merge(transposed, *[1] * len(free), len(self.contract)) if len(self.contract) > 1 else transposed
+        canonical, facts = self.canonical_data if value is x else None, interpreter.origin(self.canonical_data, value)
+        input_facts, key = interpreter.reads(value, canonical, self.linear, facts)
+        weight = frozen.weight if isinstance(frozen, AdaptedWeight) else frozen
+        w = (
+            weight.matrix
+            if isinstance(weight, FrozenWeight)
+            else lax.stop_gradient(weight).reshape(frozen.adapter.shape)
+        )
+        w = w.T if self.is_transposed else w
+        y = recipe_dot(Input(flatten_tokens(value, w), value, input_facts=input_facts), w, self.linear, key)
+        if isinstance(frozen, AdaptedWeight):
+            y = y + apply_adapter(value, frozen.adapter.T if self.is_transposed else frozen.adapter)
         y = y.reshape(*y.shape[:-1], *self.shape)
         if self.side == 0:
             y = y.transpose(*range(len(free), y.ndim), *range(len(free)))
@@ -142,62 +146,66 @@ class HeldOperation:
 
 
 @functools.cache
-def _sixteen_bits() -> Linear:
+def _bf16_linear() -> Linear:
     return recipes.get("bf16").linear
 
 
-def _turned(layout: Sequence[Node]) -> bool | None:
+def _is_transposed(layout: Sequence[Node]) -> bool | None:
     """Whether what is read is the transposed matrix; None where it is neither that nor the matrix."""
-    turned, kept = False, (*CASTS, *MARKS, *RESHAPES, "stop_gradient")
+    transposed, transparent = False, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "stop_gradient")
     for step in layout:
         if step.kind == "transpose" and tuple(step.eqn.params["permutation"]) == (1, 0):
-            turned = not turned
-        elif step.kind not in kept or not in_order(step):
+            transposed = not transposed
+        elif step.kind not in transparent or not is_order_preserving(step):
             return None
-    return turned
+    return transposed
 
 
-def replace(node: Node, side: int, weight: Weight, linear: Linear | None, path: str, root: Value) -> bool:
+def replace_product(
+    node: Node, side: int, weight: Weight, linear: Linear | None, path: str, canonical_data: Value
+) -> bool:
     """Puts the product with what is held in the place of one; False where that is not read as its matrix.
 
     Raises:
         ValueError: the recipe has a scaling that keeps a state, or codes of another kind than those held.
     """
-    held, params = weight.held, node.eqn.params
-    assert held is not None
-    if linear is not None and linear.quantized:
-        if any(scaling.observes for scaling in linear.states.values()):
+    frozen, params = weight.frozen, node.eqn.params
+    assert frozen is not None
+    if linear is not None and linear.is_quantized:
+        if any(scaling.collects_stats for scaling in linear.states.values()):
             raise ValueError(
-                f"{path} is {held}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "
+                f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "
                 "current scaling, such as te_current, fast or int8_block"
             )
         try:
-            if held.spec is not None:
-                check_kinds(linear, held.spec)
+            if frozen.spec is not None:
+                check_same_kind(linear, frozen.spec)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     else:
-        linear = _sixteen_bits()
+        linear = _bf16_linear()
     if node.kind != "dot_general" or any(params["dimension_numbers"][1]):
         return False
-    turned = _turned(weight.layout)
-    if turned is None:
+    transposed = _is_transposed(weight.layout)
+    if transposed is None:
         return False
     pair, shape = params["dimension_numbers"][0], node.operands[side].shape
     pairs = sorted(zip(pair[side], pair[1 - side], strict=True))
     n = len(pairs)
-    of_weight, of_data = zip(*pairs, strict=True) if pairs else ((), ())
-    first, free = of_weight == tuple(range(n)), shape[n:]
-    if not first:  # the last axes may be: a matrix (outputs, inputs)
-        if of_weight != tuple(range(len(shape) - n, len(shape))):
+    weight_axes, data_axes = zip(*pairs, strict=True) if pairs else ((), ())
+    is_leading, free = weight_axes == tuple(range(n)), shape[n:]
+    if not is_leading:  # the last axes may be: a matrix (outputs, inputs)
+        if weight_axes != tuple(range(len(shape) - n, len(shape))):
             return False
-        turned, free = not turned, shape[: len(shape) - n]
-    sizes = math.prod(shape[i] for i in of_weight), math.prod(free)
-    if sizes != ((held.outputs, held.inputs) if turned else (held.inputs, held.outputs)):
+        transposed, free = not transposed, shape[: len(shape) - n]
+    sizes = math.prod(shape[i] for i in weight_axes), math.prod(free)
+    if sizes != ((frozen.outputs, frozen.inputs) if transposed else (frozen.inputs, frozen.outputs)):
         return False
-    if turned and held.spec is not None and (held.spec.granularity not in TRANSPOSABLE or held.spec.expand):
+    if transposed and frozen.spec is not None and (frozen.spec.granularity not in TRANSPOSABLE or frozen.spec.expand):
         return False
     data = node.operands[1 - side]
-    node.operation = HeldOperation(linear, data, weight.stored, side, of_data, free, turned, root)
+    node.operation = FrozenMatmulOperation(
+        linear, data, weight.stored, side, data_axes, free, transposed, canonical_data
+    )
     node.operands = [data, weight.stored]
     return True

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.saved import LaidOut
+from fp8jax.ops.saved import StoredWeight
 from fp8jax.rewrite import biases
-from fp8jax.rewrite.entries import Entry, ReadWeight
-from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
+from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
+from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value
 from fp8jax.rewrite.operations import ActivationOperation, ProductOperation
 
 
@@ -26,21 +26,21 @@ class JoinedOperation(ProductOperation):
     """
 
     weights: tuple[Value, ...] = ()
-    rows: tuple[Value, ...] = ()
+    bias_values: tuple[Value, ...] = ()
 
     @property
-    def laid_out(self) -> bool:
+    def has_layout(self) -> bool:
         return True
 
-    def _laid_out(self, running: Any) -> LaidOut:
-        return LaidOut([running.array(w) for w in self.weights], functools.partial(jnp.concatenate, axis=1))
+    def _stored_weight(self, interpreter: Any) -> StoredWeight:
+        return StoredWeight([interpreter.array(w) for w in self.weights], functools.partial(jnp.concatenate, axis=1))
 
-    def _bias(self, running: Any) -> Array | None:
-        rows = [running.array(row).reshape(-1) for row in self.rows]
-        return jnp.concatenate(rows) if rows else None
+    def _bias(self, interpreter: Any) -> Array | None:
+        flat_biases = [interpreter.array(row).reshape(-1) for row in self.bias_values]
+        return jnp.concatenate(flat_biases) if flat_biases else None
 
 
-def join(graph: Graph, group: Sequence[ReadWeight], entries: dict[Node, Entry]) -> None:
+def join_products(graph: Graph, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry]) -> None:
     """Puts one operation in place of those products of a group that a recipe joins (`Linear.joins`), and tells it.
 
     Products stay apart whose results an activation reads: its backward pass makes the codes of their gradients. So do
@@ -52,44 +52,67 @@ def join(graph: Graph, group: Sequence[ReadWeight], entries: dict[Node, Entry]) 
         group: products of one array, operations in their places.
         entries: of the plan; those of what is joined are changed.
     """
-    active = {v for node in graph.all() if isinstance(node.operation, ActivationOperation) for v in node.operands}
-    alike = collections.defaultdict[Any, list[ReadWeight]](list)
+    activation_inputs = {
+        v for node in graph.walk() if isinstance(node.operation, ActivationOperation) for v in node.operands
+    }
+    groups = collections.defaultdict[Any, list[WeightMatmul]](list)
     for p in group:
-        place, linear = p.place or p.node, p.choice.linear
-        o = place.operation
-        if linear is None or not linear.joins or type(o) is not ProductOperation or active.intersection(place.results):
+        operation_node, linear = p.operation_node or p.node, p.choice.linear
+        operation = operation_node.operation
+        if (
+            linear is None
+            or not linear.fuse_parallel_matmuls
+            or type(operation) is not ProductOperation
+            or activation_inputs.intersection(operation_node.results)
+        ):
             continue
-        plain = o.side == 1 and not o.layout and o.kept is None and o.widths is None and not o.turned
-        numbers = o.params["dimension_numbers"]
-        plain = plain and tuple(numbers[0][1]) == (0,) and not any(numbers[1])  # (inputs, outputs), as they lie
-        if plain and biases.explicit(o.weight):
-            reason = f"{entries[place].reason}; not joined, for its parameter lies on Explicit axes"
-            entries[place] = entries[place]._replace(reason=reason)
-        elif plain and o.weight.aval.ndim == 2 and o.weight.node is None and (o.bias is None or o.bias.node is None):
-            data, same = origin_of(p.data), (p.data.dtype, p.data.shape, o.weight.dtype, str(o.params), o.bias is None)
-            alike[data, linear, same, id(place.call)].append(p)
-    order = {node: i for i, node in enumerate(graph.all())}
-    for (_, linear, *_), products in alike.items():
+        is_plain = (
+            operation.side == 1
+            and not operation.layout
+            and operation.kept is None
+            and operation.widths is None
+            and not operation.turned
+        )
+        numbers = operation.params["dimension_numbers"]
+        is_plain = is_plain and tuple(numbers[0][1]) == (0,) and not any(numbers[1])  # (inputs, outputs), as they lie
+        if is_plain and biases.has_explicit_sharding(operation.weight):
+            reason = f"{entries[operation_node].reason}; not joined, for its parameter lies on Explicit axes"
+            entries[operation_node] = entries[operation_node]._replace(reason=reason)
+        elif (
+            is_plain
+            and operation.weight.aval.ndim == 2
+            and operation.weight.node is None
+            and (operation.bias is None or operation.bias.node is None)
+        ):
+            data, signature = (
+                canonical_value(p.data),
+                (p.data.dtype, p.data.shape, operation.weight.dtype, str(operation.params), operation.bias is None),
+            )
+            groups[data, linear, signature, id(operation_node.enclosing_node)].append(p)
+    order = {node: i for i, node in enumerate(graph.walk())}
+    for (_, linear, *_), products in groups.items():
         if len(products) > 1:
-            _put(sorted(products, key=lambda p: order[p.place or p.node]), linear, entries)
+            _replace_with_joined(sorted(products, key=lambda p: order[p.operation_node or p.node]), linear, entries)
 
 
-def _put(products: Sequence[ReadWeight], linear: Linear, entries: dict[Node, Entry]) -> None:
-    places = [p.place or p.node for p in products]
-    each: list[Any] = [place.operation for place in places]
-    first, rows = each[0], tuple(o.bias for o in each if o.bias is not None)
-    weights = tuple(o.weight for o in each)
-    place, results = places[0], [result for each_place in places for result in each_place.results]
-    for other in places:
-        other.operation, other.results = None, []
+def _replace_with_joined(products: Sequence[WeightMatmul], linear: Linear, entries: dict[Node, PlanEntry]) -> None:
+    nodes = [p.operation_node or p.node for p in products]
+    operations: list[Any] = [member.operation for member in nodes]
+    first, bias_values = operations[0], tuple(o.bias for o in operations if o.bias is not None)
+    weights = tuple(o.weight for o in operations)
+    place, results = nodes[0], [result for node in nodes for result in node.results]
+    for joined_node in nodes:
+        joined_node.operation, joined_node.results = None, []
     place.results = results
     for result in results:
         result.node = place
-    place.operands = [first.data, *weights, *rows]
+    place.operands = [first.data, *weights, *bias_values]
     place.operation = JoinedOperation(
         first.recipe, first.data, first.weight, (), first.side, first.root, params=first.params, bias=first.bias,
-        widths=tuple(w.shape[1] for w in weights), weights=weights, rows=rows,
+        split_sizes=tuple(w.shape[1] for w in weights), weights=weights, bias_values=bias_values,
     )  # fmt: skip
-    for p, of in zip(products, places, strict=True):
-        others = ", ".join(q.path for q in products if q is not p)
-        entries[of] = entries[of]._replace(reason=f"{entries[of].reason}; joined with {others}")
+    for p, entry_node in zip(products, nodes, strict=True):
+        other_paths = ", ".join(q.path for q in products if q is not p)
+        entries[entry_node] = entries[entry_node]._replace(
+            reason=f"{entries[entry_node].reason}; joined with {other_paths}"
+        )

@@ -13,33 +13,33 @@ from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
-from fp8jax.ops.beside import comes_apart
+from fp8jax.ops.beside import should_split_output
 from fp8jax.ops.inputs import Input
-from fp8jax.ops.linear import dot_general, in_order, output_spec, rows, weight_in_order
+from fp8jax.ops.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
 from fp8jax.ops.norm import normalize
-from fp8jax.ops.product import product
+from fp8jax.ops.product import recipe_dot
 from fp8jax.ops.ragged import ragged_dot
-from fp8jax.ops.saved import ITSELF, LaidOut, Origin
-from fp8jax.ops.scaled import Observed, scaled_linear
-from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
-from fp8jax.rewrite.entries import ReadWeight
-from fp8jax.rewrite.graph import Node, Value, origin_of
-from fp8jax.rewrite.primitives import Equation, ragged_by_rows
-from fp8jax.rewrite.states import Given, Use, observed_beside
+from fp8jax.ops.saved import ALREADY_SAVED, ArrayFacts, StoredWeight
+from fp8jax.ops.scaled import ScalingStats, scaled_linear
+from fp8jax.ops.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
+from fp8jax.rewrite.entries import WeightMatmul
+from fp8jax.rewrite.graph import Node, Value, canonical_value
+from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot
+from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
 
 class LayoutStep(NamedTuple):
     """An equation that gives an array another layout, or takes a part of it; and which of its results that is."""
 
     node: Node
-    place: int
+    result_index: int
 
 
-def _lay_out(layout: Sequence[LayoutStep], parts: Sequence[Array]) -> Array:
-    x, *others = parts
-    rest = iter(others)
-    for node, place in layout:
-        x = Equation(node.eqn, node.scope)([x, *(next(rest) for _ in node.operands[1:])])[place]
+def _apply_layout(layout: Sequence[LayoutStep], arrays: Sequence[Array]) -> Array:
+    x, *operands = arrays
+    operand_iter = iter(operands)
+    for node, result_index in layout:
+        x = Equation(node.eqn, node.scope)([x, *(next(operand_iter) for _ in node.operands[1:])])[result_index]
     return x
 
 
@@ -67,136 +67,162 @@ class ProductOperation:
     weight: Value
     layout: tuple[LayoutStep, ...]
     side: int
-    root: Value
-    kept: Value | None = None
-    use: Use | None = None
+    canonical_data: Value
+    saved_data: Value | None = None
+    use: WeightUse | None = None
     params: Mapping[str, Any] = MappingProxyType({})
     bias: Value | None = None
-    turned: bool = False
-    widths: tuple[int, ...] | None = None
+    is_transposed: bool = False
+    split_sizes: tuple[int, ...] | None = None
 
     @property
     def linear(self) -> Linear:
         return self.recipe.linear
 
     @property
-    def laid_out(self) -> bool:
+    def has_layout(self) -> bool:
         """Whether the product's matrix is made of what is stored."""
         return bool(self.layout)
 
     @property
-    def inputs(self) -> int:
+    def num_inputs(self) -> int:
         """How many inputs it sums over."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
-    def run(self, running: Any, node: Node) -> Sequence[Array]:
-        given = Given() if self.use is None else running.states.get(self.use.key, Given())
-        result, widths = node.results[0], self.widths
-        if widths is None:
-            return [self._computed(running, given, result)]
-        if given.state is None and self.kept is None and comes_apart(self.recipe.linear, widths):
-            parts = self._computed(running, given, result, widths)
-            return [_shaped(y, of.shape).astype(of.dtype) for y, of in zip(parts, node.results, strict=True)]
+    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+        use_inputs = UseInputs() if self.use is None else interpreter.states.get(self.use.key, UseInputs())
+        result, split_sizes = node.results[0], self.split_sizes
+        if split_sizes is None:
+            return [self._run_product(interpreter, use_inputs, result)]
+        if (
+            use_inputs.state is None
+            and self.saved_data is None
+            and should_split_output(self.recipe.linear, split_sizes)
+        ):
+            pieces = self._run_product(interpreter, use_inputs, result, split_sizes)
+            return [
+                _reshape_if_needed(y, piece.shape).astype(piece.dtype)
+                for y, piece in zip(pieces, node.results, strict=True)
+            ]
         last = len(result.shape) - 1
-        whole = jax.ShapeDtypeStruct((*result.shape[:last], sum(widths)), result.dtype)
-        return lax.split(self._computed(running, given, whole), widths, axis=last)
+        concatenated = jax.ShapeDtypeStruct((*result.shape[:last], sum(split_sizes)), result.dtype)
+        return lax.split(self._run_product(interpreter, use_inputs, concatenated), split_sizes, axis=last)
 
-    def _computed(self, running: Any, given: Given, result: Any, widths: tuple[int, ...] | None = None) -> Any:
+    def _run_product(
+        self, interpreter: Any, use_inputs: UseInputs, result: Any, split_sizes: tuple[int, ...] | None = None
+    ) -> Any:
         """The product in the shape and dtype of `result`; or the arrays of these widths that it is, as they come."""
-        if given.state is not None:
-            return self._scaled(running, result.dtype, given)
+        if use_inputs.state is not None:
+            return self._run_scaled(interpreter, result.dtype, use_inputs)
         linear = self.recipe.linear
-        x = running.array(self.data if self.kept is None else self.kept)
-        origin = running.origin(self.root, x)
-        if self.kept is not None:
-            origin = origin._replace(again=(ITSELF, x))
-        known, key = running.reads(x, self.root, linear, origin)
-        how: Any = {"key": key, "bias": self._bias(running), "quantized": self._held(given)}
-        if widths is not None:
-            how["widths"] = widths
-        if self.kept is None and running.read_later(self.data):
+        x = interpreter.array(self.data if self.saved_data is None else self.saved_data)
+        facts = interpreter.origin(self.canonical_data, x)
+        if self.saved_data is not None:
+            facts = facts._replace(again=(ALREADY_SAVED, x))
+        input_facts, key = interpreter.reads(x, self.canonical_data, linear, facts)
+        keywords: Any = {"key": key, "bias": self._bias(interpreter), "quantized": self._prequantized(use_inputs)}
+        if split_sizes is not None:
+            keywords["widths"] = split_sizes
+        if self.saved_data is None and interpreter.read_later(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
-            how["pass_on"] = functools.partial(running.pass_on, self.data)
-        laid = self._laid_out(running)
-        w = laid.layout(laid.parts)
-        how["laid"] = laid if self.laid_out else None
-        if self.kept is None:
-            y = self._product(x, w, {**how, "known": known})
+            keywords["pass_on"] = functools.partial(interpreter.pass_on, self.data)
+        stored_weight = self._stored_weight(interpreter)
+        w = stored_weight.layout(stored_weight.values)
+        keywords["laid"] = stored_weight if self.has_layout else None
+        if self.saved_data is None:
+            y = self._dot_general(x, w, {**keywords, "known": input_facts})
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
-            y = product(Input(rows(x, w), x, known=known), w, linear, spec=output_spec(x, w, None), **how)
+            y = recipe_dot(
+                Input(flatten_tokens(x, w), x, input_facts=input_facts),
+                w,
+                linear,
+                out_spec=output_spec(x, w, None),
+                **keywords,
+            )
         else:
             tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
-            how["laid"] = laid.then(lambda w: merge(w, w.ndim - 1, 1))
+            keywords["laid"] = stored_weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
             spec = output_spec(tokens, matrix, None)
-            y = product(Input(tokens, x, False, known), matrix, linear, spec=spec, **how)
-        return y if widths is not None else _shaped(y, result.shape).astype(result.dtype)
+            y = recipe_dot(Input(tokens, x, False, input_facts), matrix, linear, out_spec=spec, **keywords)
+        return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
 
-    def _bias(self, running: Any) -> Array | None:
-        return None if self.bias is None else running.array(self.bias).reshape(-1)
+    def _bias(self, interpreter: Any) -> Array | None:
+        return None if self.bias is None else interpreter.array(self.bias).reshape(-1)
 
-    def _scaled(self, running: Any, dtype: Any, given: Given) -> Array:
+    def _run_scaled(self, interpreter: Any, dtype: Any, use_inputs: UseInputs) -> Array:
         """The product under a scaling that keeps a state."""
-        linear, contract = self.recipe.linear, self._contracted()
+        linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
-        laid = self._laid_out(running)
-        weight = laid.layout(laid.parts)
-        data = running.array(self.data if self.kept is None else self.kept).reshape(self.data.shape)
-        left, right = in_order(data, weight, numbers)
-        lead, outputs = left.ndim - n, right.ndim - n
+        stored_weight = self._stored_weight(interpreter)
+        weight = stored_weight.layout(stored_weight.values)
+        data = interpreter.array(self.data if self.saved_data is None else self.saved_data).reshape(self.data.shape)
+        left, right = to_matmul_order(data, weight, numbers)
+        num_leading, outputs = left.ndim - n, right.ndim - n
         spec = product_sharding(data, weight, numbers, self.params.get("out_sharding") if self.side == 1 else None)
-        x, w = merge(left, *[1] * lead, n), merge(right, n, outputs)
-        origin = running.origin(self.root, x)
-        origin = origin if self.kept is None else origin._replace(again=(ITSELF, x))
-        known, key = running.reads(x, self.root, linear, origin)
-        how: Any = {"key": key, "known": known, "quantized": self._held(given), "bias": self._bias(running)}
-        if w is not laid.parts[0]:
-            how["laid"] = laid.then(lambda w: merge(weight_in_order(w, numbers), n, outputs))
-        how["out_sharding"] = named(merged(spec, (*[1] * lead, outputs)), data, weight)
-        if self.kept is None and contract[0] == (data.ndim - 1,) and running.read_later(self.data):
-            how["pass_on"] = lambda again: running.pass_on(self.data, _shaped(again, self.data.shape))
-        slots = given.slots or Observed()
-        assert given.state is not None
-        y, seen = scaled_linear(x, w, given.state, slots.dy, recipe=linear, **how)
-        if running.seen is None:
-            y = observed_beside(y, slots, seen)
+        x, w = merge(left, *[1] * num_leading, n), merge(right, n, outputs)
+        facts = interpreter.origin(self.canonical_data, x)
+        facts = facts if self.saved_data is None else facts._replace(again=(ALREADY_SAVED, x))
+        input_facts, key = interpreter.reads(x, self.canonical_data, linear, facts)
+        keywords: Any = {
+            "key": key,
+            "known": input_facts,
+            "quantized": self._prequantized(use_inputs),
+            "bias": self._bias(interpreter),
+        }
+        if w is not stored_weight.values[0]:
+            keywords["laid"] = stored_weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
+        keywords["out_sharding"] = named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight)
+        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.read_later(self.data):
+            keywords["pass_on"] = lambda again: interpreter.pass_on(
+                self.data, _reshape_if_needed(again, self.data.shape)
+            )
+        slots = use_inputs.slots or ScalingStats()
+        assert use_inputs.state is not None
+        y, stats = scaled_linear(x, w, use_inputs.state, slots.dy, recipe=linear, **keywords)
+        if interpreter.seen is None:
+            y = stats_as_cotangents(y, slots, stats)
         else:
-            of = self.use.key  # type: ignore[union-attr]
-            running.seen |= {(of, o): v for o, v in seen._asdict().items() if o != "dy" and v is not None}
-        y = split(y, (*left.shape[:lead], *right.shape[n:]), spec)
-        if self.side == 0 and not self.turned:
-            y = jnp.moveaxis(y, range(lead), range(y.ndim - lead, y.ndim))
+            use_key = self.use.key  # type: ignore[union-attr]
+            interpreter.seen |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+        y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
+        if self.side == 0 and not self.is_transposed:
+            y = jnp.moveaxis(y, range(num_leading), range(y.ndim - num_leading, y.ndim))
         return y.astype(dtype)
 
-    def _contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _contracting_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes of the data and of the parameter that are summed over, in the parameter's order."""
         pair = self.params["dimension_numbers"][0]
         pairs = sorted(zip(pair[1 - self.side], pair[self.side], strict=True), key=lambda axes: axes[1])
         data, weight = zip(*pairs, strict=True) if pairs else ((), ())
         return data, weight
 
-    def _held(self, given: Given) -> Any:
+    def _prequantized(self, use_inputs: UseInputs) -> Any:
         """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
-        _, contract = self._contracted()
-        return None if self.laid_out or tuple(contract) != tuple(range(len(contract))) else given.weight
+        _, contract = self._contracting_axes()
+        return None if self.has_layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
 
-    def _laid_out(self, running: Any) -> LaidOut:
+    def _stored_weight(self, interpreter: Any) -> StoredWeight:
         """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
-        parts = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
+        operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
         last = self.layout[-1].node if self.layout else None
-        turned = last is not None and last.kind == "transpose" and last.results[0].aval.ndim == 2
-        return LaidOut([running.array(value) for value in parts], functools.partial(_lay_out, self.layout), turned)
+        is_transpose = last is not None and last.kind == "transpose" and last.results[0].aval.ndim == 2
+        return StoredWeight(
+            [interpreter.array(value) for value in operands],
+            functools.partial(_apply_layout, self.layout),
+            is_transpose,
+        )
 
-    def _product(self, x: Array, w: Array, how: dict[str, Any]) -> Array:
-        contract, batch = self._contracted(), self.params["dimension_numbers"][1]
+    def _dot_general(self, x: Array, w: Array, keywords: dict[str, Any]) -> Array:
+        contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
         dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
         if self.side == 1:
             numbers = contract, batch
-            return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **how)
+            return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **keywords)
         # The parameter on the left: its free axes come first. Where axes are Explicit, JAX's own rule places them.
         n = len(batch[0])
-        own = x.ndim - len(contract[0]) - n
-        y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **how)
-        return y if self.turned else jnp.moveaxis(y, range(n, n + own), range(y.ndim - own, y.ndim))
+        num_free = x.ndim - len(contract[0]) - n
+        y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **keywords)
+        return y if self.is_transposed else jnp.moveaxis(y, range(n, n + num_free), range(y.ndim - num_free, y.ndim))
 
 
 @dataclasses.dataclass(eq=False)
@@ -211,39 +237,43 @@ class RaggedOperation:
     data: Value
     weight: Value
     groups: Value
-    root: Value
+    canonical_data: Value
 
     @classmethod
-    def takes(cls, node: Node, side: int) -> bool:
+    def supports(cls, node: Node, side: int) -> bool:
         """Whether it can stand in place of an equation of its kind, whose operand `side` is a parameter."""
-        return side == 1 and ragged_by_rows(node.eqn)
+        return side == 1 and is_plain_ragged_dot(node.eqn)
 
     @classmethod
-    def put(cls, p: ReadWeight) -> None:
+    def replace_product(cls, p: WeightMatmul) -> None:
         """Puts it in place of a product."""
         data, w, groups = p.node.operands
-        w = p.weight.stored if p.read_as_stored and not p.weight.layout else w
+        w = p.weight.stored if p.quantizes_stored_weight and not p.weight.layout else w
         assert p.choice.linear is not None
-        operation = cls(p.choice.linear, data, w, groups, origin_of(data))
+        operation = cls(p.choice.linear, data, w, groups, canonical_value(data))
         p.node.operands, p.node.operation = [data, w, groups], operation
 
     @property
-    def told(self) -> str:
+    def explain_note(self) -> str:
         """What `explain` says of it besides the rule."""
         return f"multiplies the values of the codes in {self.data.dtype}"
 
     @property
-    def inputs(self) -> int:
+    def num_inputs(self) -> int:
         return self.data.shape[-1]
 
-    def run(self, running: Any, node: Node) -> Sequence[Array]:
-        x, w, groups = (running.array(value) for value in (self.data, self.weight, self.groups))
-        known, key = running.reads(x, self.root, self.linear, running.origin(self.root, x))
-        return [ragged_dot(x, w, groups, recipe=self.linear, key=key, known=known).astype(node.results[0].dtype)]
+    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+        x, w, groups = (interpreter.array(value) for value in (self.data, self.weight, self.groups))
+        input_facts, key = interpreter.reads(
+            x, self.canonical_data, self.linear, interpreter.origin(self.canonical_data, x)
+        )
+        return [
+            ragged_dot(x, w, groups, recipe=self.linear, key=key, input_facts=input_facts).astype(node.results[0].dtype)
+        ]
 
 
 # Products that are no `dot_general`, by their primitives: classes as `RaggedOperation`; `told` may be left out.
-OTHERS: Mapping[str, Any] = {"ragged_dot_general": RaggedOperation}
+NON_DOT_OPERATIONS: Mapping[str, Any] = {"ragged_dot_general": RaggedOperation}
 
 
 @dataclasses.dataclass(eq=False)
@@ -262,17 +292,19 @@ class NormOperation:
     eps: float
     centered: bool
 
-    def run(self, running: Any, node: Node) -> Sequence[Array]:
+    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
         result = node.results[0]
-        x = _shaped(running.array(self.x), result.shape)
-        scales = [_vector(running.array(v), x.shape[-1]) for v in self.scales]
+        x = _reshape_if_needed(interpreter.array(self.x), result.shape)
+        scales = [_channel_vector(interpreter.array(v), x.shape[-1]) for v in self.scales]
         scale = math.prod(scales[1:], start=scales[0]) if scales else None
-        bias = None if self.bias is None else _vector(running.array(self.bias), x.shape[-1])
-        how: Any = {"centered": self.centered, "residual": running.read_later(self.x)}
-        y, again, running.origins[result] = normalize(x, scale, bias, self.recipe, self.eps, result.dtype, **how)
-        if again is not None:
+        bias = None if self.bias is None else _channel_vector(interpreter.array(self.bias), x.shape[-1])
+        keywords: Any = {"centered": self.centered, "residual": interpreter.read_later(self.x)}
+        y, passthrough, interpreter.origins[result] = normalize(
+            x, scale, bias, self.recipe, self.eps, result.dtype, **keywords
+        )
+        if passthrough is not None:
             # The backward pass adds the gradients of its other readers, such as a residual stream's sum, to the norm's.
-            running.pass_on(self.x, _shaped(again, self.x.shape))
+            interpreter.pass_on(self.x, _reshape_if_needed(passthrough, self.x.shape))
         return [y]
 
 
@@ -289,33 +321,33 @@ class ActivationOperation:
     name: str
     gate: Value
     up: Value | None
-    biased: bool = False
+    has_bias: bool = False
 
-    def run(self, running: Any, node: Node) -> Sequence[Array]:
+    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
         result = node.results[0]
-        gate, up = running.array(self.gate), None if self.up is None else running.array(self.up)
+        gate, up = interpreter.array(self.gate), None if self.up is None else interpreter.array(self.up)
         # In the widest of the dtypes that the model computes it in.
         dtype = jnp.promote_types(gate.dtype, gate.dtype if up is None else up.dtype)
         dtype = result.dtype if result.dtype.itemsize > dtype.itemsize else dtype
         inputs = gate.astype(dtype), up if up is None else up.astype(dtype)
-        y, origin = activate(self.name, *inputs, self.recipe, biased=self.biased)
-        running.origins[result] = origin if y.dtype == result.dtype else as_read(origin, y, result)
+        y, facts = activate(self.name, *inputs, self.recipe, has_bias=self.has_bias)
+        interpreter.origins[result] = facts if y.dtype == result.dtype else convert_facts(facts, y, result)
         return [y.astype(result.dtype)]
 
 
-def as_read(origin: Origin, source: Any, x: Any) -> Origin:
+def convert_facts(facts: ArrayFacts, source: Any, x: Any) -> ArrayFacts:
     """What is known of an array that is another one in another shape or dtype."""
-    part = origin.part if source.shape[-1:] == x.shape[-1:] else None
-    if part is not None and source.dtype != x.dtype:
-        part = part.cast(x.dtype)
-    scale = origin.scale if x.dtype in (source.dtype, jnp.bfloat16) else None
-    return Origin(origin.again, part, scale)
+    fused_output = facts.fused_output if source.shape[-1:] == x.shape[-1:] else None
+    if fused_output is not None and source.dtype != x.dtype:
+        fused_output = fused_output.cast(x.dtype)
+    scale = facts.scale if x.dtype in (source.dtype, jnp.bfloat16) else None
+    return ArrayFacts(facts.recompute_rule, fused_output, scale)
 
 
-def _shaped(x: Array, shape: tuple[int, ...]) -> Array:
+def _reshape_if_needed(x: Array, shape: tuple[int, ...]) -> Array:
     """An array in a shape; itself if it has that: on a mesh JAX makes an equation of that, too."""
     return x if x.shape == shape else x.reshape(shape)
 
 
-def _vector(x: Array, channels: int) -> Array:
+def _channel_vector(x: Array, channels: int) -> Array:
     return jnp.broadcast_to(x.reshape(x.size), (channels,)) if x.size == 1 else x.reshape(channels)

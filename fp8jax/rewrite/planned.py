@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite.caller import user_level
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.caller import user_stacklevel
+from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
-from fp8jax.rewrite.states import Given, Noted, ParameterState, States, Use, held_by_use, init, merged_uses
+from fp8jax.rewrite.states import (
+    ParameterState,
+    States,
+    Stats,
+    UseInputs,
+    WeightUse,
+    init,
+    merge_use_stats,
+    use_inputs_from_parameter_states,
+)
 
 
 class CallPlan(NamedTuple):
@@ -27,14 +36,14 @@ class CallPlan(NamedTuple):
         refused: the error of a run; see `fp8jax.rewrite.plan.ProgramPlan`. share: likewise.
     """
 
-    entries: tuple[Entry, ...]
-    uses: dict[Use, Linear]
+    entries: tuple[PlanEntry, ...]
+    uses: dict[WeightUse, Linear]
     paths: tuple[str | None, ...]
-    structure: Any
+    result_structure: Any
     run: Callable
     compiled: Callable
-    listing: Callable[[], tuple[Entry, ...]]
-    refused: str = ""
+    list_entries: Callable[[], tuple[PlanEntry, ...]]
+    error: str = ""
     share: UnquantizedShare = UnquantizedShare()
 
 
@@ -48,16 +57,16 @@ class Notices:
 
     def __init__(self) -> None:
         self.texts = set[str]()
-        self.silent = False
+        self.is_silent = False
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
         """Says nothing, and notes nothing as said."""
-        before, self.silent = self.silent, True
+        previous, self.is_silent = self.is_silent, True
         try:
             yield
         finally:
-            self.silent = before
+            self.is_silent = previous
 
 
 class PlannedCall(NamedTuple):
@@ -67,27 +76,27 @@ class PlannedCall(NamedTuple):
     arrays: list[Any]
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[PlanEntry, ...]:
         """What becomes of each product with a parameter, and of what stands before it."""
         return self.plan.entries
 
     @property
-    def uses(self) -> dict[Use, Linear]:
+    def uses(self) -> dict[WeightUse, Linear]:
         """The products with one parameter, and their recipes."""
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
         """Warn, once for each text, if more than a tenth of the FLOPs stay in 16 bits although the rules ask for 8."""
         share = self.plan.share
-        said = notices.silent or share.text in notices.texts
-        if share.notable and not self.plan.refused and not said:
+        is_known = notices.is_silent or share.text in notices.texts
+        if share.is_notable and not self.plan.error and not is_known:
             notices.texts.add(share.text)
             text = f"{share.text}. explain lists each product. fp8jax.Rule(path, None) for a parameter silences this"
-            warnings.warn(text, UnquantizedWarning, stacklevel=user_level(1))
+            warnings.warn(text, UnquantizedWarning, stacklevel=user_stacklevel(1))
 
-    def _check(self) -> None:
-        if self.plan.refused:
-            raise ValueError(self.plan.refused)
+    def _raise_error(self) -> None:
+        if self.plan.error:
+            raise ValueError(self.plan.error)
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -96,10 +105,10 @@ class PlannedCall(NamedTuple):
 
     def init(self) -> States:
         """The states of scalings before the first step; see `Transformed.init`."""
-        self._check()
+        self._raise_error()
         return init(self.uses, self.weights)
 
-    def run(self, given: Mapping[Any, Given], *, noting: bool) -> tuple[Any, Any]:
+    def run(self, use_inputs: Mapping[Any, UseInputs], *, collect_stats: bool) -> tuple[Any, Any]:
         """The function's results; `noting`, also what uses observed, else that is the gradient of their slots.
 
         Args:
@@ -108,12 +117,14 @@ class PlannedCall(NamedTuple):
         Raises:
             ValueError: products ask for a precision that a quantized product cannot give.
         """
-        self._check()
-        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, given)))
-        outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
-        return jax.tree.unflatten(self.plan.structure, outputs), seen
+        self._raise_error()
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, use_inputs)))
+        outputs, stats = (self.plan.run if is_traced else self.plan.compiled)(
+            self.arrays, use_inputs, noting=collect_stats
+        )
+        return jax.tree.unflatten(self.plan.result_structure, outputs), stats
 
-    def with_held(self, held: Mapping[str, ParameterState]) -> tuple[Any, dict[str, Noted]]:
+    def run_with_states(self, parameter_states: Mapping[str, ParameterState]) -> tuple[Any, dict[str, Stats]]:
         """The function's results, and what was observed of inputs and weights, by the paths of parameters.
 
         Where nothing is held automatic scaling measures the weights; others that keep a state raise.
@@ -125,5 +136,5 @@ class PlannedCall(NamedTuple):
         Raises:
             ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
         """
-        results, seen = self.run(held_by_use(held, self.uses), noting=True)
-        return results, merged_uses(seen, self.uses)
+        results, stats = self.run(use_inputs_from_parameter_states(parameter_states, self.uses), collect_stats=True)
+        return results, merge_use_stats(stats, self.uses)

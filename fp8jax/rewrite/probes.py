@@ -12,7 +12,7 @@ import numpy as np
 import scipy.special
 
 from fp8jax.rewrite.graph import Node, Value
-from fp8jax.rewrite.primitives import RESHAPES, SAME
+from fp8jax.rewrite.primitives import PROBE_IDENTITY, RESHAPES
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative},
@@ -20,14 +20,14 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{"logistic": scipy.special.expit, "erf": scipy.special.erf, "erfc": scipy.special.erfc},
     **{"square": np.square, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)},
 }
-_MOST = 64  # nodes; no norm or activation has as many
+_MAX_NODES = 64  # nodes; no norm or activation has as many
 
 
-class UnlikeError(Exception):
+class NoMatchError(Exception):
     """A part of a program is no function of the arrays that were put in, as far as can be known."""
 
 
-def evaluate(value: Value, at: dict[Value, Any], leaf: Callable[[Value], Any]) -> Any:
+def evaluate(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Value], Any]) -> Any:
     """A value where others are given, float64.
 
     An array (..., channels) is (rows, channels) here; a number for each row (rows, 1); a parameter (1, channels).
@@ -40,48 +40,48 @@ def evaluate(value: Value, at: dict[Value, Any], leaf: Callable[[Value], Any]) -
     Raises:
         UnlikeError: it cannot be computed so.
     """
-    if value in at:
-        return at[value]
-    if len(at) > _MOST:
-        raise UnlikeError
-    at[value] = result = _result(value, at, leaf)
+    if value in known_values:
+        return known_values[value]
+    if len(known_values) > _MAX_NODES:
+        raise NoMatchError
+    known_values[value] = result = _result(value, known_values, on_leaf)
     return result
 
 
-def _result(value: Value, at: dict[Value, Any], leaf: Callable[[Value], Any]) -> Any:
+def _result(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Value], Any]) -> Any:
     node, shape = value.node, value.shape
     if value.constant is not None:
         return np.float64(value.constant)
-    constant = value.fixed and not next(iter(at)).fixed
-    if node is None or node.operation is not None or not value.data or constant:
-        return leaf(value)
-    look = lambda operand: evaluate(operand, at, leaf)  # noqa: E731
+    constant = value.is_closure_data and not next(iter(known_values)).is_closure_data
+    if node is None or node.operation is not None or not value.is_data or constant:
+        return on_leaf(value)
+    evaluate_operand = lambda operand: evaluate(operand, known_values, on_leaf)  # noqa: E731
     if node.kind in FUNCTIONS:
-        return FUNCTIONS[node.kind](*map(look, node.operands))
+        return FUNCTIONS[node.kind](*map(evaluate_operand, node.operands))
     if node.kind == "integer_pow":
-        return look(node.operands[0]) ** node.eqn.params["y"]
+        return evaluate_operand(node.operands[0]) ** node.eqn.params["y"]
     if node.kind == "max" and any(operand.constant == 0 for operand in node.operands):
         # A variance that rounding made negative is none; of anything else this is a function with a corner.
-        return _no_less_than_zero(*map(look, node.operands))
+        return _clamp_to_zero(*map(evaluate_operand, node.operands))
     if node.kind == "reduce_sum":
         operand = node.operands[0]
         if tuple(node.eqn.params["axes"]) != (operand.aval.ndim - 1,):
-            raise UnlikeError
-        array = look(operand)
+            raise NoMatchError
+        array = evaluate_operand(operand)
         # Statistics are of whole rows: elsewhere a sum has other terms than these.
         if np.shape(array)[-1:] != operand.shape[-1:]:
-            raise UnlikeError
+            raise NoMatchError
         return np.sum(array, -1, keepdims=True)
-    if node.kind in SAME:
-        return look(node.operands[0])
-    if factors := spread_factors(node):
-        return look(factors[0]) * look(factors[1])
-    if node.kind in RESHAPES and _of_rows(node.eqn, node.operands[0].shape, shape):
-        return look(node.operands[0])
-    return leaf(value)
+    if node.kind in PROBE_IDENTITY:
+        return evaluate_operand(node.operands[0])
+    if factors := elementwise_einsum_factors(node):
+        return evaluate_operand(factors[0]) * evaluate_operand(factors[1])
+    if node.kind in RESHAPES and _keeps_rows(node.eqn, node.operands[0].shape, shape):
+        return evaluate_operand(node.operands[0])
+    return on_leaf(value)
 
 
-def spread_factors(node: Node) -> list[Value]:
+def elementwise_einsum_factors(node: Node) -> list[Value]:
     """What `einsum("...k,k->...k")` multiplies element by element; nothing of any other node.
 
     JAX writes it as a product that contracts nothing, with the channels as its batch, and moves these to the end again.
@@ -91,24 +91,26 @@ def spread_factors(node: Node) -> list[Value]:
         return []
     (_, batch), last = product.eqn.params["dimension_numbers"], len(node.eqn.params["permutation"]) - 1
     factors = product.operands
-    by_channel = all(list(axes) == [x.aval.ndim - 1] for x, axes in zip(factors, batch, strict=True))
-    vector = min(x.aval.ndim for x in factors) == 1
-    back = tuple(node.eqn.params["permutation"]) == (*range(1, last + 1), 0)
-    return list(factors) if by_channel and vector and back else []
+    batches_channels = all(list(axes) == [x.aval.ndim - 1] for x, axes in zip(factors, batch, strict=True))
+    has_vector = min(x.aval.ndim for x in factors) == 1
+    moves_channels_back = tuple(node.eqn.params["permutation"]) == (*range(1, last + 1), 0)
+    return list(factors) if batches_channels and has_vector and moves_channels_back else []
 
 
-def _no_less_than_zero(a: Any, b: Any) -> Any:
+def _clamp_to_zero(a: Any, b: Any) -> Any:
     result = np.maximum(a, b)
     if np.min(np.where(np.ndim(a) == 0, b, a)) < -1e-9 or np.shape(result)[-1:] != (1,):
-        raise UnlikeError
+        raise NoMatchError
     return result
 
 
-def _of_rows(eqn: Any, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+def _keeps_rows(eqn: Any, old_shape: tuple[int, ...], new_shape: tuple[int, ...]) -> bool:
     """Whether a layout leaves rows and channels what they are: axes of one element come and go, and rows are spread
     over channels that are alike."""
     if eqn.primitive.name != "broadcast_in_dim":
-        return [n for n in before if n != 1] == [n for n in after if n != 1]
-    places = eqn.params["broadcast_dimensions"]
-    leading = list(places) == list(range(len(before)))
-    return leading and all(n == after[i] for n, i in zip(before[: len(after) - 1], places, strict=False))
+        return [n for n in old_shape if n != 1] == [n for n in new_shape if n != 1]
+    output_axes = eqn.params["broadcast_dimensions"]
+    keeps_leading = list(output_axes) == list(range(len(old_shape)))
+    return keeps_leading and all(
+        n == new_shape[i] for n, i in zip(old_shape[: len(new_shape) - 1], output_axes, strict=False)
+    )

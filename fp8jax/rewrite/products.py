@@ -11,23 +11,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.caller import Caller
-from fp8jax.rewrite.entries import Entry, ReadWeight
-from fp8jax.rewrite.graph import Graph, Node, Value, changed_by_data, computed_from
-from fp8jax.rewrite.operations import OTHERS
-from fp8jax.rewrite.rules import LayerChoice, Ordered
+from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
+from fp8jax.rewrite.graph import Graph, Node, Value, data_modified_path, source_parameters
+from fp8jax.rewrite.operations import NON_DOT_OPERATIONS
+from fp8jax.rewrite.rules import LayerChoice, RuleSet
 from fp8jax.rewrite.shares import flops, is_complete
 
-_MOST_NAMED = 3  # further parameters of a concatenation
+_MAX_LISTED = 3  # further parameters of a concatenation
 
 
 def find(
     graph: Graph,
-    entries: dict[Node, Entry],
-    rules: Ordered,
-    caller: Caller,
-    around: tuple[tuple[Node, Graph], ...] = (),
-) -> Iterator[ReadWeight]:
+    entries: dict[Node, PlanEntry],
+    rules: RuleSet,
+    call_info: CallInfo,
+    enclosing: tuple[tuple[Node, Graph], ...] = (),
+) -> Iterator[WeightMatmul]:
     """The products of data with a parameter that may be quantized; notes the others.
 
     Args:
@@ -37,152 +37,161 @@ def find(
         caller: of the program.
         around: the nodes that the program stands in, each with the body, outermost first.
     """
-    for node in graph.all():
-        if not node.sealed:
+    for node in graph.walk():
+        if not node.has_custom_rule:
             for body in node.bodies:
-                yield from find(body, entries, rules, caller, (*around, (node, body)))
-        if node.kind not in primitives.PRODUCTS and not node.sealed and not primitives.unread(node.eqn):
+                yield from find(body, entries, rules, call_info, (*enclosing, (node, body)))
+        if node.kind not in primitives.PRODUCTS and not node.has_custom_rule and not primitives.is_opaque(node.eqn):
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
         sides = [i for i, value in enumerate(node.operands[:2]) if value.weight is not None and floats[i]]
         if len(sides) == 2:  # a part of a parameter that data pick is data beside another parameter
-            sides = [i for i in sides if not node.operands[i].data] or sides
-        why = _why_not(node, sides, graph.around)
-        if why is None:
+            sides = [i for i in sides if not node.operands[i].is_data] or sides
+        reason = _skip_reason(node, sides, graph.outer_scope)
+        if reason is None:
             weight = node.operands[sides[0]].weight
             assert weight is not None
-            path, *others = caller.paths(weight.path)
-            yield ReadWeight(graph, node, sides[0], weight, path, tuple(others), around)
-        elif why:
-            entries[node] = _left(node, sides, why, rules, caller, around)
+            path, *aliases = call_info.layer_paths(weight.path)
+            yield WeightMatmul(graph, node, sides[0], weight, path, tuple(aliases), enclosing)
+        elif reason:
+            entries[node] = _skipped_entry(node, sides, reason, rules, call_info, enclosing)
 
 
-def choose(p: ReadWeight, rules: Ordered, caller: Caller, heads: dict[str, str]) -> LayerChoice:
+def choose(p: WeightMatmul, rules: RuleSet, call_info: CallInfo, heads: dict[str, str]) -> LayerChoice:
     """The choice of the rules for a product, the same for all parameters that are concatenated in its matrix.
 
     Raises:
         ValueError: the rules treat these parameters differently.
     """
-    choice = rules.choice(p.path, heads, p.others)
+    choice = rules.choose(p.path, heads, p.aliases)
     if not p.weight.further_paths:
         return choice
-    others = [caller.paths(path) for path in p.weight.further_paths]
-    p.concatenated = tuple(dict.fromkeys(path for path, *_ in others))
-    first = rules.choice(p.path, also=p.others)
-    for path, *also in others:
-        other = rules.choice(path, also=also)
-        if (other.linear, other.context) != (first.linear, first.context):
+    further_layers = [call_info.layer_paths(path) for path in p.weight.further_paths]
+    p.concatenated = tuple(dict.fromkeys(path for path, *_ in further_layers))
+    first_choice = rules.choose(p.path, aliases=p.aliases)
+    for path, *also in further_layers:
+        choice_of_path = rules.choose(path, aliases=also)
+        if (choice_of_path.linear, choice_of_path.context) != (first_choice.linear, first_choice.context):
             raise ValueError(
                 f"{p.path} and {path} are concatenated or stacked into one matrix at {p.node.line()}, which has one "
-                f"recipe, and the rules differ: {p.path} by {first.reason}, {path} by {other.reason}. "
+                f"recipe, and the rules differ: {p.path} by {first_choice.reason}, {path} by {choice_of_path.reason}. "
                 "Give both the same rule"
             )
     return dataclasses.replace(choice, reason=f"{choice.reason}; concatenated with {path_list(p.concatenated)}")
 
 
-def path_list(paths: tuple[str, ...], most: int = _MOST_NAMED) -> str:
+def path_list(paths: tuple[str, ...], max_count: int = _MAX_LISTED) -> str:
     """Paths in a sentence."""
-    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+    return ", ".join(paths[:max_count]) + (f" and {len(paths) - max_count} more" if len(paths) > max_count else "")
 
 
-def refuse(products: Sequence[ReadWeight]) -> str:
+def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
     """Leaves products as written that ask for a precision; returns the error of a run, or "".
 
     Args:
         products: those of a program, with their choices.
     """
-    refused: list[tuple[ReadWeight, Any]] = []
+    rejected: list[tuple[WeightMatmul, Any]] = []
     for p in products:
-        asked = p.node.eqn.params["precision"]
-        each = asked if isinstance(asked, tuple) else (asked,)
-        if p.taken and any(x not in (None, lax.Precision.DEFAULT) for x in each):
-            refused.append((p, asked))
-            p.refused = True
-            p.choice = LayerChoice(None, f"asks for precision {asked}, which a quantized product cannot give")
-    if not refused:
+        precision = p.node.eqn.params["precision"]
+        precisions = precision if isinstance(precision, tuple) else (precision,)
+        if p.is_quantized and any(x not in (None, lax.Precision.DEFAULT) for x in precisions):
+            rejected.append((p, precision))
+            p.has_unsupported_precision = True
+            p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized product cannot give")
+    if not rejected:
         return ""
     default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     unset = f" and leave jax_default_matmul_precision, which is {default!r}, unset" if default else ""
-    paths = list(dict.fromkeys(p.path for p, _ in refused))
+    paths = list(dict.fromkeys(p.path for p, _ in rejected))
     # Of many layers one pattern for each number in their paths.
     patterns = paths if len(paths) < 5 else list(dict.fromkeys(re.sub(r"\d+", r"\\d+", path) for path in paths))
     rule = f"fp8jax.Rule({'|'.join(patterns)!r}, None)"
-    if len(refused) == 1:
-        ((p, asked),) = refused
+    if len(rejected) == 1:
+        ((p, precision),) = rejected
         return (
-            f"{p.path} asks for precision {asked}, which a quantized product cannot give, at {p.node.line()}; set "
+            f"{p.path} asks for precision {precision}, which a quantized product cannot give, at {p.node.line()}; set "
             f"its precision to None{unset}, or leave it out with a rule: [{rule}, recipe]"
         )
     groups = collections.defaultdict[tuple[str, str], dict[str, None]](dict)
-    for p, asked in refused:
-        groups[p.node.line(), str(asked)][p.path] = None
+    for p, precision in rejected:
+        groups[p.node.line(), str(precision)][p.path] = None
     verb = {True: "asks", False: "ask"}
     lines = [
-        f"{', '.join(of)} {verb[len(of) == 1]} for precision {asked}, at {line}" for (line, asked), of in groups.items()
+        f"{', '.join(group_paths)} {verb[len(group_paths) == 1]} for precision {asked}, at {line}"
+        for (line, asked), group_paths in groups.items()
     ]
     return (
-        f"{len(refused)} products ask for a precision that a quantized product cannot give: {'; '.join(lines)}. Set "
+        f"{len(rejected)} products ask for a precision that a quantized product cannot give: {'; '.join(lines)}. Set "
         f"their precision to None{unset}, or leave them out with a rule: [{rule}, recipe]"
     )
 
 
-def _left(
+def _skipped_entry(
     node: Node,
     sides: list[int],
-    why: str,
-    rules: Ordered,
-    caller: Caller,
-    around: tuple[tuple[Node, Graph], ...],
-) -> Entry:
+    reason: str,
+    rules: RuleSet,
+    call_info: CallInfo,
+    enclosing: tuple[tuple[Node, Graph], ...],
+) -> PlanEntry:
     """The reason that `explain` gives for a product that is left as written."""
     weights = [value.weight for value in node.operands if value.weight is not None]
-    fixed = [i for i, value in enumerate(node.operands[:2]) if not value.data]
-    matrix = next((node.operands[i] for i in (*sides, *fixed)), node.results[0])
-    paths = [caller.paths(path) for path in ([w.path for w in weights] or [*computed_from(matrix)])]
+    non_data = [i for i, value in enumerate(node.operands[:2]) if not value.is_data]
+    matrix = next((node.operands[i] for i in (*sides, *non_data)), node.results[0])
+    paths = [call_info.layer_paths(path) for path in ([w.path for w in weights] or [*source_parameters(matrix)])]
     # A rule may leave the parameters alone that it is computed from, as one of an embedding or a head does.
-    chosen = [rules.choice(path, also=also).linear for path, *also in paths]
-    asked = all(linear is not None for linear in chosen) and (bool(chosen) or rules.default) and not is_complete(node)
+    linears = [rules.choose(path, aliases=also).linear for path, *also in paths]
+    is_requested = (
+        all(linear is not None for linear in linears) and (bool(linears) or rules.has_default) and not is_complete(node)
+    )
     path = paths[0][0] if weights else ""
-    entry = Entry(path, node.kind, matrix.shape, None, why, node.line(), product=True)
-    return entry._replace(flops=flops(node, around), unsupported=asked, sources=tuple(path for path, *_ in paths))
+    entry = PlanEntry(path, node.kind, matrix.shape, None, reason, node.line(), is_product=True)
+    return entry._replace(
+        flops=flops(node, enclosing), is_unsupported=is_requested, sources=tuple(path for path, *_ in paths)
+    )
 
 
-def _why_not(node: Node, sides: list[int], around: str) -> str | None:
+def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
-    data = [value.data for value in node.operands[:2]]
+    is_data = [value.is_data for value in node.operands[:2]]
     matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return "contracts nothing" if matrices else ""
-    if node.sealed or primitives.unread(node.eqn):
-        why = "has a derivative of its own" if node.sealed else "is not read"
+    if node.has_custom_rule or primitives.is_opaque(node.eqn):
+        why = "has a derivative of its own" if node.has_custom_rule else "is not read"
         return f"inside {node.kind}, which {why}" if matrices else ""
-    typed = [v.dtype for v in node.operands[:2] if v.weight is not None and not jnp.issubdtype(v.dtype, jnp.floating)]
-    if typed and not sides:
-        return f"its parameter is {typed[0]}"
-    if len(sides) != 1 or not data[1 - sides[0]]:
-        return _unnamed(node.operands[:2])
-    if sides[0] == 0 and _is_batch(node.operands[0]) and node.operands[1].fixed:
+    wrong_dtypes = [
+        v.dtype for v in node.operands[:2] if v.weight is not None and not jnp.issubdtype(v.dtype, jnp.floating)
+    ]
+    if wrong_dtypes and not sides:
+        return f"its parameter is {wrong_dtypes[0]}"
+    if len(sides) != 1 or not is_data[1 - sides[0]]:
+        return _reason_without_parameter(node.operands[:2])
+    if sides[0] == 0 and _is_whole_argument(node.operands[0]) and node.operands[1].is_closure_data:
         return "the parameter is one array, as a batch is, and meets a matrix that the function closes over"
-    if primitives.differentiated(f"{around}/{node.scope}"):
+    if primitives.is_differentiated(f"{outer_scope}/{node.scope}"):
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
-    if node.kind != "dot_general" and not (node.kind in OTHERS and OTHERS[node.kind].takes(node, sides[0])):
-        return f"fp8jax has no {node.kind}{' of this form' if node.kind in OTHERS else ''}"
+    if node.kind != "dot_general" and not (
+        node.kind in NON_DOT_OPERATIONS and NON_DOT_OPERATIONS[node.kind].takes(node, sides[0])
+    ):
+        return f"fp8jax has no {node.kind}{' of this form' if node.kind in NON_DOT_OPERATIONS else ''}"
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None
 
 
-def _is_batch(value: Value) -> bool:
+def _is_whole_argument(value: Value) -> bool:
     """Whether the argument with parameters is one array, of which a value is part: it may be a batch by mistake."""
     return value.weight is not None and not value.weight.path
 
 
-def _unnamed(operands: list[Value]) -> str:
+def _reason_without_parameter(operands: list[Value]) -> str:
     """The reason why a product has no parameter that a rule could name; "" for a product of data with data."""
-    if len(operands) == 2 and operands[0].data != operands[1].data:
-        found = computed_from(next(value for value in operands if not value.data))
-        held = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))
-        of = " and ".join(found) or "constants"
-        return f"data meet what is computed from {of}{f', {held}: values of 16 bits' if held else ''}"
-    changed = [path for v in operands if v.data and (path := changed_by_data(v)) is not None]
-    return f"data change or pick the matrix {changed[0]}" if len(changed) == 1 else ""
+    if len(operands) == 2 and operands[0].is_data != operands[1].is_data:
+        found = source_parameters(next(value for value in operands if not value.is_data))
+        frozen = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))
+        source_names = " and ".join(found) or "constants"
+        return f"data meet what is computed from {source_names}{f', {frozen}: values of 16 bits' if frozen else ''}"
+    modified_paths = [path for v in operands if v.is_data and (path := data_modified_path(v)) is not None]
+    return f"data change or pick the matrix {modified_paths[0]}" if len(modified_paths) == 1 else ""

@@ -11,13 +11,21 @@ from jax.extend import core
 
 from fp8jax.rewrite import closures, primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
-from fp8jax.rewrite.primitives import CASTS, JOINS, LAYOUTS, MARKS, PARTS, RESHAPES, Body
+from fp8jax.rewrite.primitives import (
+    CASTS,
+    CONCAT_PRIMITIVES,
+    IDENTITY_PRIMITIVES,
+    LAYOUTS,
+    RESHAPES,
+    SLICING_PRIMITIVES,
+    SubJaxpr,
+)
 
 # What is computed of constants while they are read, such as the divisor of a variance.
 _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
 
 
-def read(closed: Any, paths: Sequence[str | None], held: Sequence[Any] = ()) -> Graph:
+def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] = ()) -> Graph:
     """The graph of a program.
 
     An array that the function closes over is data, as its batch may be. Where data of a call meet it as the other
@@ -28,119 +36,147 @@ def read(closed: Any, paths: Sequence[str | None], held: Sequence[Any] = ()) -> 
         paths: for each input the path of the parameter that it is; None for data.
         held: for each what is in its place, `fp8jax.rewrite.held.kind`; none for arrays.
     """
-    jaxpr = getattr(closed, "jaxpr", closed)
-    kinds, model_constants = held or [None] * len(paths), frozenset[int]()
+    jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
+    frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
     while True:
         inputs = []
-        for variable, path, kind in zip(jaxpr.invars, paths, kinds, strict=True):
-            value = Value(variable.aval, data=path is None, given=path is None, trained=path is not None)
-            value.weight = None if path is None else Weight(path, value, held=kind)
+        for variable, path, kind in zip(jaxpr.invars, paths, frozen_infos, strict=True):
+            value = Value(
+                variable.aval, is_data=path is None, depends_on_inputs=path is None, depends_on_params=path is not None
+            )
+            value.weight = None if path is None else Weight(path, value, frozen=kind)
             inputs.append(value)
-        graph = _graph(Body(jaxpr, closed.consts, range(0)), inputs, "", model_constants)
-        found = closures.constants(graph)
+        graph = _build_graph(SubJaxpr(jaxpr, closed_jaxpr.consts, range(0)), inputs, "", model_constants)
+        found = closures.find_model_constants(graph)
         if not found:
             return graph
         model_constants |= found
 
 
-def _graph(program: Body, inputs: list[Value], around: str, model_constants: frozenset[int]) -> Graph:
+def _build_graph(sub_jaxpr: SubJaxpr, inputs: list[Value], outer_scope: str, model_constants: frozenset[int]) -> Graph:
     """The graph of a program; those arrays are constants of the model."""
     nodes: list[Node] = []
-    graph = Graph(inputs, nodes, [], around, model_constants)
-    graph.outputs = _read(program, graph, nodes, "")
+    graph = Graph(inputs, nodes, [], outer_scope, model_constants)
+    graph.outputs = _read_equations(sub_jaxpr, graph, nodes, "")
     return graph
 
 
-def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: list[Value] | None = None) -> list[Value]:
+def _read_equations(
+    sub_jaxpr: SubJaxpr, graph: Graph, nodes: list[Node], scope: str, inputs: list[Value] | None = None
+) -> list[Value]:
     """Appends the nodes of a graph's program, or of one that it calls with these inputs; returns its outputs."""
-    jaxpr = program.jaxpr
-    known: dict[Any, Value] = dict(zip(jaxpr.invars, graph.inputs if inputs is None else inputs, strict=True))
-    known |= {
-        v: _constant(v.aval, c, graph.model_constants) for v, c in zip(jaxpr.constvars, program.consts, strict=True)
+    jaxpr = sub_jaxpr.jaxpr
+    values: dict[Any, Value] = dict(zip(jaxpr.invars, graph.inputs if inputs is None else inputs, strict=True))
+    values |= {
+        v: _constant(v.aval, c, graph.model_constants) for v, c in zip(jaxpr.constvars, sub_jaxpr.consts, strict=True)
     }
 
-    def look(atom: Any) -> Value:
-        return _constant(atom.aval, atom.val, graph.model_constants) if isinstance(atom, core.Literal) else known[atom]
+    def value_of(atom: Any) -> Value:
+        return _constant(atom.aval, atom.val, graph.model_constants) if isinstance(atom, core.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        operands = [look(atom) for atom in eqn.invars]
-        here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
-        inner = primitives.called(eqn)
+        operands = [value_of(atom) for atom in eqn.invars]
+        equation_scope = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        inner = primitives.inlinable_jaxpr(eqn)
         if inner is not None:
             inlined: list[Node] = []
             name = f"{eqn.primitive.name}({eqn.params.get('name', '')})"
-            results = _read(inner, graph, inlined, "/".join(filter(None, (here, name))), operands)
-            node = Node(eqn.primitive.name, operands, results, eqn, here, inlined=inlined)
-            for each in inlined:
-                each.call = node
+            results = _read_equations(inner, graph, inlined, "/".join(filter(None, (equation_scope, name))), operands)
+            node = Node(eqn.primitive.name, operands, results, eqn, equation_scope, inlined=inlined)
+            for inner_node in inlined:
+                inner_node.enclosing_node = node
         else:
-            node = _node(eqn, operands, here, "/".join(filter(None, (graph.around, here))), graph.model_constants)
-            results = _chosen(node) or node.results
+            node = _make_node(
+                eqn,
+                operands,
+                equation_scope,
+                "/".join(filter(None, (graph.outer_scope, equation_scope))),
+                graph.model_constants,
+            )
+            results = _forwarded_operands(node) or node.results
         nodes.append(node)
-        known |= dict(zip(eqn.outvars, results, strict=True))
-    return [look(atom) for atom in jaxpr.outvars]
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
 
 
-def _node(eqn: Any, operands: list[Value], scope: str, around: str, model_constants: frozenset[int]) -> Node:
+def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, model_constants: frozenset[int]) -> Node:
     node = Node(eqn.primitive.name, operands, [], eqn, scope)
-    data = any(value.data for value in operands)
-    depends = _depends(operands)
-    node.results = [Value(v.aval, node, data=data, **depends) for v in eqn.outvars]
+    is_data = any(value.is_data for value in operands)
+    depends = _dependencies(operands)
+    node.results = [Value(v.aval, node, is_data=is_data, **depends) for v in eqn.outvars]
     if node.kind == "optimization_barrier":
         for result, operand in zip(node.results, operands, strict=True):
-            result.data, result.given, result.trained = operand.data, operand.given, operand.trained
-            result.closed = operand.closed
+            result.is_data, result.depends_on_inputs, result.depends_on_params = (
+                operand.is_data,
+                operand.depends_on_inputs,
+                operand.depends_on_params,
+            )
+            result.closure_ids = operand.closure_ids
             result.weight = operand.weight and dataclasses.replace(operand.weight, moved=True)
         return node
-    node.sealed = node.kind in primitives.OWN_DERIVATIVE
-    node.bodies = tuple(_body(eqn, program, operands, around, model_constants) for program in primitives.bodies(eqn))
+    node.has_custom_rule = node.kind in primitives.CUSTOM_DERIVATIVE_CALLS
+    node.bodies = tuple(
+        _make_body(eqn, program, operands, outer_scope, model_constants) for program in primitives.sub_jaxprs(eqn)
+    )
     for body in node.bodies:
-        for each in body.nodes:
-            each.call = node
+        for inner_node in body.nodes:
+            inner_node.enclosing_node = node
         # The condition of a choice is data, and so may be what is carried.
-        for result, inside in zip(node.results, body.outputs, strict=False):
-            result.data = result.data or inside.data
+        for result, body_output in zip(node.results, body.outputs, strict=False):
+            result.is_data = result.is_data or body_output.is_data
     if len(node.results) == 1:
-        node.results[0].constant = _folded(node)
-    if node.kind in ("mul", "div") and all(value.fixed or not value.data for value in operands):
-        node.results[0].weight = _scaled(node)
-    elif node.kind in JOINS:
-        node.results[0].weight = _concatenated(node)
+        node.results[0].constant = _folded_constant(node)
+    if node.kind in ("mul", "div") and all(value.is_closure_data or not value.is_data for value in operands):
+        node.results[0].weight = _scaled_weight(node)
+    elif node.kind in CONCAT_PRIMITIVES:
+        node.results[0].weight = _concatenated_weight(node)
     elif operands and operands[0].weight is not None:
         for result in node.results:
-            result.weight = _laid_out(operands[0].weight, node)
+            result.weight = _relayouted_weight(operands[0].weight, node)
     return node
 
 
-def _depends(operands: Sequence[Value]) -> dict[str, Any]:
+def _dependencies(operands: Sequence[Value]) -> dict[str, Any]:
     """What a value that is computed from these depends on."""
-    closed: frozenset[int] = frozenset().union(*(value.closed for value in operands))
-    return {"given": any(v.given for v in operands), "trained": any(v.trained for v in operands), "closed": closed}
+    closure_ids: frozenset[int] = frozenset().union(*(value.closure_ids for value in operands))
+    return {
+        "given": any(v.depends_on_inputs for v in operands),
+        "trained": any(v.depends_on_params for v in operands),
+        "closed": closure_ids,
+    }
 
 
-def _body(eqn: Any, program: Body, operands: list[Value], around: str, model_constants: frozenset[int]) -> Graph:
+def _make_body(
+    eqn: Any, sub_jaxpr: SubJaxpr, operands: list[Value], outer_scope: str, model_constants: frozenset[int]
+) -> Graph:
     inputs = []
-    turns = primitives.turns(eqn)
-    rows = turns.rows if turns is not None else range(0)
-    data = program.depends([operands[i].data for i in program.inputs])
-    for place, (variable, i) in enumerate(zip(program.jaxpr.invars, program.inputs, strict=True)):
-        operand, varies = operands[i], place in program.varying
+    info = primitives.loop_info(eqn)
+    scanned = info.scanned_operands if info is not None else range(0)
+    is_data = sub_jaxpr.data_dependent_inputs([operands[i].is_data for i in sub_jaxpr.operand_indices])
+    for input_index, (variable, i) in enumerate(zip(sub_jaxpr.jaxpr.invars, sub_jaxpr.operand_indices, strict=True)):
+        operand, is_carried = operands[i], input_index in sub_jaxpr.carry_outputs
         # What another turn gives may depend on all that the loop reads.
-        depends = _depends(operands if varies and data[place] else [operand])
-        value = Value(variable.aval, outer=operand, once=primitives.once(eqn), data=data[place], **depends)
-        value.constant = None if varies or i in rows else operand.constant
-        if operand.weight is not None and not varies:
-            whole = all(step.kind in MARKS for step in operand.weight.layout)
-            held = operand.weight.held if whole else None
-            value.weight = Weight(operand.weight.path, value, held=held, further_paths=operand.weight.further_paths)
+        depends = _dependencies(operands if is_carried and is_data[input_index] else [operand])
+        value = Value(
+            variable.aval,
+            enclosing_value=operand,
+            is_loop_invariant=primitives.is_outside_loop(eqn),
+            is_data=is_data[input_index],
+            **depends,
+        )
+        value.constant = None if is_carried or i in scanned else operand.constant
+        if operand.weight is not None and not is_carried:
+            has_no_layout = all(step.kind in IDENTITY_PRIMITIVES for step in operand.weight.layout)
+            frozen = operand.weight.frozen if has_no_layout else None
+            value.weight = Weight(operand.weight.path, value, frozen=frozen, further_paths=operand.weight.further_paths)
         inputs.append(value)
-    return _graph(program, inputs, around, model_constants)
+    return _build_graph(sub_jaxpr, inputs, outer_scope, model_constants)
 
 
 def _constant(aval: Any, array: Any, model_constants: frozenset[int]) -> Value:
     number = None
     if np.ndim(array) > 0 and id(array) not in model_constants:
-        return Value(aval, data=True, closed=frozenset([id(array)]), array=array)
+        return Value(aval, is_data=True, closure_ids=frozenset([id(array)]), array=array)
     if not isinstance(array, jax.core.Tracer) and np.ndim(array) == 0 and _is_number(aval.dtype):
         number = float(array)
     return Value(aval, constant=number, array=array)
@@ -151,19 +187,19 @@ def _is_number(dtype: Any) -> bool:
     return real or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _folded(node: Node) -> float | None:
+def _folded_constant(node: Node) -> float | None:
     """The number that all elements of a node's result are, if its operands say so."""
     numbers = [value.constant for value in node.operands]
     if not numbers or numbers[0] is None:
         return None
-    if node.kind in (*CASTS, *MARKS, *RESHAPES, "transpose", "slice"):
+    if node.kind in (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "transpose", "slice"):
         return numbers[0] if _is_number(node.results[0].dtype) else None
     if node.kind in _FOLDED and len(numbers) == 2 and numbers[1] is not None:
         return float(_FOLDED[node.kind](numbers[0], numbers[1]))
     return None
 
 
-def _chosen(node: Node) -> list[Value] | None:
+def _forwarded_operands(node: Node) -> list[Value] | None:
     """The operand that a choice with a constant condition gives, or what two transpositions give that are none."""
     source = node.operands[0].node if node.kind == "transpose" else None
     if source is not None and source.kind == "transpose":
@@ -175,41 +211,43 @@ def _chosen(node: Node) -> list[Value] | None:
     return [node.operands[1 + int(node.operands[0].constant)]]
 
 
-def _scaled(node: Node) -> Weight | None:
+def _scaled_weight(node: Node) -> Weight | None:
     """The one matrix among the operands of a multiplication by constants or other parameters; it is read as written."""
     matrices = [v.weight for v in node.operands if v.weight is not None and v.weight.stored.aval.ndim > 1]
     return dataclasses.replace(matrices[0], moved=True, held=None) if len(matrices) == 1 else None
 
 
-def _concatenated(node: Node) -> Weight | None:
+def _concatenated_weight(node: Node) -> Weight | None:
     """The parameter that parameters are side by side, as `jnp.stack` and `jnp.concatenate` put them.
 
     What is held in the place of one has codes of its own, and no concatenation.
     """
     weights = [value.weight for value in node.operands]
-    whole = [w for w in weights if w is not None and w.held is None]
-    if len(whole) < len(weights) or any(value.data for value in node.operands):
+    unfrozen = [w for w in weights if w is not None and w.frozen is None]
+    if len(unfrozen) < len(weights) or any(value.is_data for value in node.operands):
         return None
     if not jnp.issubdtype(node.results[0].dtype, jnp.floating):
         return None
-    path, *further = dict.fromkeys(path for w in whole for path in (w.path, *w.further_paths))
+    path, *further = dict.fromkeys(path for w in unfrozen for path in (w.path, *w.further_paths))
     return Weight(path, node.results[0], further_paths=tuple(further))
 
 
-def _laid_out(weight: Weight, node: Node) -> Weight | None:
+def _relayouted_weight(weight: Weight, node: Node) -> Weight | None:
     """What a layout or a part of a parameter is; None for what is computed of it."""
     if node.kind in CASTS:
         if not jnp.issubdtype(node.results[0].dtype, jnp.floating):
             return None
         # Codes of a quantized parameter are no values to quantize: these are what they are cast to.
         stored = weight.stored.dtype
-        plain = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
-        return weight if plain else dataclasses.replace(weight, moved=True)
+        is_float = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
+        return weight if is_float else dataclasses.replace(weight, moved=True)
     # Data may say which of stacked matrices it is; a row that they pick is data.
-    picked = node.kind == "dynamic_slice" and sum(n != 1 for n in node.results[0].shape) > 1
-    data = any(value.data for value in node.operands[1:]) and not picked
-    if node.kind not in (*LAYOUTS, *PARTS, "stop_gradient") or data:
+    is_matrix_slice = node.kind == "dynamic_slice" and sum(n != 1 for n in node.results[0].shape) > 1
+    data = any(value.is_data for value in node.operands[1:]) and not is_matrix_slice
+    if node.kind not in (*LAYOUTS, *SLICING_PRIMITIVES, "stop_gradient") or data:
         return None
     # What carries a name may be kept under it, and no gradient passes to what is stopped: both are read as written.
-    moved = weight.moved or node.kind in ("name", "stop_gradient") or not primitives.same_elements(node.eqn)
-    return dataclasses.replace(weight, layout=(*weight.layout, node), moved=moved)
+    is_relayouted = (
+        weight.is_relayouted or node.kind in ("name", "stop_gradient") or not primitives.is_order_preserving(node.eqn)
+    )
+    return dataclasses.replace(weight, layout=(*weight.layout, node), moved=is_relayouted)

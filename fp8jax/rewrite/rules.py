@@ -8,18 +8,18 @@ from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
 from fp8jax.ops import kernels
-from fp8jax.ops.fused import at_once
+from fp8jax.ops.fused import emits_codes
 from fp8jax.recipes import resolve
-from fp8jax.rewrite.heads import NARROW, OUTPUT
+from fp8jax.rewrite.heads import NARROW_REASON, OUTPUT_HEAD_REASON
 
 # Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
 # routers, which send whole tokens to other experts when they err.
-LEFT_ALONE = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|(\w+_)?logits?\w*|output_layer|classifier)(/.*)?"
-ROUTERS = r"(.*/)?(\w*[rR]outer\w*|gating|(gating|gate)_network)(/.*)?"
-_DEFAULT = (("an embedding or head", LEFT_ALONE), ("a router", ROUTERS))
+HEAD_PATTERN = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|(\w+_)?logits?\w*|output_layer|classifier)(/.*)?"
+ROUTER_PATTERN = r"(.*/)?(\w*[rR]outer\w*|gating|(gating|gate)_network)(/.*)?"
+_DEFAULT_EXCLUSIONS = (("an embedding or head", HEAD_PATTERN), ("a router", ROUTER_PATTERN))
 
-_NOTHING = Context()
-_NONE: Mapping[str, str] = types.MappingProxyType({})
+_NO_CONTEXT = Context()
+_NO_HEADS: Mapping[str, str] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rule:
 
     @property
     def context(self) -> Context:
-        return self.recipe.context if isinstance(self.recipe, Recipe) else _NOTHING
+        return self.recipe.context if isinstance(self.recipe, Recipe) else _NO_CONTEXT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LayerChoice:
 
     linear: Linear | None
     reason: str
-    context: Context = _NOTHING
+    context: Context = _NO_CONTEXT
 
     @property
     def recipe(self) -> Recipe:
@@ -74,19 +74,19 @@ class LayerChoice:
         return Recipe("chosen", linear=self.linear, context=self.context)
 
 
-def between(recipe: Recipe) -> bool:
+def rewrites_nonlinear(recipe: Recipe) -> bool:
     """Whether a recipe has norms and activations before and between its layers computed otherwise than as written.
 
     They keep codes, or on a GPU make those that layers read. On a GPU without kernels they are as written
     (`fp8jax.ops.kernels`).
     """
-    if kernels.written_contexts():
+    if kernels.keeps_nonlinear_unchanged():
         return False
-    return recipe.context.saved is not None or at_once(recipe)
+    return recipe.context.residual is not None or emits_codes(recipe)
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered:
+class RuleSet:
     """Rules in order, hashable.
 
     Attributes:
@@ -99,7 +99,7 @@ class Ordered:
     """
 
     rules: tuple[Rule, ...]
-    default: bool
+    has_default: bool
     head: Linear | None = None
 
     def __post_init__(self) -> None:
@@ -107,30 +107,30 @@ class Ordered:
             raise ValueError("there are no rules; give a recipe, or at least one fp8jax.Rule")
 
     @property
-    def own(self) -> tuple[Rule, ...]:
+    def user_rules(self) -> tuple[Rule, ...]:
         """The user's rules on paths."""
-        return self.rules[: self._own]
+        return self.rules[: self._num_user_rules]
 
-    def asks(self, *paths: str) -> bool:
+    def has_user_rule(self, *paths: str) -> bool:
         """Whether a rule of the user's matches one of these paths of a layer."""
-        return any(re.fullmatch(rule.path, path) for rule in self.own for path in paths)
+        return any(re.fullmatch(rule.path, path) for rule in self.user_rules for path in paths)
 
     @property
-    def _own(self) -> int:
+    def _num_user_rules(self) -> int:
         """How many of the first rules are the user's."""
-        return len(self.rules) - (len(_DEFAULT) + 1 if self.default else 0)
+        return len(self.rules) - (len(_DEFAULT_EXCLUSIONS) + 1 if self.has_default else 0)
 
     @property
-    def contexts(self) -> bool:
+    def has_contexts(self) -> bool:
         """Whether any rule says what non-linear operations keep."""
-        return any(rule.context.saved is not None for rule in self.rules)
+        return any(rule.context.residual is not None for rule in self.rules)
 
     @property
-    def between(self) -> bool:
+    def rewrites_nonlinear(self) -> bool:
         """Whether `between` holds of any rule's recipe."""
-        return any(between(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
+        return any(rewrites_nonlinear(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
 
-    def choice(self, path: str, heads: Mapping[str, str] = _NONE, also: Sequence[str] = ()) -> LayerChoice:
+    def choose(self, path: str, heads: Mapping[str, str] = _NO_HEADS, aliases: Sequence[str] = ()) -> LayerChoice:
         """What the first rule that matches a path says.
 
         Args:
@@ -139,29 +139,33 @@ class Ordered:
             heads: layers that are outputs, choose or are narrow, with the reason; a recipe for all others leaves them
                 alone, or has a head of its own for those that are outputs or are called heads.
         """
-        i = self._first(path, *also)
+        i = self._first_match(path, *aliases)
         if i is None:
             return LayerChoice(None, "no rule matches")
-        ours = [*(name for name, _ in _DEFAULT), "the recipe"]
-        reason = ours[i - self._own] if i >= self._own else f"rule {self.rules[i].path!r}"
-        known = heads.get(path)
-        is_head = known == OUTPUT or (i == self._own and known not in (None, NARROW))
-        if i >= self._own and self.head is not None and is_head:
+        default_reasons = [*(name for name, _ in _DEFAULT_EXCLUSIONS), "the recipe"]
+        reason = (
+            default_reasons[i - self._num_user_rules] if i >= self._num_user_rules else f"rule {self.rules[i].path!r}"
+        )
+        head_reason = heads.get(path)
+        is_head = head_reason == OUTPUT_HEAD_REASON or (
+            i == self._num_user_rules and head_reason not in (None, NARROW_REASON)
+        )
+        if i >= self._num_user_rules and self.head is not None and is_head:
             return LayerChoice(self.head, "the recipe's head")
-        if i >= self._own and path in heads and self.rules[i].linear is not None:
+        if i >= self._num_user_rules and path in heads and self.rules[i].linear is not None:
             return LayerChoice(None, heads[path])
         linear = self.rules[i].linear
-        if linear is not None and not linear.quantized and linear.select == "all":
+        if linear is not None and not linear.is_quantized and linear.select == "all":
             reason += ", which quantizes no product"
         return LayerChoice(linear, reason, self.rules[i].context)
 
     def check_all_used(
         self,
         paths: Iterable[str],
-        heads: Mapping[str, str] = _NONE,
-        unknown: str = "",
-        also: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
-        sources: Sequence[str] = (),
+        heads: Mapping[str, str] = _NO_HEADS,
+        hint: str = "",
+        aliases: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+        source_layers: Sequence[str] = (),
     ) -> None:
         """Raises ValueError where a rule is the first match of none of the paths, or there are none.
 
@@ -174,27 +178,33 @@ class Ordered:
         """
         paths = sorted(paths)
         if not paths:
-            raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{unknown}")
-        all_of = {path: also.get(path, ()) for path in paths}
-        left = {path for path in paths if self.choice(path, heads, all_of[path]).reason == heads.get(path)}
-        used = {self._first(path, *all_of[path]) for path in paths if path not in left}
-        used |= {i for path in sources if (i := self._first(path)) is not None and self.rules[i].recipe is None}
-        free = range(self._own, len(self.rules) - 1)
-        unused = [i for i in range(len(self.rules)) if i not in used and i not in free]
+            raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{hint}")
+        aliases_of = {path: aliases.get(path, ()) for path in paths}
+        skipped = {path for path in paths if self.choose(path, heads, aliases_of[path]).reason == heads.get(path)}
+        used = {self._first_match(path, *aliases_of[path]) for path in paths if path not in skipped}
+        used |= {
+            i for path in source_layers if (i := self._first_match(path)) is not None and self.rules[i].recipe is None
+        }
+        optional = range(self._num_user_rules, len(self.rules) - 1)
+        unused = [i for i in range(len(self.rules)) if i not in used and i not in optional]
         if unused:
-            names = ", ".join("the recipe" if i >= self._own else repr(self.rules[i].path) for i in unused)
-            why = " (embeddings, heads and routers are left alone unless a rule names them)" if self.default else ""
-            raise ValueError(f"no layer is left for {names} to match; the layers are {', '.join(paths)}{why}{unknown}")
+            names = ", ".join("the recipe" if i >= self._num_user_rules else repr(self.rules[i].path) for i in unused)
+            exclusion_note = (
+                " (embeddings, heads and routers are left alone unless a rule names them)" if self.has_default else ""
+            )
+            raise ValueError(
+                f"no layer is left for {names} to match; the layers are {', '.join(paths)}{exclusion_note}{hint}"
+            )
 
-    def _first(self, *paths: str) -> int | None:
+    def _first_match(self, *paths: str) -> int | None:
         matches = lambda rule: any(re.fullmatch(rule.path, path) for path in paths)  # noqa: E731
         return next((i for i, rule in enumerate(self.rules) if matches(rule)), None)
 
 
-Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | Ordered
+Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | RuleSet
 
 
-def ordered(rules: Rules) -> Ordered:
+def as_rule_set(rules: Rules) -> RuleSet:
     """Rules in their one form.
 
     Args:
@@ -208,20 +218,24 @@ def ordered(rules: Rules) -> Ordered:
         ValueError: there is no rule, or no preset has this name.
         TypeError: the rules are of another type.
     """
-    if isinstance(rules, Ordered):
+    if isinstance(rules, RuleSet):
         return rules
-    own: list[Any] = [rules]
+    user_rules: list[Any] = [rules]
     if isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping)):
-        own = list(rules)
-    default = bool(own) and (isinstance(own[-1], (str, Recipe, Linear, Context)) or callable(own[-1]))
-    whole = resolve(own.pop()) if default else None
-    ours = [*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", whole)] if default else []
-    head = whole.head if isinstance(whole, Recipe) and whole.head.quantized else None
-    for rule in own:
+        user_rules = list(rules)
+    default = bool(user_rules) and (
+        isinstance(user_rules[-1], (str, Recipe, Linear, Context)) or callable(user_rules[-1])
+    )
+    default_recipe = resolve(user_rules.pop()) if default else None
+    default_rules = (
+        [*(Rule(path, None) for _, path in _DEFAULT_EXCLUSIONS), Rule(".*", default_recipe)] if default else []
+    )
+    head = default_recipe.head if isinstance(default_recipe, Recipe) and default_recipe.head.is_quantized else None
+    for rule in user_rules:
         if not isinstance(rule, Rule):
             kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
             fix = "; a recipe for all other layers is the last" if isinstance(rule, (str, Recipe)) else ""
             raise TypeError(
                 f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"
             )
-    return Ordered((*own, *ours), default, head)
+    return RuleSet((*user_rules, *default_rules), default, head)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.caller import Caller
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node
 from fp8jax.rewrite.heads import Flow
 
-_NAMED = 3  # reasons that a sentence lists
-_TOLERATED = 0.1
+_MAX_LISTED = 3  # reasons that a sentence lists
+_MAX_FRACTION = 0.1
 
 
 class UnquantizedWarning(UserWarning):
@@ -34,24 +34,24 @@ class UnquantizedShare(NamedTuple):
     text: str = ""
 
     @property
-    def notable(self) -> bool:
+    def is_notable(self) -> bool:
         """Whether it is above a tenth."""
-        return self.fraction > _TOLERATED
+        return self.fraction > _MAX_FRACTION
 
 
-def flops(node: Node, around: Iterable[tuple[Node, Graph]]) -> float:
+def flops(node: Node, enclosing: Iterable[tuple[Node, Graph]]) -> float:
     """FLOPs of a product in a forward pass, in all turns of the scans around it; 0 if they are unknown.
 
     A call with a derivative of its own has those of the products in it.
     """
-    turns = math.prod(outer.eqn.params["length"] for outer, _ in around if outer.kind == "scan")
-    return 2 * turns * _of_node(node)
+    num_runs = math.prod(outer.eqn.params["length"] for outer, _ in enclosing if outer.kind == "scan")
+    return 2 * num_runs * _node_flops(node)
 
 
-def _of_node(node: Node) -> float:
+def _node_flops(node: Node) -> float:
     if node.bodies:
         length = node.eqn.params["length"] if node.kind == "scan" else 1
-        return length * sum(_of_node(inner) for body in node.bodies for inner in body.all())
+        return length * sum(_node_flops(inner) for body in node.bodies for inner in body.walk())
     if node.kind not in primitives.PRODUCTS or len(node.operands) < 2:
         return 0
     left, right, result = node.operands[0].shape, node.operands[1].shape, node.results[0].shape
@@ -67,7 +67,7 @@ def _of_node(node: Node) -> float:
 
 def is_complete(node: Node) -> bool:
     """Whether a call with a derivative of its own has 8-bit values already, or is a head with its loss."""
-    inside = [inner for body in node.bodies for inner in body.everywhere()] if node.sealed else []
+    inside = [inner for body in node.bodies for inner in body.walk_nested()] if node.has_custom_rule else []
     values = [value for inner in inside for value in (*inner.operands, *inner.results)]
     eight_bit = any(_is_number(value.dtype) and value.dtype.itemsize == 1 for value in values)
     return eight_bit or any(inner.kind == "log" for inner in inside)
@@ -77,34 +77,34 @@ def _is_number(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
-def share(graph: Graph, entries: dict[Node, Entry], caller: Caller) -> UnquantizedShare:
+def unquantized_share(graph: Graph, entries: dict[Node, PlanEntry], call_info: CallInfo) -> UnquantizedShare:
     """The share of a planned program's FLOPs that its rules ask for and no recipe takes."""
-    taken = sum(entry.flops for entry in entries.values() if entry.product and entry.taken)
-    missed = {node: entry for node, entry in entries.items() if entry.unsupported and entry.flops}
-    found = _share(taken, list(missed.values()))
-    if not found.notable:
+    quantized_flops = sum(entry.flops for entry in entries.values() if entry.is_product and entry.is_quantized)
+    missed = {node: entry for node, entry in entries.items() if entry.is_unsupported and entry.flops}
+    found = _summarize_share(quantized_flops, list(missed.values()))
+    if not found.is_notable:
         return found
-    products = {node for node, entry in entries.items() if entry.product}
-    heads = Flow(graph, products, caller.results, caller.arguments).heads()
-    return _share(taken, [entry for node, entry in missed.items() if node not in heads])
+    products = {node for node, entry in entries.items() if entry.is_product}
+    heads = Flow(graph, products, call_info.num_results, call_info.argument_indices).find_heads()
+    return _summarize_share(quantized_flops, [entry for node, entry in missed.items() if node not in heads])
 
 
-def _share(taken: float, missed: Sequence[Entry]) -> UnquantizedShare:
-    lost = sum(entry.flops for entry in missed)
+def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> UnquantizedShare:
+    lost = sum(entry.flops for entry in entries)
     if not lost:
         return UnquantizedShare()
-    groups = collections.defaultdict[str, list[Entry]](list)
-    for entry in sorted(missed, key=lambda entry: -entry.flops):
+    groups = collections.defaultdict[str, list[PlanEntry]](list)
+    for entry in sorted(entries, key=lambda entry: -entry.flops):
         groups[entry.reason].append(entry)
-    each = [f"{_counted(group)} ({reason}; {group[0].line})" for reason, group in groups.items()]
-    rest = f"; and {len(each) - _NAMED} other reasons" if len(each) > _NAMED else ""
-    fraction = lost / (lost + taken)
+    notes = [f"{_count_note(group)} ({reason}; {group[0].line})" for reason, group in groups.items()]
+    rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
+    fraction = lost / (lost + quantized_flops)
     figure = f"{100 * fraction:.2g} %" if fraction < 1 else "all"
     head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
-    return UnquantizedShare(fraction, f"{head}: {'; '.join(each[:_NAMED])}{rest}")
+    return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")
 
 
-def _counted(group: Sequence[Entry]) -> str:
+def _count_note(group: Sequence[PlanEntry]) -> str:
     paths = list(dict.fromkeys(entry.path for entry in group if entry.path))
     count = f"{len(group)} product{'s' if len(group) > 1 else ''}"
     more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""

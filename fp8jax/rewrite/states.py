@@ -17,14 +17,14 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
-from fp8jax.ops.choice import vary_alike
+from fp8jax.ops.choice import match_varying_axes
 from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
+from fp8jax.ops.scaled import ScalingState, ScalingStats, collects_stats, init_scaling, update_scaling
 from fp8jax.rewrite import primitives, training
 from fp8jax.rewrite.graph import Graph, Node, Value
 
 
-class Level(NamedTuple):
+class LoopLevel(NamedTuple):
     """A loop or a mesh around a product.
 
     Attributes:
@@ -32,11 +32,11 @@ class Level(NamedTuple):
         times: how many turns or devices.
     """
 
-    stacked: bool
-    times: int
+    has_layer_axis: bool
+    size: int
 
 
-class Use(NamedTuple):
+class WeightUse(NamedTuple):
     """One product with a parameter.
 
     Attributes:
@@ -46,25 +46,25 @@ class Use(NamedTuple):
 
     path: str
     number: int
-    levels: tuple[Level, ...]
+    levels: tuple[LoopLevel, ...]
 
     @property
     def key(self) -> tuple[str, int]:
         return self.path, self.number
 
     @property
-    def stacked(self) -> tuple[int, ...]:
-        return tuple(level.times for level in self.levels if level.stacked)
+    def layer_axes(self) -> tuple[int, ...]:
+        return tuple(level.size for level in self.levels if level.has_layer_axis)
 
 
-Noted = dict[str, Array]
+Stats = dict[str, Array]
 
 
-class Given(NamedTuple):
+class UseInputs(NamedTuple):
     """What a product is given: the state of its scaling, slots for what it observes, and its weight in codes."""
 
     state: ScalingState | None = None
-    slots: Observed | None = None
+    slots: ScalingStats | None = None
     weight: QuantizedWeight | None = None
 
 
@@ -81,9 +81,9 @@ class ParameterState(NamedTuple):
     """
 
     linear: Linear
-    stacked: tuple[int, ...]
+    layer_axes: tuple[int, ...]
     state: ScalingState | None = None
-    slot: Array | None = None
+    amax_slot: Array | None = None
     weight: QuantizedWeight | None = None
 
 
@@ -100,7 +100,7 @@ class TrackedScaling:
     """
 
     state: ScalingState
-    slots: tuple[Observed, ...]
+    slots: tuple[ScalingStats, ...]
     linear: Linear
     merged: tuple[tuple[bool, ...], ...]
 
@@ -108,7 +108,7 @@ class TrackedScaling:
 States = dict[str, TrackedScaling]
 
 
-def init(uses: Mapping[Use, Linear], weights: Mapping[str, Any]) -> States:
+def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States:
     """The states before the first step, by the paths of parameters.
 
     Args:
@@ -116,59 +116,63 @@ def init(uses: Mapping[Use, Linear], weights: Mapping[str, Any]) -> States:
         weights: the parameters, by their paths.
     """
     states: States = {}
-    for path, group in _groups(use for use in uses if uses[use].states):
-        linear, stacked = uses[group[0]], group[0].stacked
-        if any(use.stacked != stacked or uses[use] != linear for use in group):
+    for path, group in _group_by_path(use for use in uses if uses[use].states):
+        linear, layer_axes = uses[group[0]], group[0].layer_axes
+        if any(use.layer_axes != layer_axes or uses[use] != linear for use in group):
             raise ValueError(
                 f"products with the parameter {path} have {scaling_names(linear)} scaling, stand in loops of different "
                 "lengths over it or have different recipes, and it has one state: leave one out by a rule, or use two "
                 "parameters"
             )
-        slots = tuple(_slots(linear, tuple(level.times for level in use.levels)) for use in group)
-        merged = tuple(tuple(not level.stacked for level in use.levels) for use in group)
-        state = first_state(linear, measured_state(linear, weights[path], stacked))
+        slots = tuple(_zero_slots(linear, tuple(level.size for level in use.levels)) for use in group)
+        merged = tuple(tuple(not level.has_layer_axis for level in use.levels) for use in group)
+        state = initial_state(linear, measured_state(linear, weights[path], layer_axes))
         states[path] = TrackedScaling(state, slots, linear, merged)
     return states
 
 
-def _slots(linear: Linear, axes: tuple[int, ...]) -> Observed:
-    seen = {o: jnp.zeros((*axes, *s.statistic), jnp.float32) for o, s in linear.states.items() if observes(linear, o)}
-    return Observed(**seen)
+def _zero_slots(linear: Linear, axes: tuple[int, ...]) -> ScalingStats:
+    zeros = {
+        o: jnp.zeros((*axes, *s.stats_shape), jnp.float32)
+        for o, s in linear.states.items()
+        if collects_stats(linear, o)
+    }
+    return ScalingStats(**zeros)
 
 
-def first_state(linear: Linear, measured: ScalingState) -> ScalingState:
+def initial_state(linear: Linear, measured: ScalingState) -> ScalingState:
     """The state that a caller holds at first: of a bound on a weight 0, until somebody gives one; see `Bound`."""
-    if not linear.tracked:
+    if not linear.needs_weight_bounds:
         return measured
     assert measured.w is not None
     return measured._replace(w=jnp.zeros_like(measured.w))
 
 
-def measured_state(linear: Linear, weight: Any, stacked: tuple[int, ...]) -> ScalingState:
+def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
     """The state of products with this weight, (*stacked, ...), before the first step."""
-    one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, w.reshape(-1, w.shape[-1]))  # noqa: E731
-    if weight.shape[: len(stacked)] != stacked:  # the program stacks it otherwise than it is stored
-        return jax.tree.map(lambda s: jnp.broadcast_to(s, (*stacked, *s.shape)), one(weight))  # type: ignore[no-any-return]
-    for _ in stacked:
-        one = jax.vmap(one)
-    return one(weight)
+    init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, w.reshape(-1, w.shape[-1]))  # noqa: E731
+    if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it otherwise than it is stored
+        return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))  # type: ignore[no-any-return]
+    for _ in layer_axes:
+        init_one = jax.vmap(init_one)
+    return init_one(weight)
 
 
 def advance(states: States, observed: States, axis_name: AxisNames = None) -> States:
     """The states after a step; see `Transformed.advance`."""
     new = {}
-    for path, tracked in states.items():
-        linear = tracked.linear
+    for path, scaling in states.items():
+        linear = scaling.linear
         slots = [{o: x for o, x in slots._asdict().items() if x is not None} for slots in observed[path].slots]
-        merged = _merged(linear, slots, tracked.merged)
+        merged = _merge_stats(linear, slots, scaling.merged)
         if axis_name is not None:
-            merged = {o: linear.states[o].over_replicas(seen, axis_name) for o, seen in merged.items()}
-        state = update_scaling(tracked.state, Observed(**merged), linear) if merged else tracked.state
-        new[path] = dataclasses.replace(tracked, state=state)
+            merged = {o: linear.states[o].reduce_over_replicas(seen, axis_name) for o, seen in merged.items()}
+        state = update_scaling(scaling.state, ScalingStats(**merged), linear) if merged else scaling.state
+        new[path] = dataclasses.replace(scaling, state=state)
     return new
 
 
-def _merged(linear: Linear, each: Sequence[Noted], shared: Sequence[tuple[bool, ...]]) -> Noted:
+def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequence[tuple[bool, ...]]) -> Stats:
     """What the uses of a parameter have observed, merged as the scaling asks.
 
     Args:
@@ -176,117 +180,129 @@ def _merged(linear: Linear, each: Sequence[Noted], shared: Sequence[tuple[bool, 
         each: of each use, by operand.
         shared: for each use which leading axes are turns or devices that share the state.
     """
-    merged: Noted = {}
-    for noted, several in zip(each, shared, strict=True):
-        axes = tuple(i for i, one in enumerate(several) if one)
-        for operand, seen in noted.items():
+    merged: Stats = {}
+    for stats, is_shared in zip(use_stats, shared_axes, strict=True):
+        axes = tuple(i for i, one in enumerate(is_shared) if one)
+        for operand, stat in stats.items():
             scaling = linear.states[operand]
             # The gradient's statistic is a magnitude in any case.
-            whole = jnp.sum(seen, axes) if scaling.merge == "sum" and operand != "dy" else jnp.max(seen, axes)
-            before = merged.get(operand)
-            merged[operand] = whole if before is None else scaling.merged(before, whole)
+            reduced = jnp.sum(stat, axes) if scaling.merge == "sum" and operand != "dy" else jnp.max(stat, axes)
+            previous = merged.get(operand)
+            merged[operand] = reduced if previous is None else scaling.merge_stats(previous, reduced)
     return merged
 
 
-def merged_uses(seen: Mapping[tuple[tuple[str, int], str], Array], uses: Mapping[Use, Linear]) -> dict[str, Noted]:
+def merge_use_stats(
+    stats: Mapping[tuple[tuple[str, int], str], Array], uses: Mapping[WeightUse, Linear]
+) -> dict[str, Stats]:
     """What was observed in the forward pass, by the paths of parameters.
 
     Args:
         seen: by use and operand.
         uses: all of them, with their recipes.
     """
-    noted: dict[tuple[str, int], Noted] = {}
-    for (key, operand), value in seen.items():
-        noted.setdefault(key, {})[operand] = value
+    stats_by_use: dict[tuple[str, int], Stats] = {}
+    for (key, operand), value in stats.items():
+        stats_by_use.setdefault(key, {})[operand] = value
     return {
-        path: _merged(
+        path: _merge_stats(
             uses[group[0]],
-            [noted[use.key] for use in group],
-            [tuple(not level.stacked for level in use.levels) for use in group],
+            [stats_by_use[use.key] for use in group],
+            [tuple(not level.has_layer_axis for level in use.levels) for use in group],
         )
-        for path, group in _groups(use for use in uses if use.key in noted)
+        for path, group in _group_by_path(use for use in uses if use.key in stats_by_use)
     }
 
 
-def _groups(uses: Iterable[Use]) -> Iterator[tuple[str, list[Use]]]:
-    for path, each in itertools.groupby(sorted(uses), key=lambda use: use.path):
-        yield path, list(each)
+def _group_by_path(uses: Iterable[WeightUse]) -> Iterator[tuple[str, list[WeightUse]]]:
+    for path, group in itertools.groupby(sorted(uses), key=lambda use: use.path):
+        yield path, list(group)
 
 
-def held_by_use(held: Mapping[str, ParameterState], uses: Mapping[Use, Linear]) -> dict[tuple[str, int], Given]:
+def use_inputs_from_parameter_states(
+    parameter_states: Mapping[str, ParameterState], uses: Mapping[WeightUse, Linear]
+) -> dict[tuple[str, int], UseInputs]:
     """What each use is given of what the caller holds for its parameter.
 
     Raises:
         ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
     """
-    given: dict[tuple[str, int], Given] = {}
-    for path, group in _groups(uses):
-        linear, has = uses[group[0]], held.get(path)
-        if has is None or (linear.states and has.state is None):
-            if any(scaling.observes for scaling in linear.states.values()):
+    use_inputs: dict[tuple[str, int], UseInputs] = {}
+    for path, group in _group_by_path(uses):
+        linear, held_state = uses[group[0]], parameter_states.get(path)
+        if held_state is None or (linear.states and held_state.state is None):
+            if any(scaling.collects_stats for scaling in linear.states.values()):
                 raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
             continue
-        if any(use.stacked != has.stacked for use in group):
+        if any(use.layer_axes != held_state.layer_axes for use in group):
             raise ValueError(
-                f"products with {path} run in loops over {group[0].stacked} of it, and there are codes or states "
-                f"for {has.stacked}: run it in nnx.scan over its first axes, or leave it out by a rule"
+                f"products with {path} run in loops over {group[0].layer_axes} of it, and there are codes or states "
+                f"for {held_state.layer_axes}: run it in nnx.scan over its first axes, or leave it out by a rule"
             )
         slots: Sequence[Any] = [None] * len(group)
-        if has.slot is not None:
-            slots = _spread(has.slot, tuple(use.levels for use in group))
+        if held_state.amax_slot is not None:
+            slots = _broadcast_max_slot(held_state.amax_slot, tuple(use.levels for use in group))
         for use, slot in zip(group, slots, strict=True):
-            own = _slots(linear, tuple(level.times for level in use.levels)) if has.state is not None else Observed()
-            given[use.key] = Given(has.state, own._replace(dy=slot), has.weight)
-    return given
+            zero_slots = (
+                _zero_slots(linear, tuple(level.size for level in use.levels))
+                if held_state.state is not None
+                else ScalingStats()
+            )
+            use_inputs[use.key] = UseInputs(held_state.state, zero_slots._replace(dy=slot), held_state.weight)
+    return use_inputs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _spread(slot: Array, uses: tuple[tuple[Level, ...], ...]) -> tuple[Array, ...]:
+def _broadcast_max_slot(slot: Array, levels_by_use: tuple[tuple[LoopLevel, ...], ...]) -> tuple[Array, ...]:
     """A slot for each turn and device of each use; the cotangent of the one is the largest of those of all."""
-    axes = [tuple(i for i, level in enumerate(levels) if not level.stacked) for levels in uses]
-    shapes = [tuple(level.times for level in levels) for levels in uses]
-    each = zip(axes, shapes, strict=True)
-    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, own), shape) for own, shape in each)
+    axes = [tuple(i for i, level in enumerate(levels) if not level.has_layer_axis) for levels in levels_by_use]
+    shapes = [tuple(level.size for level in levels) for levels in levels_by_use]
+    axes_and_shapes = zip(axes, shapes, strict=True)
+    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, own), shape) for own, shape in axes_and_shapes)
 
 
-def _spread_back(uses: tuple[tuple[Level, ...], ...], _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
-    axes = [tuple(i for i, level in enumerate(levels) if not level.stacked) for levels in uses]
+def _broadcast_max_slot_bwd(
+    levels_by_use: tuple[tuple[LoopLevel, ...], ...], _: None, cotangents: tuple[Array, ...]
+) -> tuple[Array]:
+    axes = [tuple(i for i, level in enumerate(levels) if not level.has_layer_axis) for levels in levels_by_use]
     return (functools.reduce(jnp.maximum, (jnp.max(x, own) for x, own in zip(cotangents, axes, strict=True))),)
 
 
-_spread.defvjp(lambda slot, uses: (_spread(slot, uses), None), _spread_back)
+_broadcast_max_slot.defvjp(lambda slot, uses: (_broadcast_max_slot(slot, uses), None), _broadcast_max_slot_bwd)
 
 
-_STATISTICS = (
+_MISSING_STATS_MESSAGE = (
     "{path} has {names} scaling: what a call observes is the gradient of its states, and this gradient is not taken of "
     "them. Write grads, observed = jax.grad(lambda p, s: ..., argnums=(0, 1))(params, states), with states=s in the "
     "call, and then states = fast.advance(states, observed)"
 )
 
 
-def by_use(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], Given]:
+def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], UseInputs]:
     """What each use of a parameter reads and where its observations go.
 
     Args:
         states: by the paths of parameters.
         weights: the parameters of the call.
     """
-    found = {path: _trained(path, tracked, weights.get(path)) for path, tracked in states.items()}
-    return {(path, i): Given(t.state, slots) for path, t in found.items() for i, slots in enumerate(t.slots)}
+    found = {path: _read_scaling(path, tracked, weights.get(path)) for path, tracked in states.items()}
+    return {(path, i): UseInputs(t.state, slots) for path, t in found.items() for i, slots in enumerate(t.slots)}
 
 
-def _trained(path: str, tracked: TrackedScaling, weight: Any) -> TrackedScaling:
+def _read_scaling(path: str, scaling: TrackedScaling, weight: Any) -> TrackedScaling:
     """The scaling of a parameter, as it is, read in a call; see `fp8jax.rewrite.training`."""
-    slots, structure = jax.tree.flatten(tracked.slots)
+    slots, structure = jax.tree.flatten(scaling.slots)
     if not slots:
-        return tracked
-    names, (slot, *slots) = scaling_names(tracked.linear), slots
-    slot = training.require_statistics(slot, weight, _STATISTICS.format(path=path or "the parameter", names=names))
-    (state, *others), whole = jax.tree.flatten(tracked.state)
+        return scaling
+    names, (slot, *slots) = scaling_names(scaling.linear), slots
+    slot = training.require_statistics(
+        slot, weight, _MISSING_STATS_MESSAGE.format(path=path or "the parameter", names=names)
+    )
+    (state, *other_states), state_structure = jax.tree.flatten(scaling.state)
     state = training.read_state(state, (weight, slot), path or "the parameter", names, "transform")
     return dataclasses.replace(
-        tracked,
-        state=jax.tree.unflatten(whole, (state, *others)),
+        scaling,
+        state=jax.tree.unflatten(state_structure, (state, *other_states)),
         slots=jax.tree.unflatten(structure, (slot, *slots)),
     )
 
@@ -296,49 +312,49 @@ def scaling_names(linear: Linear) -> str:
     return " and ".join(sorted({linear.scaling_name(operand) for operand in linear.states}))
 
 
-def observed_beside(y: Array, slots: Observed, seen: Observed) -> Array:
+def stats_as_cotangents(y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:
     """`y`; in the backward pass what was observed becomes the gradient of the slots."""
     if slots.x is None and slots.w is None:
         return y  # itself, so that what is known of its gradient stays known
-    arrays = [x for x in (*slots, *seen) if x is not None]
-    y, *varying = vary_alike(y, *arrays)  # type: ignore[assignment]
-    rest = iter(varying)
-    slots, seen = (Observed(*(None if x is None else next(rest) for x in each)) for each in (slots, seen))
-    result: Array = _beside(y, slots, seen)
+    arrays = [x for x in (*slots, *stats) if x is not None]
+    y, *varying = match_varying_axes(y, *arrays)  # type: ignore[assignment]
+    varying_iter = iter(varying)
+    slots, stats = (ScalingStats(*(None if x is None else next(varying_iter) for x in each)) for each in (slots, stats))
+    result: Array = _emit_stats(y, slots, stats)
     return result
 
 
 @jax.custom_vjp
-def _beside(y: Array, slots: Observed, seen: Observed) -> Array:
+def _emit_stats(y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:
     return y
 
 
-def _forward(y: Array, slots: Observed, seen: Observed) -> tuple[Array, Any]:
-    return y, (jax.tree.map(jnp.zeros_like, slots), seen)
+def _emit_stats_fwd(y: Array, slots: ScalingStats, stats: ScalingStats) -> tuple[Array, Any]:
+    return y, (jax.tree.map(jnp.zeros_like, slots), stats)
 
 
-def _backward(saved: tuple[Observed, Observed], dy: Array) -> tuple[Array, Observed, None]:
-    nothing, seen = saved
+def _emit_stats_bwd(residuals: tuple[ScalingStats, ScalingStats], dy: Array) -> tuple[Array, ScalingStats, None]:
+    zeros, stats = residuals
     # That of "dy" is the cotangent of the product's own slot.
-    each = {o: zero if zero is None or o == "dy" else getattr(seen, o) for o, zero in nothing._asdict().items()}
-    return dy, Observed(**each), None
+    cotangents = {o: zero if zero is None or o == "dy" else getattr(stats, o) for o, zero in zeros._asdict().items()}
+    return dy, ScalingStats(**cotangents), None
 
 
-_beside.defvjp(_forward, _backward)
+_emit_stats.defvjp(_emit_stats_fwd, _emit_stats_bwd)
 
 
-def levels_of(around: Sequence[tuple[Node, Graph]], weight: Value | None) -> tuple[Level, ...]:
+def loop_levels(enclosing: Sequence[tuple[Node, Graph]], weight: Value | None) -> tuple[LoopLevel, ...]:
     """The loops and meshes around a product, outermost first.
 
     Args:
         around: the nodes that it stands in, each with the body, outermost first.
         weight: the value that its parameter is stored in, in the innermost body.
     """
-    levels = list[Level]()
-    for node, body in reversed(around):
-        place = body.inputs.index(weight) if weight is not None and weight in body.inputs else -1
-        if (turns := primitives.turns(node.eqn)) is not None:
-            levels.append(Level(place in turns.rows, turns.times))
-        outer = weight.outer if weight is not None and place >= 0 else None
+    levels = list[LoopLevel]()
+    for node, body in reversed(enclosing):
+        input_index = body.inputs.index(weight) if weight is not None and weight in body.inputs else -1
+        if (info := primitives.loop_info(node.eqn)) is not None:
+            levels.append(LoopLevel(input_index in info.scanned_operands, info.size))
+        outer = weight.enclosing_value if weight is not None and input_index >= 0 else None
         weight = outer.weight.stored if outer is not None and outer.weight is not None else None
     return tuple(reversed(levels))

@@ -18,9 +18,9 @@ from jax import Array
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.interpreters import ad, batching, mlir
 
-_LIBRARIES = ("fp8jax", "jax", "jaxlib", "flax", "functools", "contextlib")
+_LIBRARY_PREFIXES = ("fp8jax", "jax", "jaxlib", "flax", "functools", "contextlib")
 # So many gradients outside of a program may be the microbatches of one step.
-_MICROBATCHES = 16
+_MAX_MICROBATCHES = 16
 # What advances states: by the statistics of a step, or by the bounds of an optimizer.
 ADVANCE, BOUNDS = "advance_scaling", "set_weight_bounds"
 
@@ -36,8 +36,8 @@ class TrainingRecord:
 
     def __init__(self, ended: frozenset[str] = frozenset()) -> None:
         self.ended = ended
-        self.gradients: dict[str, int] = {}
-        self.last: dict[str, Any] = {}
+        self.gradient_counts: dict[str, int] = {}
+        self.last_traces: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"ended": self.ended}
@@ -51,13 +51,13 @@ class TrainingRecord:
     def __repr__(self) -> str:
         return "TrainingRecord()"
 
-    def count(self, call: str, trace: Any) -> bool:
+    def count_gradient(self, call: str, trace: Any) -> bool:
         """Counts a gradient outside of programs; whether it is the first that is no microbatch of one step."""
-        last = self.last.get(call)
+        last = self.last_traces.get(call)
         if last is not None and last() is trace:
             return False
-        self.gradients[call], self.last[call] = self.gradients.get(call, 0) + 1, weakref.ref(trace)
-        return self.gradients[call] == _MICROBATCHES + 1
+        self.gradient_counts[call], self.last_traces[call] = self.gradient_counts.get(call, 0) + 1, weakref.ref(trace)
+        return self.gradient_counts[call] == _MAX_MICROBATCHES + 1
 
 
 class _Program:
@@ -78,21 +78,21 @@ class _Program:
 
 
 _programs: weakref.WeakKeyDictionary[Any, _Program] = weakref.WeakKeyDictionary()
-_inspecting = False
+_is_inspecting = False
 
 
 @contextlib.contextmanager
-def inspected() -> Iterator[None]:
+def suppress_training_checks() -> Iterator[None]:
     """A context in which programs are inspected and no model is trained: it has no errors and no warnings."""
-    global _inspecting
-    before, _inspecting = _inspecting, True
+    global _is_inspecting
+    previous, _is_inspecting = _is_inspecting, True
     try:
         yield
     finally:
-        _inspecting = before
+        _is_inspecting = previous
 
 
-def _outermost() -> tuple[Any, bool]:
+def _outermost_trace() -> tuple[Any, bool]:
     """The outermost trace, or None, and whether a gradient is taken within it."""
     # As with JAX's record of a trace: where it has other names, nothing is said.
     trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
@@ -104,42 +104,42 @@ def _outermost() -> tuple[Any, bool]:
     return outermost, differentiated
 
 
-def advances(call: str, record: TrainingRecord | None = None) -> None:
+def record_advance(call: str, record: TrainingRecord | None = None) -> None:
     """Records that a step advances states by this call."""
     if record is not None:
-        record.gradients.pop(call, None)
-    outermost, _ = _outermost()
+        record.gradient_counts.pop(call, None)
+    outermost, _ = _outermost_trace()
     if hasattr(outermost, "frame"):
         _programs.setdefault(outermost, _Program()).advanced.add((record, call))
 
 
-def observes(record: TrainingRecord) -> None:
+def record_observation(record: TrainingRecord) -> None:
     """Records that a call of the model in this program observes something."""
-    outermost, _ = _outermost()
+    outermost, _ = _outermost_trace()
     if hasattr(outermost, "frame"):
         _programs.setdefault(outermost, _Program()).observed.add(record)
 
 
-def check_observations(record: TrainingRecord, seen: Sequence[Array]) -> None:
+def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
     """Warns if calls of a model in this program have observed something, and all of it is lost.
 
     Args:
         record: of the model.
         seen: all observations of the model, before the state is advanced by them.
     """
-    outermost, _ = _outermost()
+    outermost, _ = _outermost_trace()
     program = _programs.get(outermost) if hasattr(outermost, "frame") else None
     if program is None or record not in program.observed:
         return
     # Without these names in a version of JAX nothing is said.
     inputs = set(map(id, getattr(outermost.frame, "invars", ())))
-    if all(id(getattr(value, "val", None)) in inputs for value in seen):
+    if all(id(getattr(value, "val", None)) in inputs for value in stats):
         warnings.warn(
             "the observations of this model's calls are lost, and its scales stay as they are: nnx.scan drops changes "
             "of a model that it broadcasts (None in in_axes). Write nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) "
             "for the model in in_axes",
             UserWarning,
-            stacklevel=_users_frame(),
+            stacklevel=_user_stacklevel(),
         )
 
 
@@ -150,7 +150,7 @@ _ADVICE = {
     "fp8jax.track_weights last in the optimizer's chain, or take recipe 'fast', which needs neither",
 }
 # How states are advanced in each of the interfaces.
-_WRITE = {
+_HOW_TO_ADVANCE = {
     (ADVANCE, "nnx"): "fp8jax.nnx.end_step(model, grads, optimizer.opt_state) after the optimizer's update "
     "(fp8jax.nnx.Optimizer does so)",
     (ADVANCE, "linen"): "scaling = fp8jax.linen.advance_scaling(scaling, seen), for the collection that apply has "
@@ -162,10 +162,14 @@ _WRITE = {
     (BOUNDS, "linen"): "scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state)) after the "
     "optimizer's update",
 }
-_NAMES = {"nnx": "fp8jax.nnx.{}", "linen": "fp8jax.linen.{}", "transform": "advance of the transformed function"}
+_ADVANCE_CALLS = {
+    "nnx": "fp8jax.nnx.{}",
+    "linen": "fp8jax.linen.{}",
+    "transform": "advance of the transformed function",
+}
 
 
-def _differentiable(trained: Any) -> list[Array]:
+def _differentiable_arrays(trained: Any) -> list[Array]:
     """The traced arrays that a gradient may be taken of."""
     leaves = [x for x in jax.tree.leaves(trained) if isinstance(x, jax.core.Tracer)]
     return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -191,38 +195,38 @@ def read_state(
         call: what advances the state, `ADVANCE` or `BOUNDS`.
         record: of the model, in NNX.
     """
-    arrays = _differentiable(trained)
+    arrays = _differentiable_arrays(trained)
     if not arrays or (record is not None and call in record.ended):
         return state
-    outermost, differentiated = _outermost()
+    outermost, differentiated = _outermost_trace()
     message = layer, names, interface, call
     if hasattr(outermost, "frame"):
         program = _programs.setdefault(outermost, _Program())
         result: Array = _READ.bind(state, *arrays, message=message, record=record, program=program, trained=False)
         return result
-    if differentiated and not _inspecting and record is not None and record.count(call, outermost):
+    if differentiated and not _is_inspecting and record is not None and record.count_gradient(call, outermost):
         _warn(*message)
     return state
 
 
 def _warn(layer: str, names: str, interface: str, call: str) -> None:
     warnings.warn(
-        f"{layer} with {names} scaling is trained in a program that never calls {_NAMES[interface].format(call)}: "
-        f"{_ADVICE[call].format(_WRITE[call, interface])}",
+        f"{layer} with {names} scaling is trained in a program that never calls {_ADVANCE_CALLS[interface].format(call)}: "
+        f"{_ADVICE[call].format(_HOW_TO_ADVANCE[call, interface])}",
         UserWarning,
-        stacklevel=_users_frame(),
+        stacklevel=_user_stacklevel(),
     )
 
 
-def _users_frame() -> int:
+def _user_stacklevel() -> int:
     """How many frames above the caller the first one is that belongs to no library of a training step."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARY_PREFIXES:
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _lowered(context: Any, state: Any, *_: Any, message: Any, record: Any, program: _Program, trained: bool) -> Any:
+def _lower_read(context: Any, state: Any, *_: Any, message: Any, record: Any, program: _Program, trained: bool) -> Any:
     key = record, message[-1]
     if trained and key not in program.advanced | program.warned:
         program.warned.add(key)
@@ -232,7 +236,7 @@ def _lowered(context: Any, state: Any, *_: Any, message: Any, record: Any, progr
 
 def _read_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Array, Any]:
     """JAX calls it where one of the operands is differentiated."""
-    return _READ.bind(*primals, **params | {"trained": params["trained"] or not _inspecting}), tangents[0]
+    return _READ.bind(*primals, **params | {"trained": params["trained"] or not _is_inspecting}), tangents[0]
 
 
 def require_statistics(slot: Array, trained: Any, message: str) -> Array:
@@ -246,7 +250,7 @@ def require_statistics(slot: Array, trained: Any, message: str) -> Array:
     Raises:
         ValueError: where a gradient of `trained` is taken, and none of the slot.
     """
-    arrays = _differentiable(trained)
+    arrays = _differentiable_arrays(trained)
     return _REQUIRE.bind(slot, *arrays, message=message, kept=True) if arrays else slot  # type: ignore[no-any-return]
 
 
@@ -261,18 +265,18 @@ def forbid_training(state: Array, trained: Any, message: str) -> Array:
     Raises:
         ValueError: where a gradient of `trained` is taken.
     """
-    arrays = _differentiable(trained)
+    arrays = _differentiable_arrays(trained)
     return _REQUIRE.bind(state, *arrays, message=message, kept=False) if arrays else state  # type: ignore[no-any-return]
 
 
 def _require_jvp(primals: Any, tangents: Any, *, message: str, kept: bool) -> tuple[Array, Any]:
-    taken = [type(tangent) is not ad.Zero for tangent in tangents]
-    if any(taken[1:]) and not (kept and taken[0]) and not _inspecting:
+    has_tangent = [type(tangent) is not ad.Zero for tangent in tangents]
+    if any(has_tangent[1:]) and not (kept and has_tangent[0]) and not _is_inspecting:
         raise ValueError(message)
     return _REQUIRE.bind(*primals, message=message, kept=kept), tangents[0]
 
 
-def _first(name: str, jvp: Any, lowering: Any) -> Primitive:
+def _identity_primitive(name: str, jvp: Any, lowering: Any) -> Primitive:
     """An operation that returns its first operand."""
     operation = Primitive(name)
     operation.def_impl(lambda value, *_, **__: value)
@@ -283,5 +287,5 @@ def _first(name: str, jvp: Any, lowering: Any) -> Primitive:
     return operation
 
 
-_READ = _first("fp8jax_read_state", _read_jvp, _lowered)
-_REQUIRE = _first("fp8jax_require", _require_jvp, lambda context, value, *_, **__: [value])
+_READ = _identity_primitive("fp8jax_read_state", _read_jvp, _lower_read)
+_REQUIRE = _identity_primitive("fp8jax_require", _require_jvp, lambda context, value, *_, **__: [value])

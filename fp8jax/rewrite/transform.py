@@ -12,27 +12,27 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops import kernels
 from fp8jax.rewrite import training, unplanned
-from fp8jax.rewrite.bounds import with_bounds, with_known_bounds
-from fp8jax.rewrite.caller import Caller
+from fp8jax.rewrite.bounds import with_complete_bounds, with_weight_bounds
+from fp8jax.rewrite.caller import CallInfo
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
-from fp8jax.rewrite.held import is_held, kind, leaf_in, stand_in
+from fp8jax.rewrite.held import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
 from fp8jax.rewrite.read import read
-from fp8jax.rewrite.rules import Ordered, Rules, ordered
-from fp8jax.rewrite.run import Running, schedule
+from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
+from fp8jax.rewrite.run import Interpreter, schedule
 from fp8jax.rewrite.states import (
     States,
-    Use,
+    WeightUse,
     advance,
-    by_use,
     scaling_names,
+    use_inputs_from_states,
 )
 
-_MOST_PLANS = 64
+_MAX_PLANS = 64
 # What is traced; other leaves of arguments are settings.
-_ARRAYS, _NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic), (int, float, complex)
+_ARRAY_TYPES, _NUMBER_TYPES = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic), (int, float, complex)
 
 
 class _Call(NamedTuple):
@@ -54,19 +54,19 @@ class Transformed:
     def __init__(
         self,
         fn: Callable,
-        rules: Ordered,
+        rules: RuleSet,
         params: tuple[int | str, ...],
         static: tuple[int | str, ...],
-        caller: Callable[[Any], Caller] | None = None,
-        traced: tuple[type, ...] = (*_ARRAYS, *_NUMBERS),
+        make_call_info: Callable[[Any], CallInfo] | None = None,
+        traced_types: tuple[type, ...] = (*_ARRAY_TYPES, *_NUMBER_TYPES),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._traced_types = traced
-        self._caller = caller or _from_outside
+        self._traced_types = traced_types
+        self._make_call_info = make_call_info or _default_call_info
         self._fn, self._rules, self._params, self._static = fn, rules, params, static
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
+    def _clear_caches(self) -> None:
         self._calls: dict[Hashable, Callable] = {}
         self._plans: dict[Hashable, tuple[Any, CallPlan]] = {}
         self._notices = Notices()
@@ -77,15 +77,15 @@ class Transformed:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._forget()
+        self._clear_caches()
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
-        call = self.planned(*args, **kwargs)
+        call = self.plan_call(*args, **kwargs)
         call.warn(self._notices)
         _check_states(states, call.uses)
-        return call.run(by_use(states or {}, call.weights), noting=False)[0]
+        return call.run(use_inputs_from_states(states or {}, call.weights), collect_stats=False)[0]
 
-    def planned(self, *args: Any, **kwargs: Any) -> PlannedCall:
+    def plan_call(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """A call with its plan; nothing is computed.
 
         Args:
@@ -94,19 +94,19 @@ class Transformed:
         Raises:
             ValueError: as the call, but for a precision that products ask for: there a run raises.
         """
-        call = self._traced(args, kwargs)
-        kinds = tuple(map(kind, call.arrays))
-        key = id(call.program), *(kinds if any(kinds) else ())
-        known = self._plans.get(key)
-        if known is not None:
-            return PlannedCall(known[1], call.arrays)
-        made = self._make(call.program, self._paths(call.places), call.shapes, kinds)
+        call = self._trace(args, kwargs)
+        frozen_infos = tuple(map(frozen_info, call.arrays))
+        key = id(call.program), *(frozen_infos if any(frozen_infos) else ())
+        cached = self._plans.get(key)
+        if cached is not None:
+            return PlannedCall(cached[1], call.arrays)
+        call_plan = self._make_plan(call.program, self._param_paths(call.places), call.shapes, frozen_infos)
         # What closes over values of a trace has a plan for one call.
         if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
-            while len(self._plans) >= _MOST_PLANS:
+            while len(self._plans) >= _MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = call.program, made
-        return PlannedCall(made, call.arrays)
+            self._plans[key] = call.program, call_plan
+        return PlannedCall(call_plan, call.arrays)
 
     def check(self, *args: Any, **kwargs: Any) -> Comparison:
         """Compares each operation with what it stands for, on the arrays that the function as written gives it.
@@ -124,15 +124,15 @@ class Transformed:
         Raises:
             ValueError: as the call.
         """
-        call = self._traced(args, kwargs)
-        if any(map(is_held, call.arrays)):
+        call = self._trace(args, kwargs)
+        if any(map(is_frozen, call.arrays)):
             raise ValueError(
                 "check compares a function of arrays: give the values of frozen weights, and merge adapters with "
                 "fp8jax.lora.merge"
             )
-        written, planned = (read(call.program, self._paths(call.places)) for _ in range(2))
-        entries = plan(planned, self._rules, self._caller(call.shapes)).entries
-        return check(written, planned, entries, call.arrays)
+        original, planned = (read(call.program, self._param_paths(call.places)) for _ in range(2))
+        entries = plan(planned, self._rules, self._make_call_info(call.shapes)).entries
+        return check(original, planned, entries, call.arrays)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
         """The states of scalings before the first step, by the paths of parameters; {} where no recipe keeps any.
@@ -151,7 +151,7 @@ class Transformed:
         Raises:
             ValueError: as the call; or products of one parameter cannot have one state.
         """
-        return self.planned(*args, **kwargs).init()
+        return self.plan_call(*args, **kwargs).init()
 
     def advance(self, states: States, observed: States, *, axis_name: AxisNames = None) -> States:
         """The states after a step.
@@ -161,10 +161,10 @@ class Transformed:
             observed: the gradient of the step's loss by the states; of microbatches the largest (counts summed).
             axis_name: mesh axes of replicas, where `jax.shard_map` is around the call, whose observations are merged.
         """
-        training.advances(training.ADVANCE)
+        training.record_advance(training.ADVANCE)
         return advance(states, observed, axis_name)
 
-    def set_weight_bounds(self, states: States, bounds: Mapping[tuple[str, ...], Any]) -> States:
+    def update_weight_amax_bounds(self, states: States, bounds: Mapping[tuple[str, ...], Any]) -> States:
         """The states with the bounds of weights under automatic scaling: take it after each update of the optimizer.
 
         Args:
@@ -174,7 +174,7 @@ class Transformed:
         Raises:
             ValueError: the optimizer follows other parameters.
         """
-        return with_bounds(states, bounds)
+        return with_weight_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """A table of each product, norm and activation, quantized or left as written; nothing is computed.
@@ -188,85 +188,89 @@ class Transformed:
         Raises:
             ValueError: as the call, but for a precision that products ask for: it lists these.
         """
-        plan = self.planned(*args, **kwargs).plan
-        return Explanation(plan.entries, plan.listing(), plan.share.text, kernels.advice())
+        plan = self.plan_call(*args, **kwargs).plan
+        return Explanation(plan.entries, plan.list_entries(), plan.share.text, kernels.advice())
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
         params = [x for place, x in (*enumerate(args), *kwargs.items()) if place in self._params]
-        flat, structure = jax.tree.flatten_with_path((args, kwargs), is_leaf=leaf_in(params))
-        fixed = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
-        key = structure, tuple((i, type(x), x) for i, x in fixed.items())
+        flat, structure = jax.tree.flatten_with_path((args, kwargs), is_leaf=frozen_leaf_predicate(params))
+        settings = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
+        key = structure, tuple((i, type(x), x) for i, x in settings.items())
         try:
             call = self._calls.get(key)
         except TypeError:
-            bad = next(x for x in fixed.values() if type(x).__hash__ is None)
-            raise TypeError(f"an argument that is no array must be hashable, not {bad!r}") from None
+            unhashable = next(x for x in settings.values() if type(x).__hash__ is None)
+            raise TypeError(f"an argument that is no array must be hashable, not {unhashable!r}") from None
         if call is None:
-            call = self._calls[key] = _over_arrays(self._fn, structure, len(flat), fixed)
-        leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in fixed]
+            call = self._calls[key] = _bind_settings(self._fn, structure, len(flat), settings)
+        leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in settings]
         arrays = [x for _, x in leaves]
         # JAX keeps the program: a call like one before is not traced again.
         try:
-            program, shapes = jax.make_jaxpr(call, return_shape=True)([stand_in(x) for x in arrays])
+            program, shapes = jax.make_jaxpr(call, return_shape=True)([as_shape_struct(x) for x in arrays])
         except Exception as error:
-            _note_numbers(error, leaves, self._params)
+            _hint_static_number(error, leaves, self._params)
             raise
         return _Call(arrays, program, shapes, [path for path, _ in leaves])
 
-    def _paths(self, places: Sequence[Any]) -> list[str | None]:
+    def _param_paths(self, places: Sequence[Any]) -> list[str | None]:
         """For each array its path in the parameters; None for data."""
-        arguments = [_place(path) for path in places]
+        arguments = [_argument_of(path) for path in places]
         if unknown := [place for place in self._params if place not in arguments]:
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
-        return [self._path(path) for path in places]
+        return [self._param_path(path) for path in places]
 
-    def _make(self, program: Any, paths: Sequence[str | None], shapes: Any, kinds: Sequence[Any]) -> CallPlan:
-        graph, caller = read(program, paths, kinds), self._caller(shapes)
+    def _make_plan(
+        self, program: Any, paths: Sequence[str | None], shapes: Any, frozen_infos: Sequence[Any]
+    ) -> CallPlan:
+        graph, call_info = read(program, paths, frozen_infos), self._make_call_info(shapes)
         try:
-            entries, uses, refused, share = plan(graph, self._rules, caller)
+            entries, uses, message, unquantized = plan(graph, self._rules, call_info)
         except ValueError as error:
-            _note_own_arrays(error, program.consts)
+            _hint_closed_over_arrays(error, program.consts)
             raise
         structure = jax.tree.structure(shapes)
-        made = schedule(graph)
-        if any(entry.taken for entry in entries.values()):
-            kernels.warn()
+        graph_schedule = schedule(graph)
+        if any(entry.is_quantized for entry in entries.values()):
+            kernels.warn_if_missing()
 
-        def run(arrays: list[Any], given: Any, noting: bool) -> tuple[list[Any], Any]:
+        def run(arrays: list[Any], use_inputs: Any, noting: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}
-            given = with_known_bounds(given, uses, weights)
-            running = Running(made, arrays, given, forward=noting)
-            return running.outputs(), running.seen
+            use_inputs = with_complete_bounds(use_inputs, uses, weights)
+            interpreter = Interpreter(graph_schedule, arrays, use_inputs, collect_stats=noting)
+            return interpreter.run(), interpreter.stats
 
         compiled = jax.jit(run, static_argnames="noting")
-        listing = lambda: unplanned.list_entries(graph, made, self._rules, caller, entries)  # noqa: E731
-        each = tuple(entries.values())
-        return CallPlan(each, uses, tuple(paths), structure, run, compiled, listing, refused, share)
+        list_entries = lambda: unplanned.list_entries(graph, graph_schedule, self._rules, call_info, entries)  # noqa: E731
+        plan_entries = tuple(entries.values())
+        return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, list_entries, message, unquantized)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
-        place = _place(path)
-        return place in self._static or isinstance(x, bool) or not (isinstance(x, self._traced_types) or is_held(x))
+        argument = _argument_of(path)
+        return (
+            argument in self._static or isinstance(x, bool) or not (isinstance(x, self._traced_types) or is_frozen(x))
+        )
 
-    def _path(self, path: Any) -> str | None:
+    def _param_path(self, path: Any) -> str | None:
         """The path of a parameter; None for data."""
-        place = _place(path)
-        if place not in self._params:
+        argument = _argument_of(path)
+        if argument not in self._params:
             return None
-        first = (str(place),) if len(self._params) > 1 else ()
+        first = (str(argument),) if len(self._params) > 1 else ()
         return "/".join(filter(None, (*first, jax.tree_util.keystr(path[2:], simple=True, separator="/"))))
 
 
-def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
+def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
     """Raises ValueError where products have no state that their scaling needs."""
     for use, linear in uses.items():
         if not linear.states:
             continue
-        known = None if states is None else states.get(use.path)
-        if known is not None and use.number < len(known.slots):
+        tracked = None if states is None else states.get(use.path)
+        if tracked is not None and use.number < len(tracked.slots):
             continue
-        if states or any(scaling.observes for scaling in linear.states.values()):
+        if states or any(scaling.collects_stats for scaling in linear.states.values()):
             missing = "of which the given states have none" if states else "and no states are given"
             raise ValueError(
                 f"{scaling_names(linear)} scaling of {use.path} keeps a state, {missing}: write states = "
@@ -274,47 +278,49 @@ def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
             )
 
 
-def _note_numbers(error: Exception, leaves: Sequence[tuple[Any, Any]], params: Sequence[int | str]) -> None:
+def _hint_static_number(error: Exception, leaves: Sequence[tuple[Any, Any]], params: Sequence[int | str]) -> None:
     """Adds to an error of a traced array which Python number a function got as one: it may branch on that."""
     if "trace" not in str(error).lower():
         return
     for path, x in leaves:
-        if not isinstance(x, _NUMBERS) or isinstance(x, np.generic):
+        if not isinstance(x, _NUMBER_TYPES) or isinstance(x, np.generic):
             continue
-        where = f"{x!r} at {jax.tree_util.keystr(path[1:])}"
-        within = _place(path) in params
-        fix = "fp8jax.filter_transform takes numbers in a model" if within else "static= takes arguments"
-        error.add_note(f"fp8jax.transform traced {where} as an array, as jax.jit does; {fix} for settings")
+        location = f"{x!r} at {jax.tree_util.keystr(path[1:])}"
+        is_in_params = _argument_of(path) in params
+        fix = "fp8jax.filter_transform takes numbers in a model" if is_in_params else "static= takes arguments"
+        error.add_note(f"fp8jax.transform traced {location} as an array, as jax.jit does; {fix} for settings")
         return
 
 
-def _note_own_arrays(error: ValueError, consts: Sequence[Any]) -> None:
+def _hint_closed_over_arrays(error: ValueError, consts: Sequence[Any]) -> None:
     """Adds to an error of a function without products that it has matrices of its own: maybe its weights."""
-    own = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
-    if own and "no product of data with a parameter" in str(error):
+    matrix_shapes = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
+    if matrix_shapes and "no product of data with a parameter" in str(error):
         error.add_note(
-            f"the function has {len(own)} matrices that it does not get as arguments, one of shape {own[0]}: what a "
+            f"the function has {len(matrix_shapes)} matrices that it does not get as arguments, one of shape {matrix_shapes[0]}: what a "
             "recipe may quantize is in the arguments of params=, by default the first one"
         )
 
 
-def _from_outside(results: Any) -> Caller:
+def _default_call_info(results: Any) -> CallInfo:
     """Who calls a function that is no method of a model."""
-    return Caller()
+    return CallInfo()
 
 
-def _over_arrays(fn: Callable, structure: Any, count: int, fixed: dict[int, Any]) -> Callable:
+def _bind_settings(fn: Callable, structure: Any, count: int, settings: dict[int, Any]) -> Callable:
     """A function of the arrays among the leaves of its arguments."""
 
     def call(arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        args, kwargs = jax.tree.unflatten(structure, [fixed[i] if i in fixed else next(rest) for i in range(count)])
+        array_iter = iter(arrays)
+        args, kwargs = jax.tree.unflatten(
+            structure, [settings[i] if i in settings else next(array_iter) for i in range(count)]
+        )
         return fn(*args, **kwargs)
 
     return call
 
 
-def _place(path: Any) -> int | str:
+def _argument_of(path: Any) -> int | str:
     """Which argument a leaf of (args, kwargs) is part of."""
     return path[1].key if path[0].idx == 1 else path[1].idx  # type: ignore[no-any-return]
 
@@ -361,14 +367,14 @@ def transform(
             a parameter, or one asks for a precision that a quantized product cannot give.
         TypeError: the rules are of another type, or `fn` is no function.
     """
-    return _transformed(fn, rules, params, static)
+    return _make_transformed(fn, rules, params, static)
 
 
-def _transformed(fn: Callable, rules: Rules, params: Any, static: Any, **how: Any) -> Transformed:
+def _make_transformed(fn: Callable, rules: Rules, params: Any, static: Any, **keywords: Any) -> Transformed:
     if not callable(fn):
         raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
-    held, fixed = ((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
-    return Transformed(fn, ordered(rules), held, fixed, **how)
+    param_arguments, static_arguments = ((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
+    return Transformed(fn, as_rule_set(rules), param_arguments, static_arguments, **keywords)
 
 
 def filter_transform(fn: Callable, rules: Rules, *, params: int | str | Sequence[int | str] = 0) -> Transformed:
@@ -387,4 +393,4 @@ def filter_transform(fn: Callable, rules: Rules, *, params: int | str | Sequence
 
     Returns, raises: as `transform`. A setting that is not hashable raises TypeError.
     """
-    return _transformed(fn, rules, params, (), traced=_ARRAYS)
+    return _make_transformed(fn, rules, params, (), traced=_ARRAY_TYPES)

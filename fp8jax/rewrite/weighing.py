@@ -13,28 +13,30 @@ import jax
 from fp8jax.ops import gains
 from fp8jax.ops.choice import on_cuda, target
 from fp8jax.rewrite import activations, biases, norms
-from fp8jax.rewrite.entries import Entry, ReadWeight
+from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import Node, Value
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation
-from fp8jax.rewrite.rules import LayerChoice, between
+from fp8jax.rewrite.rules import LayerChoice, rewrites_nonlinear
 
 
-class _Weighed(NamedTuple):
+class _GroupGains(NamedTuple):
     """Products that read one array, what each gains, what its codes cost them, and which are best in 8 bits, by rates
     of a device."""
 
-    products: list[ReadWeight]
-    each: list[float]
-    codes: float
+    products: list[WeightMatmul]
+    seconds: list[float]
+    codes_seconds: float
     best: tuple[int, ...]
     tokens: int
-    rates: str
+    rates_device: str
 
 
-_HOPPER = 90  # what an H100 computes with
+_HOPPER_CAPABILITY = 90  # what an H100 computes with
 
 
-def choose(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry], alone: Mapping[Value, Node]) -> bool:
+def drop_unprofitable(
+    value: Value, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry], sole_readers: Mapping[Value, Node]
+) -> bool:
     """Leaves those products of a value in 16 bits that lose time in 8, where the recipe asks for that.
 
     Args:
@@ -46,62 +48,77 @@ def choose(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry]
     Returns:
         Whether the recipe of any asks for it.
     """
-    asked = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
-    for p in asked:
-        if not p.taken:
+    cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
+    for p in cost_selected:
+        if not p.is_quantized:
             reason = f"{p.choice.reason} has no 8-bit products for this device"
             entries[p.node] = entries[p.node]._replace(reason=reason)
-    asked = [p for p in asked if p.taken]
-    if not asked:
+    cost_selected = [p for p in cost_selected if p.is_quantized]
+    if not cost_selected:
         return False
-    known = _weigh(asked, alone, _made_by(value, asked[0]), any(p.taken and p not in asked for p in group))
-    for p in asked if known is None else ():
+    group_gains = _estimate_gains(
+        cost_selected,
+        sole_readers,
+        _producer_kind(value, cost_selected[0]),
+        any(p.is_quantized and p not in cost_selected for p in group),
+    )
+    for p in cost_selected if group_gains is None else ():
         entries[p.node] = entries[p.node]._replace(reason=f"{p.choice.reason}; what it gains is not known")
-    if known is None:
+    if group_gains is None:
         return True
-    for i, p in enumerate(asked):
-        if i in known.best:
-            gained = _told(known, known.best, i)
-            entries[p.node] = entries[p.node]._replace(reason=f"{p.choice.reason}; gains about {gained}")
+    for i, p in enumerate(cost_selected):
+        if i in group_gains.best:
+            note = _gain_note(group_gains, group_gains.best, i)
+            entries[p.node] = entries[p.node]._replace(reason=f"{p.choice.reason}; gains about {note}")
             continue
-        together = range(len(asked)) if not known.best else (i,)
-        reason = f"gains nothing at {known.tokens:,} tokens: {_told(known, together, i)} slower in 8 bits"
+        products = range(len(cost_selected)) if not group_gains.best else (i,)
+        reason = (
+            f"gains nothing at {group_gains.tokens:,} tokens: {_gain_note(group_gains, products, i)} slower in 8 bits"
+        )
         p.choice = LayerChoice(None, reason)
-        entries[p.node] = entries[p.node]._replace(reason=reason, choice=p.choice, rates=known.rates)
+        entries[p.node] = entries[p.node]._replace(
+            reason=reason, choice=p.choice, rates_device=group_gains.rates_device
+        )
     return True
 
 
-def tell(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry], alone: Mapping[Value, Node]) -> None:
+def annotate_gains(
+    value: Value, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry], sole_readers: Mapping[Value, Node]
+) -> None:
     """Notes what the products of a value gain that are taken, and which of them would be better left."""
-    taken = [p for p in group if p.taken]
-    known = _weigh(taken, alone, _made_by(value, taken[0]), False) if taken else None
-    if known is None:
+    quantized = [p for p in group if p.is_quantized]
+    group_gains = (
+        _estimate_gains(quantized, sole_readers, _producer_kind(value, quantized[0]), False) if quantized else None
+    )
+    if group_gains is None:
         return
-    for i, (p, seconds) in enumerate(zip(taken, known.each, strict=True)):
-        gain, loses = seconds - known.codes / len(taken), i not in known.best
-        entry = entries[p.node]._replace(gain=gain, loses=loses, rates=known.rates)
-        times = math.prod(node.eqn.params["length"] for node, _ in p.around if node.kind == "scan")
-        entries[p.node] = entry._replace(tokens=known.tokens, times=times)
+    for i, (p, seconds) in enumerate(zip(quantized, group_gains.seconds, strict=True)):
+        gain, is_slower = seconds - group_gains.codes_seconds / len(quantized), i not in group_gains.best
+        entry = entries[p.node]._replace(gain=gain, is_slower=is_slower, rates_device=group_gains.rates_device)
+        times = math.prod(node.eqn.params["length"] for node, _ in p.enclosing if node.kind == "scan")
+        entries[p.node] = entry._replace(tokens=group_gains.tokens, times=times)
 
 
-def _made_by(value: Value, reader: ReadWeight) -> str:
+def _producer_kind(value: Value, reader: WeightMatmul) -> str:
     """What makes the codes that a product reads, on a GPU: a "norm", an "activation", or ""."""
     if value.node is None:
         return ""
     if value.node.operation is not None:
         kinds = {NormOperation: "norm", ActivationOperation: "activation"}
         return kinds.get(type(value.node.operation), "")
-    with contextlib.nullcontext() if on_cuda() else target(capability=_HOPPER):
-        if not between(reader.choice.recipe):
+    with contextlib.nullcontext() if on_cuda() else target(capability=_HOPPER_CAPABILITY):
+        if not rewrites_nonlinear(reader.choice.recipe):
             return ""
     if norms.find(value) is not None:
         return "norm"
     return "activation" if activations.find(value) is not None else ""
 
 
-def _weigh(products: list[ReadWeight], alone: Mapping[Value, Node], made: str, others: bool) -> _Weighed | None:
+def _estimate_gains(
+    products: list[WeightMatmul], sole_readers: Mapping[Value, Node], producer: str, has_shared_codes: bool
+) -> _GroupGains | None:
     """What products of one array gain; None where that is not known of one. `others` make its codes in any case."""
-    (rates, assumed), each = gains.of_device(), list[float]()
+    (rates, is_assumed), all_seconds = gains.current_rates(), list[float]()
     tokens = inputs = 1
     for p in products:
         if p.node.kind != "dot_general" or p.choice.linear is None:
@@ -109,33 +126,37 @@ def _weigh(products: list[ReadWeight], alone: Mapping[Value, Node], made: str, o
         contract, batch = p.node.eqn.params["dimension_numbers"]
         if batch[0]:
             return None
-        data, weight = _shape_here(p.data), _shape_here(p.node.operands[p.side])
+        data, weight = _local_shape(p.data), _local_shape(p.node.operands[p.side])
         if not all(isinstance(n, int) for n in data):  # a symbol, in a program for batches of any size
             return None
         inputs = math.prod(data[i] for i in contract[1 - p.side])
-        tokens = max(math.prod(data) // max(inputs, 1) // _devices(), 1)
-        biased = p.side == 1 and biases.find(p.node, len(weight) - len(contract[1]), alone.get(p.node.results[0]))
+        tokens = max(math.prod(data) // max(inputs, 1) // _num_mesh_devices(), 1)
+        has_bias = p.side == 1 and biases.find(
+            p.node, len(weight) - len(contract[1]), sole_readers.get(p.node.results[0])
+        )
         shape = tokens, inputs, math.prod(weight) // max(inputs, 1)
-        seconds = gains.gain(*shape, p.choice.linear, rates, biased=bool(biased))
+        seconds = gains.estimate_gain(*shape, p.choice.linear, rates, has_bias=bool(has_bias))
         if seconds is None:
             return None
-        each.append(seconds)
+        all_seconds.append(seconds)
     linear = products[0].choice.linear
     assert linear is not None
-    codes = 0.0 if others else gains.codes(tokens, inputs, linear, rates, made=made)
-    best = gains.best(each, codes, gains.beside(tokens, inputs, rates, made=made))
-    device = f"an {rates.device}{', assumed here' if assumed else ''}"
-    return _Weighed(products, each, codes, best, tokens, device)
+    codes_seconds = (
+        0.0 if has_shared_codes else gains.quantization_cost(tokens, inputs, linear, rates, producer=producer)
+    )
+    best = gains.select_layers(all_seconds, codes_seconds, gains.copy_cost(tokens, inputs, rates, producer=producer))
+    device = f"an {rates.device}{', assumed here' if is_assumed else ''}"
+    return _GroupGains(products, all_seconds, codes_seconds, best, tokens, device)
 
 
-def _told(known: _Weighed, together: Sequence[int], of: int) -> str:
+def _gain_note(group_gains: _GroupGains, products: Sequence[int], index: int) -> str:
     """The time that products gain or lose together, and with which others one does."""
-    seconds = sum(known.each[i] for i in together) - known.codes
-    others = ", ".join(dict.fromkeys(known.products[i].path for i in together if i != of))
-    return f"{abs(1e6 * seconds):,.0f} us{f' with {others}' if others else ''}"
+    seconds = sum(group_gains.seconds[i] for i in products) - group_gains.codes_seconds
+    other_paths = ", ".join(dict.fromkeys(group_gains.products[i].path for i in products if i != index))
+    return f"{abs(1e6 * seconds):,.0f} us{f' with {other_paths}' if other_paths else ''}"
 
 
-def _shape_here(value: Value) -> tuple[int, ...]:
+def _local_shape(value: Value) -> tuple[int, ...]:
     """The shape of a device's part of an array, as far as its type says how it is cut."""
     sharding = getattr(value.aval, "sharding", None)
     if sharding is None or not sharding.mesh.explicit_axes:
@@ -143,7 +164,7 @@ def _shape_here(value: Value) -> tuple[int, ...]:
     return tuple(sharding.shard_shape(value.shape))
 
 
-def _devices() -> int:
+def _num_mesh_devices() -> int:
     """Over how many devices an automatic mesh that is set cuts a program."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in mesh.auto_axes) if not mesh.empty else 1

@@ -98,7 +98,7 @@ def test_the_largest_noise_takes_no_representable_value_up(fmt):
 
 
 def test_scaled_says_which_formats_lack_the_range_of_fp32():
-    assert {f.name for f in formats.ALL if not f.scaled} == {"bf16", "fp32"}
+    assert {f.name for f in formats.ALL if not f.needs_scale} == {"bf16", "fp32"}
 
 
 def test_unknown_format_is_an_error_that_lists_the_known_ones():

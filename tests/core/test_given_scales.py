@@ -13,13 +13,13 @@ from tests.rows import few
 
 SHAPE = (30, 45)
 BLOCKS = {"tensor": SHAPE, "token": (1, 45), "channel": (30, 1), "group": (1, 8), "block": (8, 8)}
-FORMATS = [f.name for f in formats.ALL if f.scaled and f.name != "e8m0"]
+FORMATS = [f.name for f in formats.ALL if f.needs_scale and f.name != "e8m0"]
 
 
 def in_units(q: fp8jax.QTensor) -> np.ndarray:
     """What the codes stand for, unscaled."""
     fmt = formats.get(q.spec.format)
-    codes = packing.unpack(q.codes, q.spec.axis, q.shape[-1]) if q.spec.packed else q.codes
+    codes = packing.unpack(q.codes, q.spec.axis, q.shape[-1]) if q.spec.is_packed else q.codes
     book = None if fmt.codebook is None else np.asarray(fmt.codebook)
     return np.asarray(codes).astype(np.float64) if book is None else book[np.asarray(codes)]
 

@@ -62,7 +62,7 @@ def test_the_axis_turns_tokens_channels_and_groups():
 def test_stacked_axes_share_no_scale():
     x = normal(3, 6, 8) * np.array([1, 10, 100], np.float32)[:, None, None]
     for granularity in ("tensor", "channel"):
-        q = fp8jax.quantize(jnp.asarray(x), fp8jax.QuantSpec("int8", granularity, stacked=1))
+        q = fp8jax.quantize(jnp.asarray(x), fp8jax.QuantSpec("int8", granularity, layer_axes=1))
         layers = [fp8jax.quantize(jnp.asarray(layer), f"int8:{granularity}").dequantize() for layer in x]
         np.testing.assert_array_equal(np.asarray(q.dequantize()), np.stack(layers))
 

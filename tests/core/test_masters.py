@@ -15,7 +15,7 @@ from fp8jax.core.recipe import Weights
 COUNT = 64
 # Of the formats of high parts: dtype, smallest normal exponent, largest exponent, mantissa bits.
 FORMATS = {"bf16": (jnp.bfloat16, -126, 127, 7), "fp16": (jnp.float16, -14, 15, 10)}
-PARTS = [(high, rest) for high in masters.HIGH for rest in masters.REMAINDERS]
+PARTS = [(high, rest) for high in masters.HIGH_FORMATS for rest in masters.REMAINDER_DTYPES]
 
 
 def unit(x, lowest, mantissa):
@@ -120,9 +120,9 @@ def test_names_say_what_is_stored(name):
     compute = "fp16" if name.startswith("fp16") else "bf16"
     weights = Weights(name, compute)
     assert master.bytes_per_element == weights.bytes_per_element == bits
-    assert weights.held == master.held.name == name.split("+")[0]
-    assert (weights.parts is None) == (not name.endswith(("8", "16")) or name == "bf16")
-    assert master.stochastic == (name == "bf16+stochastic")
+    assert weights.param_format == master.param_format.name == name.split("+")[0]
+    assert (weights.split_master is None) == (not name.endswith(("8", "16")) or name == "bf16")
+    assert master.is_stochastic == (name == "bf16+stochastic")
     with pytest.raises(ValueError, match="unknown master 'fp8'"):
         masters.Master("fp8")
     for wrong in ({"master": "fp16+int8"}, {"master": "bf16+int8", "compute": "fp32"}, {"master": "bf16+int4"}):

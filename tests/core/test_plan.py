@@ -17,7 +17,7 @@ LINEAR = Linear(
     w_dgrad="e5m2:block64",
     x_wgrad="e4m3:mx32",
     dy_wgrad="e5m2:group128",
-    saved="int10:group128",
+    x_residual="int10:group128",
 )
 RECIPE = Recipe(
     "mine",
@@ -119,12 +119,12 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
     same = Linear("e4m3:block16", "e4m3:block32", "e5m2")
     for name, source in (("w_dgrad", "w"), ("dy_wgrad", "dy"), ("x_wgrad", "x"), ("saved", "x")):
         assert same.spec(name) == fp8jax.QuantSpec.parse(getattr(same, source))
-    other = Linear("e4m3:token", "e4m3", "e5m2", saved="e4m3:block16")
+    other = Linear("e4m3:token", "e4m3", "e5m2", x_residual="e4m3:block16")
     assert other.spec("x_wgrad") == other.spec("saved") == fp8jax.QuantSpec.parse("e4m3:block16")
     for name, noisy in itertools.product(("dy", "dy_wgrad", "saved"), (False, True)):
         settings = {"dy": "e5m2", "dy_wgrad": "e5m2", "saved": "e4m3"}
         settings[name] += "+stochastic" * noisy
-        assert Linear("e4m3", "e4m3", **settings, x_wgrad="e4m3").stochastic == noisy
+        assert Linear("e4m3", "e4m3", **settings, x_wgrad="e4m3").is_stochastic == noisy
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
 def test_auto_goes_by_the_device_and_says_what_runs_in_8_bits(capability, name):
     assert fp8jax.recipes.for_device(capability) == fp8jax.recipes.get(name)
     linear = fp8jax.recipes.for_device(capability).linear
-    assert ("FP8" in fp8jax.recipes.device(capability).computed) == (capability >= 80)
-    assert linear.quantized == (capability >= 86)
+    assert ("FP8" in fp8jax.recipes.device(capability).description) == (capability >= 80)
+    assert linear.is_quantized == (capability >= 86)
     assert fp8jax.recipes.resolve("auto") == fp8jax.recipes.for_shapes(fp8jax.recipes.for_device(0))
     with pytest.raises(ValueError, match="-1"):
         fp8jax.recipes.for_device(-1)

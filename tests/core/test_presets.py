@@ -174,7 +174,7 @@ def test_operands_are_those_of_the_paper(name):
         assert spec is None or (not spec.expand and spec.scale_format == "fp32" and spec.axis == -1)
         if spec is not None and spec.granularity == "mx":
             assert spec.exact == (name == "moss_mx"), "folded into rows, but in moss_mx"
-            assert spec.level1 == "token", f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row"
+            assert spec.outer_scale == "token", f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row"
 
 
 def test_gradients_of_heads_that_reach_weights_have_the_wider_range_and_sums_all_bits():

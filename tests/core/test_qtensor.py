@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_unbiased_through_the_scale_and_repeats_with_its_
 
 def test_stacked_tensors_have_a_scale_each():
     x = jnp.stack([jnp.ones((4, 5)), 100 * jnp.ones((4, 5))])
-    q = fp8jax.quantize(x, fp8jax.QuantSpec(stacked=1))
+    q = fp8jax.quantize(x, fp8jax.QuantSpec(layer_axes=1))
     q.validate()
     assert q.scale.shape == (2, 1, 1)
     separate = jnp.stack([fp8jax.quantize(layer, "e4m3").dequantize() for layer in x])
@@ -219,19 +219,19 @@ def test_stacked_tensors_have_a_scale_each():
 
 @pytest.mark.parametrize(
     "spec",
-    [slow("e4m3"), "e5m2:group48+expand", *OTHERS[1::2], *map(slow, OTHERS[::2]), fp8jax.QuantSpec(stacked=1)],
+    [slow("e4m3"), "e5m2:group48+expand", *OTHERS[1::2], *map(slow, OTHERS[::2]), fp8jax.QuantSpec(layer_axes=1)],
     ids=str,
 )
 def test_qtensor_goes_through_jit_vmap_scan_eval_shape_and_donation(spec):
     spec = fp8jax.QuantSpec.parse(spec)
     x = jax.random.normal(jax.random.key(0), (3, 4, 130))
-    layered = jax.vmap(lambda layer: fp8jax.quantize(layer, "e4m3:group128+expand" if spec.stacked else spec))(x)
+    layered = jax.vmap(lambda layer: fp8jax.quantize(layer, "e4m3:group128+expand" if spec.layer_axes else spec))(x)
     assert layered.shape == x.shape
     q = fp8jax.quantize(x, spec)
     jitted = jax.jit(lambda x: fp8jax.quantize(x, spec))(x)
     chex.assert_trees_all_equal(q, jitted)
     chex.assert_trees_all_equal_shapes_and_dtypes(q, jax.eval_shape(lambda x: fp8jax.quantize(x, spec), x))
-    if spec.granularity in ("group", "block") or spec.stacked:
+    if spec.granularity in ("group", "block") or spec.layer_axes:
         _, by_layer = jax.lax.scan(lambda carry, layer: (carry, layer.dequantize()), 0, q)
         np.testing.assert_array_equal(np.asarray(by_layer), np.asarray(q.dequantize()))
     donated = jax.jit(lambda q: jax.tree.map(lambda leaf: leaf, q), donate_argnums=0)(jitted)
@@ -311,7 +311,7 @@ def test_metadata_is_rounded_in_a_way_that_no_compiler_may_skip():
         assert count(lambda x, spec=spec: fp8jax.quantize(x, spec), "reduce_precision", jnp.ones((4, 128))) >= 1
 
 
-SCALED = [fmt.name for fmt in formats.ALL if fmt.scaled and fmt.name != "e8m0"]
+SCALED = [fmt.name for fmt in formats.ALL if fmt.needs_scale and fmt.name != "e8m0"]
 
 
 @pytest.mark.parametrize(

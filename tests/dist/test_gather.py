@@ -31,7 +31,7 @@ def test_a_gathered_weight_is_what_the_whole_one_quantizes_to(spec, mesh):
     """The same bits on every mesh, for every granularity that products read, cut along its groups and across them."""
     for cut, axis in ((P("fsdp"), -1), (P("fsdp"), -2)):
         how = fp8jax.QuantSpec(**{**vars(fp8jax.QuantSpec.parse(spec)), "axis": axis})
-        gather = functools.partial(gather_weights, axes="fsdp", how=how, specs=cut)
+        gather = functools.partial(gather_weights, axes="fsdp", wire_format=how, specs=cut)
         run = mapped(mesh, gather, cut, P())
         whole = jax.jit(lambda w, how=how: fp8jax.quantize(w, how).dequantize())
         np.testing.assert_array_equal(jax.jit(run)(W), whole(W))
@@ -95,7 +95,7 @@ def test_a_recipes_weights_are_quantized_along_inputs_layer_by_layer(mesh):
     part = fp8jax.recipes.Linear("e4m3", "e4m3:group32", "e4m3", w_dgrad="e4m3:group32")
     layers = jnp.stack([W, 1e-6 * W])
     for how, one in ((part, fp8jax.QuantSpec("e4m3", "group", 32, axis=-2)), ("te_current", fp8jax.QuantSpec("e4m3"))):
-        gather = functools.partial(gather_weights, axes="fsdp", how=how, specs=P(None, None, "fsdp"))
+        gather = functools.partial(gather_weights, axes="fsdp", wire_format=how, specs=P(None, None, "fsdp"))
         found = jax.jit(mapped(mesh, gather, P(None, None, "fsdp"), P()))(layers)
         np.testing.assert_array_equal(found, jnp.stack([fp8jax.quantize(w, one).dequantize() for w in layers]))
 
@@ -115,14 +115,14 @@ def test_gradients_of_gathered_weights_travel_as_asked(mesh):
     assert sent("e4m3") == [("all_to_all", "ui8", w.size)]
     with pytest.raises(ValueError, match=r"shards of the weight .* ends within a block of e4m3:block128"):
         jax.eval_shape(mapped(mesh, functools.partial(
-            gather_weights, axes="fsdp", how="e4m3:block128", specs=P("fsdp")), P("fsdp"), P()), W)  # fmt: skip
+            gather_weights, axes="fsdp", wire_format="e4m3:block128", specs=P("fsdp")), P("fsdp"), P()), W)  # fmt: skip
     how = fp8jax.QuantSpec("e4m3", "mx", 64, axis=-2)
     with pytest.raises(ValueError, match=r"shards of \['w'\] are 32 long along dimension 0, .* block of e4m3:mx64"):
         jax.eval_shape(mapped(mesh, functools.partial(
-            gather_weights, axes="fsdp", how=how, specs=P("fsdp")), P("fsdp"), P()), {"w": W})  # fmt: skip
+            gather_weights, axes="fsdp", wire_format=how, specs=P("fsdp")), P("fsdp"), P()), {"w": W})  # fmt: skip
     with pytest.raises(ValueError, match="does not quantize weights"):
         jax.eval_shape(mapped(mesh, functools.partial(
-            gather_weights, axes="fsdp", how="bf16", specs=P("fsdp")), P("fsdp"), P()), W)  # fmt: skip
+            gather_weights, axes="fsdp", wire_format="bf16", specs=P("fsdp")), P("fsdp"), P()), W)  # fmt: skip
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
         gather_weights(W, "fsdp", specs=P("fsdp"))
 

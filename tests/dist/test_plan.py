@@ -35,7 +35,7 @@ def mesh():
 @pytest.mark.parametrize("comm", ["e4m3", "int8:group64", "fp32"])
 def test_planned_reductions_are_those_of_the_compiled_program(comm, mesh):
     """Dtypes and bytes, on eight devices; sums of FP8 and bf16 XLA on CPUs makes others of."""
-    reduce = functools.partial(fp8jax.dist.all_reduce_gradients, axes="data", comm=comm, stacked=STACKED)
+    reduce = functools.partial(fp8jax.dist.all_reduce_gradients, axes="data", comm=comm, layer_axes=STACKED)
     run = jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     program = jax.jit(run).lower(grads).compile().as_text()
@@ -47,7 +47,7 @@ def test_planned_reductions_are_those_of_the_compiled_program(comm, mesh):
 def test_planned_scattered_reductions_are_those_of_the_compiled_program(mesh):
     specs = {"layers": P(None, None, "data"), "w": P("data"), "odd": P(), "norm": P(), "one": P()}
     reduce = functools.partial(
-        fp8jax.dist.reduce_scatter_gradients, axes="data", comm="e4m3", stacked=STACKED, specs=specs)  # fmt: skip
+        fp8jax.dist.reduce_scatter_gradients, axes="data", comm="e4m3", layer_axes=STACKED, specs=specs)  # fmt: skip
     run = jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     program = jax.jit(run).lower(grads).compile().as_text()
@@ -72,7 +72,7 @@ def test_collectives_are_read_from_programs_with_loops_and_every_form_of_groups(
     found = collectives(jax.jit(run).lower(jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile().as_text())
     assert sorted(found) == [
         Collective("all-gather", "f32", 1024, 4, 1), Collective("all-reduce", "f32", 1024, 2, 5)]  # fmt: skip
-    assert sum(x.sent for x in found) == 3 * 1024 + 5 * 1024
+    assert sum(x.sent_bytes for x in found) == 3 * 1024 + 5 * 1024
     text = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %a = ((u8[64]{0}), u8[512]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
@@ -99,7 +99,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
      ("collective-permute", 1, 100)],
 )  # fmt: skip
 def test_bytes_that_a_device_sends(kind, devices, sent):
-    assert Collective(kind, "u8", 100, devices, 3).sent == pytest.approx(3 * sent)
+    assert Collective(kind, "u8", 100, devices, 3).sent_bytes == pytest.approx(3 * sent)
 
 
 @pytest.mark.parametrize("name", ["bf16", "coat", "fp8_lm"])
@@ -128,7 +128,8 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
                          comm=Comm("fp32"))  # fmt: skip
     stacked = {"w": 1, "embed": 0}
     sent = [
-        fp8jax.dist.plan(params, recipe, {"fsdp": 8}, stacked=stacked).sent for recipe in (base, "fp8_lm_two_phase")
+        fp8jax.dist.plan(params, recipe, {"fsdp": 8}, layer_axes=stacked).sent_bytes
+        for recipe in (base, "fp8_lm_two_phase")
     ]
     assert 1 - sent[1] / sent[0] == pytest.approx(0.625, abs=0.005)
     with pytest.raises(ValueError, match="data=0"):
@@ -137,7 +138,7 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
     peaks = [fp8jax.dist.plan(params, name, {"data": 2}, activations=size, logits=size).peak
              for name, size in (("fp8_lm", 8e10), ("bf16", 0.0), ("fp8_lm", 0.0))]  # fmt: skip
     assert peaks == ["loss", "backward pass", "reduction"]
-    assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent)
+    assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent_bytes)
 
 
 def test_a_table_tells_memory_the_peak_and_each_collective_of_all_its_times():
@@ -265,7 +266,9 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     shared = {"w": 2, "mid": -1, "embed": -1, "norm": -1}
     crossings = [Collective("all-reduce", "f32", 50, 2, 2)] if tensor > 1 else []
     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    found = fp8jax.dist.plan(params, recipe, mesh, stacked=stacked, shared=shared, crossings=crossings)
+    found = fp8jax.dist.plan(
+        params, recipe, mesh, layer_axes=stacked, tensor_dims=shared, sequence_collectives=crossings
+    )
     assert totals(found.collectives) == EXCHANGED[case]
 
 
@@ -296,7 +299,7 @@ def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
     """Parameters stay; moments and remainders are a device's own part, and new parameters are gathered."""
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
     stacked, mesh = {"w": 1, "mid": 0, "embed": 0, "norm": 0}, {"data": 2, "fsdp": fsdp}
-    plan = lambda recipe, **how: fp8jax.dist.plan(params, recipe, mesh, stacked=stacked, **how)  # noqa: E731
+    plan = lambda recipe, **how: fp8jax.dist.plan(params, recipe, mesh, layer_axes=stacked, **how)  # noqa: E731
     found = plan("bf16", partition=partition)
     kinds = [*PARTITIONED["slices", 1], *OF_SUMS, ("reduce-scatter", "bf16", 4), ("reduce-scatter", "bf16", 8)]
     assert {key: n for key, n in totals(found.collectives).items() if key in kinds} == PARTITIONED[partition, fsdp]
@@ -317,7 +320,7 @@ def test_thin_layers_are_coded_where_all_are_reduced_together():
         (Comm("e4m3", "one_phase", auto_scale=True),
          {("reduce-scatter", "f8e4m3fn", 4): 8192, ("all-reduce", "f32", 4): 4 * 4}),
     ):  # fmt: skip
-        found = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, stacked=1)
+        found = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, layer_axes=1)
         summed = [one for one in found.collectives if one.kind != "all-gather"]
         assert totals(summed) == want
     # Of fewer rows than devices each has one.
@@ -344,7 +347,7 @@ def test_memory_is_that_of_the_moment_that_holds_most():
         ({}, "backward pass", 0, 0.6e9), ({"fsdp": 2}, "reduction", 2, 1.5e9),
         ({"tensor": 2}, "backward pass", 0, 1.5e9),
     ):  # fmt: skip
-        found = fp8jax.dist.plan(params, recipe, mesh, stacked=1, shared=2, unsharded=0.0)
+        found = fp8jax.dist.plan(params, recipe, mesh, layer_axes=1, tensor_dims=2, unsharded=0.0)
         cut = whole / (mesh.get("fsdp", 1) * mesh.get("tensor", 1))
         want = dict.fromkeys(("parameters", "first moments", "second moments", "gradients"), 4 * cut)
         want |= {"codes of gradients": codes * cut} if codes else {}

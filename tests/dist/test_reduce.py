@@ -15,7 +15,7 @@ from fp8jax.dist import Factors, all_reduce_gradients, init_factors, reduce_scat
 from fp8jax.dist.chunks import buckets
 from fp8jax.dist.factor import next_factor
 from fp8jax.dist.reduce import resolve
-from fp8jax.dist.shared import sum_of_codes
+from fp8jax.dist.shared import sum_codes
 from fp8jax.ops import choice
 from fp8jax.recipes import Comm
 from tests.dist import programs
@@ -100,7 +100,7 @@ def test_two_phases_err_by_two_roundings_whatever_the_shape(comm, mesh, gradient
 
 def test_codes_are_the_means_of_the_devices_codes(mesh, gradients):
     """Bit for bit what the definition gives in NumPy, and a byte an element is left."""
-    run = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, decode=False, min_size=0)))
+    run = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, dequantize=False, min_size=0)))
     for name in ("matrix", "odd"):
         q = run({name: gradients[name]})[name]
         g = gradients[name]
@@ -122,18 +122,18 @@ def test_sums_of_codes_are_exact_in_any_order(count):
     want = codes.astype(np.float64).sum(0).astype(np.float32)
     fmt = fp8jax.formats.get("e4m3")
     for order in (np.arange(count), rng.permutation(count)):
-        np.testing.assert_array_equal(sum_of_codes(jnp.asarray(codes[order]), fmt), want)
+        np.testing.assert_array_equal(sum_codes(jnp.asarray(codes[order]), fmt), want)
     whole = rng.integers(-127, 128, (count, 64), dtype=np.int8)
-    found = sum_of_codes(jnp.asarray(whole), fp8jax.formats.get("int8"))
+    found = sum_codes(jnp.asarray(whole), fp8jax.formats.get("int8"))
     np.testing.assert_array_equal(found, whole.sum(0, dtype=np.int64))
     codes[3, 7] = np.nan
-    found = np.asarray(sum_of_codes(jnp.asarray(codes), fmt))
+    found = np.asarray(sum_codes(jnp.asarray(codes), fmt))
     np.testing.assert_array_equal(np.isnan(found), np.arange(64) == 7)
 
 
 def test_layers_that_are_stacked_have_scales_of_their_own(mesh, gradients):
     g = gradients["layers"] * np.float32([1, 1e-6, 1e6])[:, None, None]
-    reduce = functools.partial(all_reduce_gradients, axes=AXES, stacked=1, min_size=0, decode=False)
+    reduce = functools.partial(all_reduce_gradients, axes=AXES, layer_axes=1, min_size=0, dequantize=False)
     q = jax.jit(on_each(mesh, reduce))(g)
     q.validate()
     assert q.scale.shape == (3, 1, 1)
@@ -143,7 +143,7 @@ def test_layers_that_are_stacked_have_scales_of_their_own(mesh, gradients):
         assert (error <= bound(g[:, layer], "e4m3", scales)).all()
     means = []
     for x, cut in ((g[..., :16], P(None, None, AXES)), (g[:, 1, :, :16], P(None, AXES))):
-        scatter = functools.partial(reduce_scatter_gradients, axes=AXES, min_size=0, specs=cut, stacked=x.ndim - 3)
+        scatter = functools.partial(reduce_scatter_gradients, axes=AXES, min_size=0, specs=cut, layer_axes=x.ndim - 3)
         means.append(np.asarray(jax.jit(on_each(mesh, scatter, cut))(x)))
     np.testing.assert_array_equal(means[0][1], means[1])
 

@@ -11,8 +11,8 @@ from jax import P
 from jax.sharding import AxisType
 
 import fp8jax
-from fp8jax.core.scaling import find
-from fp8jax.dist import crossings, gather_linear, gather_sequence, scatter_sequence, travel
+from fp8jax.core.scaling import find_scaling
+from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence, sequence_collectives, travel
 from fp8jax.dist.collectives import Collective, collectives
 from fp8jax.ops import operand
 from fp8jax.ops.saved import from_bytes
@@ -24,9 +24,9 @@ from tests.rows import few, slow
 CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
 SPECS = ["e4m3", "int8", "e5m2:token", "e4m3:group32", "int8:block8", "e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"]
 STATELESS = [
-    n for n in fp8jax.recipes.NAMES if not any(p.observes for p in fp8jax.recipes.get(n).linear.states.values())
+    n for n in fp8jax.recipes.NAMES if not any(p.collects_stats for p in fp8jax.recipes.get(n).linear.states.values())
 ]
-QUANTIZED = [name for name in STATELESS if fp8jax.recipes.get(name).linear.quantized]
+QUANTIZED = [name for name in STATELESS if fp8jax.recipes.get(name).linear.is_quantized]
 # Half a step of e4m3, uniform within it.
 ROUNDING = 2.0**-4 / 3**0.5
 # Groups and blocks that devices of the tests do not cut: no scale depends on how many there are.
@@ -49,7 +49,7 @@ def mapped(function, ins=CUT, out=WHOLE, devices=8, check=False):
 
 def operand_of(x, spec, strategy="current"):
     """The values of a product's operand, made of the whole array on one device."""
-    q = operand.make_codes(x.reshape(-1, x.shape[-1]), spec, find(strategy))
+    q = operand.make_codes(x.reshape(-1, x.shape[-1]), spec, find_scaling(strategy))
     return from_bytes(q).dequantize(x.dtype).reshape(x.shape)
 
 
@@ -59,7 +59,7 @@ def operand_of(x, spec, strategy="current"):
 )
 def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices):
     """The same bits on every mesh, also where a scale spans tokens or the powers of two of microscales are folded."""
-    run = mapped(functools.partial(gather_sequence, axes="tensor", how=spec), devices=devices)
+    run = mapped(functools.partial(gather_sequence, axes="tensor", wire_format=spec), devices=devices)
     whole = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse(spec)))
     for x in (X, X.astype(jnp.bfloat16)):
         np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), np.asarray(whole(x)))
@@ -73,7 +73,7 @@ def test_a_recipes_codes_are_gathered_under_its_own_scales():
     part = fp8jax.recipes.coat().linear
     want = operand_of(X, part.spec("x"), "two_stage")
     assert (want != operand_of(X, part.spec("x"))).any()
-    run = mapped(functools.partial(gather_sequence, axes="tensor", how=part))
+    run = mapped(functools.partial(gather_sequence, axes="tensor", wire_format=part))
     np.testing.assert_array_equal(np.asarray(jax.jit(run)(X)), np.asarray(want))
 
 
@@ -84,9 +84,9 @@ def test_a_sequence_is_cut_over_several_axes():
     cut = P(None, axes)
 
     def both(x):
-        whole = gather_sequence(x, axes, how="e4m3", gradients="bf16")
-        codes = scatter_sequence(whole * 4.0 ** jax.lax.axis_index(axes), axes, how="e4m3")
-        return whole, scatter_sequence(whole, axes, how="bf16", gradients="bf16"), codes
+        whole = gather_sequence(x, axes, wire_format="e4m3", gradients="bf16")
+        codes = scatter_sequence(whole * 4.0 ** jax.lax.axis_index(axes), axes, wire_format="e4m3")
+        return whole, scatter_sequence(whole, axes, wire_format="bf16", gradients="bf16"), codes
 
     run = jax.shard_map(both, mesh=two, in_specs=cut, out_specs=(WHOLE, cut, cut), check_vma=False)
     whole, scattered, codes = jax.jit(run)(X)
@@ -106,8 +106,8 @@ def test_products_round_what_was_gathered_to_the_same_codes_again(name):
         spec = part.spec(side)
         if spec is None or spec.rounding == "stochastic":
             continue
-        once = operand.make_codes(x, spec, part.own_strategy(side))
-        again = operand.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.own_strategy(side))
+        once = operand.make_codes(x, spec, part.stateless_scaling(side))
+        again = operand.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.stateless_scaling(side))
         if once.microscale is None:
             np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
         else:  # a power of two above a group's largest value is another one where bf16 rounds that up
@@ -120,7 +120,7 @@ def test_products_round_what_was_gathered_to_the_same_codes_again(name):
 def test_a_layer_reads_the_gathered_codes_themselves(name):
     recipe, x = fp8jax.recipes.get(name), jnp.concatenate([X.astype(jnp.bfloat16)] * 4, 1)
     w = (jax.random.normal(jax.random.key(2), (64, 256)) / 8).astype(jnp.bfloat16)
-    ins, key = (CUT, CUT), jax.random.key(3) if recipe.linear.stochastic else None
+    ins, key = (CUT, CUT), jax.random.key(3) if recipe.linear.is_stochastic else None
 
     def layer(x, w):
         return gather_linear(x, [w], "tensor", recipe=recipe, key=key)[0]
@@ -130,7 +130,7 @@ def test_a_layer_reads_the_gathered_codes_themselves(name):
 
     got, want = (jax.jit(mapped(f, ins, COLUMNS, 2))(x, w) for f in (layer, apart))
     assert relative(got, want) < 2.0**-7  # scales of what was decoded to bf16
-    if recipe.linear.saved == "same":
+    if recipe.linear.x_residual == "same":
         dtype = fp8jax.formats.get(recipe.linear.spec("x").format).dtype
         made = outputs(mapped(layer, ins, COLUMNS, 2), dtype, x, w)
         assert (512, 64) not in made
@@ -257,36 +257,43 @@ def test_a_compiled_program_moves_codes_and_little_else(devices):
     assert [one for one in found if one not in scales] == sorted(gather * 2 + scatter[1:] * 2)
     plain = moved(fp8jax.recipes.bf16(), None, devices)
     for recipe, seen in ((fp8jax.recipes.deepseek(), found), (fp8jax.recipes.bf16(), plain)):
-        each = crossings(tokens, 128, devices, recipe, "fp32")
+        each = sequence_collectives(tokens, 128, devices, recipe, "fp32")
         each = [one._replace(times=1) for one in each for _ in range(one.times)]
         sums, others = ([one for one in each if (one.kind == "all-reduce") == is_sum] for is_sum in (True, False))
         assert sorted(others) == sorted(one for one in seen if one.kind != "all-reduce")
         assert sum(one.nbytes for one in sums) == (0 if seen is plain else 2 * 4 * tokens)
     assert {(one.kind, one.dtype) for one in plain} == {("all-gather", "f32"), ("reduce-scatter", "f32")}
-    ratio = sum(one.sent for one in plain) / sum(one.sent for one in found)
+    ratio = sum(one.sent_bytes for one in plain) / sum(one.sent_bytes for one in found)
     assert 3.5 < ratio < 4
 
 
 def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
     """Of 16 tokens of 128 channels on a device: a byte for each 32 beside the codes, and 4 for each token's scale."""
-    found = crossings(128, 128, 8, fp8jax.QuantSpec.parse("e4m3:mx32+token+exact"), times=3, gathered=2)
+    found = sequence_collectives(
+        128, 128, 8, fp8jax.QuantSpec.parse("e4m3:mx32+token+exact"), times=3, forward_gathers=2
+    )
     codes, scales = ("all-gather", "u8", 16 * (128 + 4), 8), ("all-gather", "f32", 4 * 16, 8)
     parts = [("all-to-all", "u8", 128 * 128, 8), ("all-reduce", "f32", 4 * 128, 8)]
     assert found == [Collective(*one, times) for times in (6, 3) for one in (codes, scales)] + [
         Collective(*one, 6) for one in parts]  # fmt: skip
-    one = crossings(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
+    one = sequence_collectives(128, 128, 8, "e4m3")  # a tensor's scale is a number, and not counted
     assert [x[:3] for x in one] == [("all-gather", "u8", 2048)] * 2 + [("all-to-all", "u8", 16384)]
-    assert {x.dtype for x in crossings(128, 128, 8, "fp16")} == {"f16"}
+    assert {x.dtype for x in sequence_collectives(128, 128, 8, "fp16")} == {"f16"}
     for folded in ("e4m3:mx32+token", "e4m3:mx32"):
-        assert [x[:3] for x in crossings(128, 128, 8, folded)[:2]] == [("all-gather", "u8", 2048), scales[:3]]
-    gathers = [x for x in crossings(128, 128, 8, "jetfire") if x.kind == "all-gather"]  # whose dy is no codes yet
+        assert [x[:3] for x in sequence_collectives(128, 128, 8, folded)[:2]] == [
+            ("all-gather", "u8", 2048),
+            scales[:3],
+        ]
+    gathers = [
+        x for x in sequence_collectives(128, 128, 8, "jetfire") if x.kind == "all-gather"
+    ]  # whose dy is no codes yet
     assert [x[1:3] for x in gathers] == [("u8", 16 * 128), ("f32", 4 * 4), ("bf16", 2 * 16 * 128)]
 
 
 def test_what_travels_of_each_setting():
-    operand, total = functools.partial(travel.of_operand, "f"), functools.partial(travel.of_sum, "f")
-    assert [operand(name, "x") for name in travel.PLAIN] == [travel.Travel(None, name) for name in travel.PLAIN]
-    assert operand("jetfire", "dy") == travel.Travel(None)  # rounded stochastically where it is multiplied
+    operand, total = functools.partial(travel.operand_wire_format, "f"), functools.partial(travel.sum_wire_format, "f")
+    assert [operand(name, "x") for name in travel.PLAIN] == [travel.WireFormat(None, name) for name in travel.PLAIN]
+    assert operand("jetfire", "dy") == travel.WireFormat(None)  # rounded stochastically where it is multiplied
     assert operand("auto", "x").dtype is None
     delayed = dataclasses.replace(fp8jax.recipes.te_current().linear, x="e4m3", dy="e5m2", margin=1)
     assert [operand(delayed, side).spec.format for side in ("x", "dy")] == ["e4m3", "e5m2"]
@@ -295,7 +302,7 @@ def test_what_travels_of_each_setting():
         assert total(how).spec == token
     for how in ("e4m3", "e4m3:token", "e4m3:group32"):
         assert total(how).spec == fp8jax.QuantSpec.parse(how)
-    for how in (fp8jax.QuantSpec("e4m3", stacked=1), fp8jax.QuantSpec("e4m3", "token", axis=0)):
+    for how in (fp8jax.QuantSpec("e4m3", layer_axes=1), fp8jax.QuantSpec("e4m3", "token", axis=0)):
         with pytest.raises(ValueError, match=r"f: codes of .* do not travel"):
             operand(how, "x")
 
@@ -317,7 +324,7 @@ def test_codes_are_gathered_again_under_a_checkpoint():
 def test_nan_is_seen_wherever_its_scale_reaches():
     x = X.at[1, 40, 3].set(jnp.nan)
     for how, reached in (("e4m3:token", 64), ("e4m3", 1), ("int8", X.size)):
-        got = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", how=how)))(x)
+        got = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", wire_format=how)))(x)
         whole = operand_of(x, fp8jax.QuantSpec.parse(how))
         np.testing.assert_array_equal(np.isnan(got), np.isnan(whole))
         assert 1 <= np.isnan(got).sum() <= reached

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from fp8jax.dist import gather_quantized, gathered_again, whole_weight
+from fp8jax.dist import fsdp_gather_weight, gather_quantized, regather_policy
 from fp8jax.recipes import Linear
 from tests.dist import programs
 
@@ -55,12 +55,12 @@ def test_what_does_not_travel_as_codes_is_none():
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
         gather_quantized(W, "fsdp", "te_current")
     with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
-        whole_weight(W, "fsdp", "e4m3")
+        fsdp_gather_weight(W, "fsdp", "e4m3")
 
 
 def layer(w, x, recipe="te_current"):
     codes = gather_quantized(w, "fsdp", recipe)
-    whole = whole_weight(w, "fsdp", "fp32", read=codes is None)
+    whole = fsdp_gather_weight(w, "fsdp", "fp32", needs_values=codes is None)
     return fp8jax.linear(x, whole, recipe=recipe, quantized=codes)
 
 
@@ -70,7 +70,7 @@ def loss(run, w, x):
 
 def test_gradients_are_means_of_those_of_the_whole_weight_and_codes_are_gathered_again():
     """All devices have the same rows, so that scales are those of one."""
-    again = jax.checkpoint(layer, policy=gathered_again)
+    again = jax.checkpoint(layer, policy=regather_policy)
     kinds = {}
     for name, run in (("kept", layer), ("again", again)):
         step = mapped(jax.grad(functools.partial(loss, run), argnums=(0, 1)), (P("fsdp"), P()), (P("fsdp"), P()))
@@ -88,7 +88,7 @@ def test_gradients_are_means_of_those_of_the_whole_weight_and_codes_are_gathered
 
 def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
     def one(w, x):
-        whole = whole_weight(w, "fsdp", "e4m3", dim=1, dtype=jnp.bfloat16)
+        whole = fsdp_gather_weight(w, "fsdp", "e4m3", dim=1, dtype=jnp.bfloat16)
         assert whole.shape == W.shape
         return jnp.sum((x @ whole).astype(jnp.float32) ** 2)
 
@@ -101,7 +101,9 @@ def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
     assert np.abs(found - want).max() <= np.abs(want).max() * 2.0**-4
     assert found.dtype == jnp.float32
     for read in (True, False):
-        same = mapped(lambda w, read=read: whole_weight(w, "fsdp", "e4m3", dim=1, read=read), P(None, "fsdp"), P())
+        same = mapped(
+            lambda w, read=read: fsdp_gather_weight(w, "fsdp", "e4m3", dim=1, needs_values=read), P(None, "fsdp"), P()
+        )
         assert jax.eval_shape(same, W.astype(jnp.bfloat16)) == jax.ShapeDtypeStruct(W.shape, jnp.bfloat16)
 
 
@@ -114,13 +116,13 @@ def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
         return (x32_NxD * root_Nx1 * scale_D).astype(jnp.bfloat16) @ w_DxF
 
     inputs = jnp.ones((64, 32), jnp.bfloat16), jnp.ones(32), jnp.ones((32, 8), jnp.bfloat16)
-    held = jax.vjp(jax.checkpoint(block, policy=gathered_again), *inputs)[1]
+    held = jax.vjp(jax.checkpoint(block, policy=regather_policy), *inputs)[1]
     shapes = {(str(x.dtype), x.shape) for x in jax.tree.leaves(held)}
     assert ("bfloat16", (64, 32)) in shapes
     assert ("float32", (64, 32)) not in shapes
     assert ("float32", (64, 32)) in {(str(x.dtype), x.shape) for x in jax.tree.leaves(jax.vjp(block, *inputs)[1])}
     assert ("float32", (64, 1)) in shapes
-    assert gathered_again(lax.mul_p, inputs[0].astype(jnp.float16))
+    assert regather_policy(lax.mul_p, inputs[0].astype(jnp.float16))
     # What jax.shard_map says to be the same on all devices has a primitive of its own.
     run = jax.shard_map(
         lambda x: lax.all_gather(x, "fsdp", to="invarying"),
@@ -129,7 +131,7 @@ def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
     (inner,) = (eqn.params["jaxpr"] for eqn in jax.make_jaxpr(run)(jnp.ones(8)).eqns)
     gathers = [eqn.primitive for eqn in inner.eqns if "gather" in eqn.primitive.name]
     assert len(gathers) == 1
-    assert not any(map(gathered_again, gathers))
+    assert not any(map(regather_policy, gathers))
 
 
 def test_sums_in_fp32_are_held_rather_than_what_is_added():
@@ -142,4 +144,4 @@ def test_sums_in_fp32_are_held_rather_than_what_is_added():
 
     inputs = jnp.ones((8, 64)), jnp.ones((64, 64)), jnp.ones((64, 64))
     count = lambda run: sum(x.shape == (8, 64) for x in jax.tree.leaves(jax.vjp(run, *inputs)[1]))  # noqa: E731
-    assert count(jax.checkpoint(block, policy=gathered_again)) <= count(block)
+    assert count(jax.checkpoint(block, policy=regather_policy)) <= count(block)

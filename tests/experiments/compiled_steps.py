@@ -39,7 +39,7 @@ def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm, partition: str) 
     """The step of a recipe, and the recipe."""
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
     rows = mesh.batches(devices)
-    remat = False if recipe.context.saved else "products"
+    remat = False if recipe.context.residual else "products"
     tx = train.make_optimizer(config.Config(), recipe)
     task = Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, partition=partition)
     shapes = jax.eval_shape(task.init)
@@ -92,7 +92,12 @@ def main() -> None:
             tokens = BATCH * LENGTH
             with mock.patch.object(plan, "saved_per_token", return_value=0.0):
                 planned = plan.of(
-                    LLAMA, recipe, dict(devices.shape), tokens, recompute=not recipe.context.saved, partition=partition
+                    LLAMA,
+                    recipe,
+                    dict(devices.shape),
+                    tokens,
+                    recompute=not recipe.context.residual,
+                    partition=partition,
                 )
             found = collectives(without_maxima(step.as_text()))
             told[argument] = totals(found), totals(planned.collectives)

@@ -101,7 +101,7 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     assert plain != eight
     assert plain == pytest.approx(eight, rel=0.02)
     assert plain == pytest.approx(joined, rel=0.02)
-    assert writings.recipe_of("coat, joined").linear.joins
+    assert writings.recipe_of("coat, joined").linear.fuse_parallel_matmuls
     heads = [writings.recipe_of(arm).head for arm in ("held:coat", "coat, 8-bit head", "held:coat, 8-bit head")]
     assert heads == [fp8jax.recipes.bf16().head, fp8jax.recipes.HEAD, fp8jax.recipes.HEAD]
 

@@ -180,7 +180,7 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
 
 def test_an_arm_without_kernels_is_traced_without_them(monkeypatch):
     seen = []
-    monkeypatch.setattr(timing, "lowered", lambda *_, **__: seen.append(choice.aimed().kernels))
+    monkeypatch.setattr(timing, "lowered", lambda *_, **__: seen.append(choice.current_target().kernels))
     for name in ("te_current", f"te_current, {arms.PLAIN}"):
         step.StepArm(name, LLAMA, 1, TOKENS, "one")
     assert seen == [True, False]

@@ -43,9 +43,9 @@ def chunks(monkeypatch):
 
 def test_chunks_are_of_whole_tiles_where_a_quarter_more_of_them_is(monkeypatch):
     monkeypatch.setattr(of_tokens, "CHUNK_BYTES", 3 * 2**29)
-    assert of_tokens.chunks_of(16_000, 65_536, False) == 5  # of 3,200 tokens, and not 4 that end within a tile
-    assert of_tokens.chunks_of(16_001, 65_536, False) == 4
-    assert of_tokens.chunks_of(10**6, 10**6, True) == 16
+    assert of_tokens.num_chunks(16_000, 65_536, False) == 5  # of 3,200 tokens, and not 4 that end within a tile
+    assert of_tokens.num_chunks(16_001, 65_536, False) == 4
+    assert of_tokens.num_chunks(10**6, 10**6, True) == 16
 
 
 def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, kinds=(False, True), **settings):

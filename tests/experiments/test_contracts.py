@@ -38,7 +38,7 @@ PLAIN = dataclasses.replace(fp8jax.recipes.bf16(), weights=FP32)
 GROUPS = Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16", dy_wgrad="e4m3:group16")
 BLOCKS = dataclasses.replace(
     fp8jax.recipes.int8_fallback().linear, x="int8:block16", w="int8:block16", dy="int8:block16+stochastic",
-    saved="int8:block16+stochastic", fallback_rates=(0.28, 0.33),
+    saved="int8:block16+stochastic", fallback_fraction_range=(0.28, 0.33),
 )  # fmt: skip
 # How far gradients may be from the mean: by sums of another order; by a rounding to e4m3, whose mean square is at most
 # that of half a step everywhere, and by that of NCCL's sum besides.
@@ -46,7 +46,7 @@ ORDER, STEP = 1e-5, 2.0**-4 / 3**0.5
 # By recipe: the mesh, sizes of "data" and "fsdp", and that limit.
 RECIPES = {
     "delayed": (
-        dataclasses.replace(PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=3),
+        dataclasses.replace(PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed", amax_history_length=3),
                             context=Context("e4m3:group16")),
         (2, 2), ORDER,
     ),
@@ -73,7 +73,7 @@ def spy():
 
 def build(name, devices=None):
     recipe, *_ = RECIPES[name]
-    tx = spy() if not recipe.linear.tracked else optax.chain(spy(), fp8jax.track_weights(1))
+    tx = spy() if not recipe.linear.needs_weight_bounds else optax.chain(spy(), fp8jax.track_weight_amax(1))
     rows, parts = (None, 1) if devices is None else (mesh.batches(devices), MICROBATCHES)
     return Task.build(LLAMA, tx, recipe, remat=False, seed=0, microbatches=parts, rows=rows)
 
@@ -149,7 +149,7 @@ def test_loss_and_gradients_are_the_means_of_those_of_the_parts(name):
 def test_what_scalings_observe_is_of_all_parts(name):
     *_, states = zip(*alone(name), strict=True)
     before, after, _ = together(name)
-    rates, factor = BLOCKS.fallback_rates, BLOCKS.fallback_factor
+    rates, factor = BLOCKS.fallback_fraction_range, BLOCKS.threshold_update_factor
     checked, crossed = set(), False
     for (path, x), old, *parts in zip(
         jax.tree_util.tree_leaves_with_path(after.model_state), jax.tree.leaves(before.model_state),

@@ -129,7 +129,7 @@ def test_a_model_with_states_is_evaluated_with_those_it_was_trained_to():
 def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_text_first(monkeypatch):
     """They are divided by 1.3 a pass while too few blocks fall back, from 1 on; products then have those residuals."""
     block = "int8:block16"
-    linear = fp8jax.recipes.Linear(block, block, block, scaling="threshold", fallback_rates=(1.0, 1.0))
+    linear = fp8jax.recipes.Linear(block, block, block, scaling="threshold", fallback_fraction_range=(1.0, 1.0))
     trained, passes = small(fp8jax.recipes.bf16()), []
     monkeypatch.setattr("experiments.trained.SETTLING", 3)
     observed = Task.observed

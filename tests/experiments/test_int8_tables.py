@@ -68,10 +68,10 @@ def test_arms_have_the_blocks_and_rates_that_they_are_named_for():
     arms = int8_diverges.arms(16)
     quantized = {name: recipe.linear for name, recipe in arms.items() if name != int8_diverges.BASE}
     for linear in quantized.values():
-        specs = [fp8jax.QuantSpec.parse(spec) for spec in (linear.x, linear.w, linear.dy, linear.saved)]
+        specs = [fp8jax.QuantSpec.parse(spec) for spec in (linear.x, linear.w, linear.dy, linear.x_residual)]
         assert {(spec.format, spec.granularity, spec.group_size) for spec in specs} == {("int8", "block", 16)}
         assert [spec.rounding for spec in specs] == ["nearest", "nearest", "stochastic", "stochastic"]
-    assert {quantized[name].fallback_rates[1] for name in int8_diverges.RATES} == {0.025, 0.1}
+    assert {quantized[name].fallback_fraction_range[1] for name in int8_diverges.RATES} == {0.025, 0.1}
     assert not quantized["int8_block"].states
     assert quantized["int8_fallback"].states
 
@@ -194,6 +194,6 @@ def test_speeds_are_ratios_to_bf16_and_a_backward_pass_is_the_rest(monkeypatch):
     # The layer of GPT-2, whose four linear layers are quantized.
     layer, params, states = int8_speed.gpt_layer(128, "int8_block")
     x = int8_speed.inputs(128)[0]
-    with choice.listening() as told:
+    with choice.record_choices() as told:
         jax.eval_shape(layer, params, states, x)
     assert [operation for operation, _ in told].count("matmul") == 4

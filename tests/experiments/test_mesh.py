@@ -263,7 +263,7 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
 
 def test_scales_of_blocks_are_cut_no_further_than_their_codes():
     """Of 450 rows, which two devices divide and four do not, there are four blocks."""
-    spec = fp8jax.QuantSpec("e4m3", "block", 128, stacked=1)
+    spec = fp8jax.QuantSpec("e4m3", "block", 128, layer_axes=1)
     q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
     assert q.scale.shape == (4, 4, 4)
     tree = {"layers": {"mlp": {"up": {"kernel": q}}}}

@@ -90,7 +90,7 @@ def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
     assert max(flips, default=0) <= TIES
     # Codes of gradients are not saved: those may flip unseen.
     forward = FLIPPED if any(flips) else ORDER
-    backward = FLIPPED if fp8jax.recipes.get(name).linear.quantized else ORDER
+    backward = FLIPPED if fp8jax.recipes.get(name).linear.is_quantized else ORDER
     for x, y in pairs:
         if x.dtype.itemsize > 1:
             np.testing.assert_array_less(relative(x, y) if y.any() else np.abs(x).max(initial=0), forward)

@@ -47,7 +47,7 @@ def test_parts_share_the_codes_of_the_weights(name):
 
 def test_a_context_without_quantized_linears_is_used():
     recipe = dataclasses.replace(EXACT, context=fp8jax.recipes.get("coat").context)
-    assert not recipe.linear.quantized
+    assert not recipe.linear.is_quantized
     task = make(recipe, 1)
     state = jax.eval_shape(task.init)
     assert outputs(task.gradients, jnp.float8_e4m3fn, state.params, state.model_state, TOKENS)

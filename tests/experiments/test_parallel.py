@@ -113,7 +113,7 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
     state, seen = jax.jit(task.init)(), []
 
     def noted(x):
-        key = linear.content_key(x)
+        key = linear.key_from_data(x)
         jax.debug.callback(lambda *found: seen.append(found), jax.lax.axis_index("data"), jax.random.key_data(key))
         return key
 

@@ -22,7 +22,7 @@ WITH_GAPS = {"bf16": (35.20, 30.12), "coat": (20.08, 18.87), "coat_fast": (20.08
 def planned(name):
     """GB of arrays; what has no context of its own recomputes all but products and attention, as in training."""
     recipe = fp8jax.recipes.get(name)
-    found = plan.of(sizes.get("1b", 32_000), recipe, {}, 8 * 2048, recompute=not recipe.context.saved)
+    found = plan.of(sizes.get("1b", 32_000), recipe, {}, 8 * 2048, recompute=not recipe.context.residual)
     return sum(size for part, size in found.memory.items() if part not in ("runtime", "gaps")) / 1e9
 
 

@@ -182,6 +182,6 @@ def test_studies_name_arms_that_there_are_and_take_no_others(capsys):
         assert "'no_such' in this study; there are 'bf16'" in capsys.readouterr().err
     # COAT's Table 13 has the optimizer alone, and the activations alone.
     assert {"coat_optimizer", "coat_activations", CONTROL} < set(STUDY.others)
-    intervals = [recipe_parity.ARMS[name].recipe.linear.interval for name in STUDIES["intervals"].recipes]
+    intervals = [recipe_parity.ARMS[name].recipe.linear.weight_amax_interval for name in STUDIES["intervals"].recipes]
     assert intervals == [1, 100, 500, 2000]
     assert len({study.folder for study in STUDIES.values()}) == len({s.suffix for s in STUDIES.values()}) == 2

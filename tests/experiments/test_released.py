@@ -137,7 +137,7 @@ def test_a_run_goes_on_and_its_export_has_the_masters(release, tmp_path, capsys)
     held, masters = (jax.tree.leaves(x) for x in (found.params, found.masters))
     assert all(x.dtype == jnp.bfloat16 for x in held)
     assert all(x.dtype == jnp.float32 for x in masters)
-    high, _ = fp8jax.split_masters(found.masters, "bf16+int16")
+    high, _ = fp8jax.split_master_weights(found.masters, "bf16+int16")
     jax.tree.map(np.testing.assert_array_equal, high, found.params)
     assert any((np.asarray(a) != np.asarray(b, np.float32)).any() for a, b in zip(masters, held, strict=True))
     assert optax.tree.norm(found.masters) > 0

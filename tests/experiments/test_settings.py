@@ -310,7 +310,7 @@ def test_bounds_of_weights_follow_the_settings_of_the_optimizer(plain, monkeypat
         for name in {"adam_limit", "tracked", "track_weights"} & vars(module).keys():
             real = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, name=name, real=real: given.update({name: a}) or real(*a))
-    linear = dataclasses.replace(fp8jax.recipes.moss().linear, interval=7)
+    linear = dataclasses.replace(fp8jax.recipes.moss().linear, weight_amax_interval=7)
     recipe = dataclasses.replace(fp8jax.recipes.fp8_lm() if plain else fp8jax.recipes.moss(), linear=linear)
     # b1 is above b2 and its square below: the limit is known.
     optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92, weight_decay=0.3)), recipe)

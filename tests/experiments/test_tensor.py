@@ -76,9 +76,9 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     state = jax.eval_shape(task.init)
     params = drawn(state.params)
     model_state = jax.jit(lambda: task.init().model_state)() if jax.tree.leaves(state.model_state) else {}
-    if recipe.linear.tracked:  # scales of weights are from bounds
+    if recipe.linear.needs_weight_bounds:  # scales of weights are from bounds
         model = nnx.merge(task.graphdef, params, model_state)
-        fp8jax.nnx.measure_weights(model)
+        fp8jax.nnx.reset_weight_amax_bounds(model)
         model_state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
     base = {}
     if task.lora is not None:

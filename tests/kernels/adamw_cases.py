@@ -13,7 +13,7 @@ ADAM = adamw.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
 
 
 def spec(name, size=128, expand=True, moment="mu"):
-    if not formats.get(name).scaled:
+    if not formats.get(name).needs_scale:
         return None
     return QuantSpec(name, "group", size, expand=expand, underflow="smallest" if moment == "nu" else "zero")
 

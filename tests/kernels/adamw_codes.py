@@ -26,11 +26,13 @@ def _decode(
     HOW: tl.constexpr,
 ) -> None:
     group = tl.arange(0, 4)
-    offsets = codec.per_group(group) * 256 + tl.arange(0, 2)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    offsets = (
+        codec.broadcast_groups(group) * 256 + tl.arange(0, 2)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    )
     codes = tl.load(codes_ptr + offsets)
     scale, exponent = tl.load(scale_ptr + group), tl.load(exponent_ptr + group)
-    logarithms = tiles.look_up(codes, table_ptr)
-    decoded = codec.decode_logarithms(logarithms, scale, exponent, tl.load(factor_ptr), HOW)
+    logarithms = tiles.look_up_codes(codes, table_ptr)
+    decoded = codec.decode_from_log2(logarithms, scale, exponent, tl.load(factor_ptr), HOW)
     tl.store(result_ptr + offsets, decoded)
 
 
@@ -55,20 +57,22 @@ def check_every_code(name: str) -> None:
     """Runs `_decode` on every code under several scales and exponents, and compares with float64."""
     fmt, want = formats.get(name), magnitudes(name)
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(fmt.dtype)
-    how = adamw_triton.Storage(fmt.max, (fmt.expansion_range, expansion.LOWEST, expansion.HIGHEST), signed=False)
+    how = adamw_triton.Storage(
+        fmt.max, (fmt.expansion_range, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT), signed=False
+    )
     (got,) = call_triton.call(
         jnp.asarray(codes),
         jnp.asarray(SCALES, jnp.float32),
         jnp.asarray(EXPONENTS, jnp.bfloat16),
-        jnp.asarray(adamw_triton.logarithms(fmt.dtype)),
+        jnp.asarray(adamw_triton.log2_code_magnitudes(fmt.dtype)),
         jnp.asarray([FACTOR], jnp.float32),
         kernel=_decode,
-        results=[jax.ShapeDtypeStruct(codes.shape, jnp.float32)],
-        programs=1,
-        warps=1,
+        out_shapes=[jax.ShapeDtypeStruct(codes.shape, jnp.float32)],
+        num_programs=1,
+        num_warps=1,
         compute_capability=None,
         aliases={},
-        HOW=how.static,
+        HOW=how.constants,
     )
     scale, exponent = (np.asarray(x)[:, None] for x in (SCALES, EXPONENTS))
     want = FACTOR * scale * fmt.max * (want / fmt.max) ** (1 / exponent)

@@ -20,7 +20,7 @@ import fp8jax
 from fp8jax.core import scaling
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import activation, cotangent, fused, fused_codes, inputs, operand, product, quantize
-from fp8jax.ops.saved import Known
+from fp8jax.ops.saved import InputFacts
 from pallas_kernels import mend_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -79,7 +79,7 @@ def activation_case(
 
     def f(x: Any, w: Any, u: Any, d: Any) -> Any:
         gate, up = (fp8jax.linear(x, a.astype(x.dtype), recipe=part) for a in (0.3 * w, 0.3 * u))
-        return fp8jax.glu_linear(gate, up if gated else None, d.astype(x.dtype), recipe=part, activation=name)
+        return fp8jax.glu_down_proj(gate, up if gated else None, d.astype(x.dtype), recipe=part, activation=name)
 
     return f, (x, w, u, d)
 
@@ -96,9 +96,9 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
     def f(x: Any, w: Any, u: Any, d: Any, *biases: Any) -> Any:
         layer = lambda x, w, b: fp8jax.linear(x, w.astype(x.dtype), recipe=part, bias=b)  # noqa: E731
         made = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
-        y, origin = activation.activate(name, *made, part, biased=True)
-        read = inputs.Input(y, known=Known(origin))
-        return product.product(read, d.astype(x.dtype), part.linear, None, bias=biases[2])
+        y, origin = activation.activate(name, *made, part, has_bias=True)
+        read = inputs.Input(y, input_facts=InputFacts(origin))
+        return product.recipe_dot(read, d.astype(x.dtype), part.linear, None, bias=biases[2])
 
     return f, (x, w, u, d, *biases)
 
@@ -106,7 +106,7 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
 def attention_case(part: fp8jax.Recipe) -> Any:
     """A layer whose input is kept anyway, as a function and its arguments."""
     y, w = normal(0, 18, 3, 16), normal(1, 48, INNER)
-    return lambda y, w: fp8jax.attention_output(y, w, recipe=part), (y, w)
+    return lambda y, w: fp8jax.attention_out_proj(y, w, recipe=part), (y, w)
 
 
 MICRO = {"x": "e4m3:mx32+token", "dy": "e4m3:mx32+token"}
@@ -179,7 +179,7 @@ def run(f: Any, args: Any) -> list[jax.Array]:
 
 def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[Any, Any]:
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
-    how = quantize._parse(rows, columns, scaling.find(strategy), False)
+    how = quantize._parse(rows, columns, scaling.find_scaling(strategy), False)
     share, most = jnp.float32(0), jnp.int32(0)
     for got, want in zip(made, quantize._codes(how, x, scale, None), strict=True):
         if got is not None:
@@ -199,7 +199,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
     the kernels' references take their places.
     """
-    codes, on_cuda = fused_codes.codes, fused.on_cuda
+    codes, on_cuda = fused_codes.quantize_fused, fused.on_cuda
     plain, summed = quantize.quantize, quantize.quantize_and_sum
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
@@ -239,12 +239,12 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         fused.on_cuda = lambda: True
         return run(f, args), want, seen
 
-    fused_codes.codes, cotangent.quantize_and_sum = kernels, watched
+    fused_codes.quantize_fused, cotangent.quantize_and_sum = kernels, watched
     operand.quantize = product.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
-        fused_codes.codes, fused.on_cuda = codes, on_cuda
+        fused_codes.quantize_fused, fused.on_cuda = codes, on_cuda
         operand.quantize = product.quantize = plain
         cotangent.quantize_and_sum = summed
         for name, make in by_rows.items():
@@ -258,11 +258,11 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 def main() -> None:
     prepare()
     fused.missing_triton = lambda _: None
-    mend_triton.PROGRAMS = 8
+    mend_triton.NUM_PROGRAMS = 8
     found = {}
     for case in FEW if sys.argv[1] == "few" else CASES:
         make = CASES[case]
-        norm_triton.SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
+        norm_triton.MIN_SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
         found[case] = compare(*make(), again="as it is" in case)
     print(json.dumps(found))
 

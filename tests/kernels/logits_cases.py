@@ -25,7 +25,9 @@ def wrong(case: tuple, impl: str) -> dict[str, float]:
     z[1, n // 3], z[2, -1], z[3] = np.nan, np.inf, -np.inf
     made = jnp.asarray(z, dtype)
     z = np.asarray(made).astype(np.float64)
-    top, total = (np.asarray(x, np.float64) for x in op.exponentials(op.Logits(made.astype(jnp.float32), made), impl))
+    top, total = (
+        np.asarray(x, np.float64) for x in op.max_and_sum_exp(op.Logits(made.astype(jnp.float32), made), impl)
+    )
     with np.errstate(all="ignore"):
         lse, got = np.log(np.exp(z - 0).sum(1)), np.where(np.isfinite(top), top, 0) + np.log(total)
         largest = np.max(z[0])
@@ -38,7 +40,7 @@ def wrong(case: tuple, impl: str) -> dict[str, float]:
     labels, weights = random.integers(0, n, m), random.standard_normal(m)
     labels[4], labels[5] = -1, n  # in another device's part of the vocabulary
     weights[:4], weights[5] = [1, 0, 0, 0], np.nan
-    of = op.LogitCotangents(
+    of = op.LogitCotangentFacts(
         jnp.asarray(lse, jnp.float32), jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32),
         steeper, 1 - smoothing, smoothing / n,
     )  # fmt: skip
@@ -48,7 +50,7 @@ def wrong(case: tuple, impl: str) -> dict[str, float]:
         d = np.where(factor == 0, 0, factor * (d - smoothing / n)).astype(np.float32).astype(made.dtype)
     scale = np.float32(0.5 / float(ml_dtypes.finfo(_DTYPES[formats[0]]).max))  # some saturate
     rows, columns = map(QuantSpec, formats)
-    codes = op.cotangent_codes(made, jnp.asarray(d), of, rows, columns, jnp.float32(scale), impl)
+    codes = op.quantize_cotangents(made, jnp.asarray(d), of, rows, columns, jnp.float32(scale), impl)
     for q, side, name in zip(codes, (d, d.T), ("rows", "columns"), strict=True):
         x, kind = side.astype(np.float64) / float(np.asarray(q.scale)[0, 0]), _DTYPES[q.spec.format]
         end = float(ml_dtypes.finfo(kind).max)

@@ -148,9 +148,9 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     side = want.base.spec.group_size or 0
     spread = lambda x: np.kron(np.asarray(x), np.ones((side, side), bool))[: case.shape[0], : case.shape[1]]  # noqa: E731
     finite = spread(np.isfinite(np.asarray(want.base.scale)))
-    used = np.asarray(want.used)
+    used = np.asarray(want.fallback_mask)
     found = {
-        "used": _differ(np.asarray(got.used), used),
+        "used": _differ(np.asarray(got.fallback_mask), used),
         "none used": int(not used.any()),
         "all used": int(used.all()),
         "base": _differ(np.asarray(got.base.codes)[finite], np.asarray(want.base.codes)[finite]),
@@ -189,7 +189,9 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
         wants = size.max(), size.max(1), size.max(0)
         for asked in ((True, True, True), (False, True, False), (True, False, True)):
             of = dict(zip(("tensor", "rows", "columns"), asked, strict=True))
-            got = maxima_triton.maxima(jnp.asarray(values), **of, integers=integers, launch=launch, down=down)
+            got = maxima_triton.compute_amax(
+                jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
+            )
             wrong[f"{name} {asked}"] = sum(
                 _differ(np.asarray(g), want) if there else int(g is not None)
                 for g, want, there in zip(got, wants, asked, strict=True)
@@ -215,20 +217,20 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     unit = np.kron(found.residual_scale, np.ones((side, side)))[: shape[0], : shape[1]]
     got = np.asarray(found.residual)
     wrong = {
-        "used": _differ(np.asarray(found.used), used),
+        "used": _differ(np.asarray(found.is_fallback), used),
         "scale where none is used": _differ(np.asarray(found.residual_scale)[~used], np.ones((~used).sum())),
         "residual": int(np.sum(np.abs(got * unit - rest)[falls] > 0.51 * unit[falls])),
         # In the interpreter outputs are of this byte before a kernel writes.
         "written where none is used": int(np.sum(got.view(np.uint8)[~falls] != 0xA5)),
     }
     # Noise is by the place in the whole matrix: that of a part is the whole's there; each word makes another.
-    drawn = np.asarray(found.drawn)
+    drawn = np.asarray(found.stochastic)
     for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
         place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
         part = run(jnp.asarray(x[top:, left:]), words=words, place=place)
-        wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.drawn), drawn[top:, left:])
+        wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.stochastic), drawn[top:, left:])
     wrong["noise of other words"] = sum(
-        int((np.asarray(run(jnp.asarray(x), words=jnp.array(other, jnp.uint32)).drawn) == drawn).all())
+        int((np.asarray(run(jnp.asarray(x), words=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())
         for other in ([1, 3], [2, 2])
     )
     return wrong
@@ -287,7 +289,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     from pallas_kernels.remake_triton import Operands
 
     x, spec = special(shape, dtype, 6e4), QuantSpec("int10", "group", 128, scale_format="bf16")
-    coding, want, m = fused.coding(spec), quantize(x, spec), shape[0]
+    coding, want, m = fused.to_coding(spec), quantize(x, spec), shape[0]
     operation = Operation(gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
     ones = jnp.ones(shape, jnp.float32)
     kept = {
@@ -338,7 +340,7 @@ def refolded(case: Case, impl: str) -> list[np.ndarray]:
     powers = q.microscale.at[1, 0].set(255).at[2].set(0).at[3].set(jnp.maximum(q.microscale[3], 100) - 100)
     powers = powers.at[4, 0].set(211)
     scale = jnp.broadcast_to(q.scale, (case.shape[0], 1)).at[3].set(1e-20) if q.scale.size > 1 else q.scale
-    q = fold.refold(dataclasses.replace(q, microscale=powers, scale=scale), impl=impl)
+    q = fold.fold_microscales(dataclasses.replace(q, microscale=powers, scale=scale), impl=impl)
     q.validate()
     return [_bytes(q.codes), np.asarray(q.scale)]
 
@@ -388,11 +390,11 @@ def wrong_where_computed(name: str) -> list[int]:
     fmt, found = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
     operation = remake_triton.Operation(gated=False, exact=True, dtype=0)
-    result = fused.Computation(operation, (remake_triton.RESULT,), remake_triton.Operands(jnp.asarray(x)))
+    result = fused.FusedOutputs(operation, (remake_triton.RESULT,), remake_triton.Operands(jnp.asarray(x)))
     want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
     for scale in (2.0**-126, 2.0**-149, 2.0**127):
         how = (True, True, QuantSpec(name), "current")
-        ((rows, columns),) = fused_codes._make(result, how, jnp.float32(scale))
+        ((rows, columns),) = fused_codes._quantize_group(result, how, jnp.float32(scale))
         for q, expected in ((rows, want), (columns, want.T)):
             assert q is not None
             codes = np.asarray(q.codes).astype(np.float64)

@@ -310,12 +310,12 @@ def main() -> None:
                     jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
                     for s, spec in zip(shapes, where, strict=True)
                 ]
-                with choice.listening() as told:
+                with choice.record_choices() as told:
                     text = jax.jit(program).lower(*placed).compile().as_text()
-                products = compiled.read(text)
+                products = compiled.parse_products(text)
                 found[kind][name] = {
                     "products": [dataclasses.astuple(p) for p in products],
-                    "warnings": compiled.widened(products, told),
+                    "warnings": compiled.describe_widened(products, told),
                     "dtypes": sorted({dtype for dtype, _ in _ARRAY.findall(text)}),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),

@@ -19,7 +19,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core import formats
-from fp8jax.core.noise import round_stochastically
+from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import quantize
 from fp8jax.ops import adamw
 from fp8jax.ops import choice as choices
@@ -50,7 +50,7 @@ def test_the_reference_is_adamw_in_float64():
 def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds():
     x = jnp.full((256, 512), 1 + 0.3 / 128, jnp.float32)
     words = jax.random.bits(jax.random.key(0), (64, 2), jnp.uint32)
-    rounded = jax.vmap(lambda w: round_stochastically(x, w))(words).astype(jnp.float32)
+    rounded = jax.vmap(lambda w: round_stochastic(x, w))(words).astype(jnp.float32)
     assert set(np.unique(rounded)) == {1.0, 1 + 1 / 128}
     up = np.asarray(rounded > 1)
     assert abs(up.mean() - 0.3) < 5 * np.sqrt(0.21 / up.size)
@@ -62,14 +62,14 @@ def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds():
     assert np.abs(pairs).max() < 0.04
     exact = jnp.asarray([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan], jnp.float32)
     for w in words[:8]:
-        np.testing.assert_array_equal(round_stochastically(exact, w).astype(jnp.float32), exact)
+        np.testing.assert_array_equal(round_stochastic(exact, w).astype(jnp.float32), exact)
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (5, 7), (2, 3, 5), (9,), ()], ids=str)
 def test_noise_goes_by_the_position_in_the_flat_array(shape):
     """Half of a multiple of a 32-bit hash of index // 8, computed here with Python integers."""
     words, x = np.array([12345, 0xDEADBEEF], np.uint32), np.float32(1 + 1 / 512)
-    got = np.asarray(round_stochastically(jnp.full(shape, x), words)).astype(np.float32).ravel()
+    got = np.asarray(round_stochastic(jnp.full(shape, x), words)).astype(np.float32).ravel()
 
     def noise(index):
         h = ((index >> 3) * 0x9E3779B9 + int(words[0])) & 0xFFFFFFFF
@@ -86,7 +86,10 @@ def test_noise_goes_by_the_position_in_the_flat_array(shape):
 
 def chosen(grads, mu, nu, params=None, *, impl="auto", platform="cuda"):
     """What a step of each parameter is computed by, by its path, as it is told where it is traced."""
-    with choices.target(capability=90) if platform == "cuda" else contextlib.nullcontext(), choices.listening() as told:
+    with (
+        choices.target(capability=90) if platform == "cuda" else contextlib.nullcontext(),
+        choices.record_choices() as told,
+    ):
         jax.eval_shape(lambda *trees: adamw.step(*trees, ADAM, impl=impl), grads, mu, nu, params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     return {path: choice for path, (name, choice) in zip(paths, told, strict=True) if name == "adamw"}
@@ -199,10 +202,10 @@ def test_a_mapped_step_is_traced_as_one_kernel():
 @triton
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_the_table_has_log2_of_every_code(name):
-    from pallas_kernels.adamw_triton import logarithms
+    from pallas_kernels.adamw_triton import log2_code_magnitudes
     from tests.kernels.adamw_codes import magnitudes
 
-    table = logarithms(formats.get(name).dtype)
+    table = log2_code_magnitudes(formats.get(name).dtype)
     assert table.dtype == np.float32
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(table, np.log2(magnitudes(name)), rtol=2**-24)
@@ -219,7 +222,7 @@ def test_the_scalars_of_both_kinds_of_tiles_give_one_change(step, factor):
     rate, decay, b1, b2, eps, eps_root, most = 3e-3, 0.1, 0.9, 0.95, 1e-3, 1e-2, 2.0
     c1, c2, g, mu, nu, w = 1 - b1**step, 1 - b2**step, 0.5, 0.2, 0.04, 0.7
     made = AdamWScalars(rate, decay, b1, 1 - b1, b2, 1 - b2, c1, c2, eps, eps_root, factor, None, most, 0.25)
-    found = np.asarray(made.vector(jnp.array([5, 6], jnp.uint32)), np.float64)
+    found = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)), np.float64)
     scaled = g * (1 if factor is None else factor)
     m, v = b1 * mu + (1 - b1) * scaled, b2 * nu + (1 - b2) * scaled**2
     direction = m / c1 / (np.sqrt(v / c2 + eps_root) + eps)
@@ -243,18 +246,18 @@ def test_the_scalars_of_both_kinds_of_tiles_give_one_change(step, factor):
     np.testing.assert_allclose(found[21 : 21 + len(gate)], gate)
     longest = found[21 + len(gate) :][:2]
     np.testing.assert_allclose(longest / [careful, ordinary], most / direction, rtol=1e-5)
-    words = np.asarray(made.vector(jnp.array([5, 6], jnp.uint32)))[-3:-1].view(np.uint32)
+    words = np.asarray(made.to_vector(jnp.array([5, 6], jnp.uint32)))[-3:-1].view(np.uint32)
     assert (words.tolist(), found[-1], len(found)) == ([5, 6], 0.25, 26 + len(gate))
-    changes = {"rate": 1e6, "weight_decay": 1e6, "eps": np.inf, "b2_rest": 2.0**-61, "factor": np.inf}
+    changes = {"rate": 1e6, "weight_decay": 1e6, "eps": np.inf, "one_minus_b2": 2.0**-61, "grad_scale": np.inf}
     for name, value in changes.items():  # with what may make NaN of finite numbers no tile is ordinary
         other = made._replace(**({"rate": 1e-20} | {name: jnp.float32(value)}))
-        other = np.asarray(other.vector())
+        other = np.asarray(other.to_vector())
         assert np.isfinite(found[16])
         assert other[16] == np.inf, name
-    plain = np.asarray(made._replace(eps_root=0.0).vector())
+    plain = np.asarray(made._replace(eps_root=0.0).to_vector())
     assert plain[19] == pytest.approx((128 * plain[11]) ** 2, rel=1e-6)
     assert plain[6] == np.finfo(np.float32).tiny
-    assert np.isfinite(np.asarray(made._replace(b2=0.0, b2_rest=1.0, correction2=1.0).vector())[20])
+    assert np.isfinite(np.asarray(made._replace(b2=0.0, one_minus_b2=1.0, correction2=1.0).to_vector())[20])
 
 
 # What the kernel becomes, without a GPU. Instructions are counted in what the assembler makes of Triton's PTX.
@@ -316,7 +319,7 @@ def lower(
         jax.ShapeDtypeStruct(shape, jnp.dtype(weight)),
     )
     options = {"key": jax.random.key(0)} if stochastic else {}
-    adam = dataclasses.replace(ADAM, factor=jnp.float32(0.5), applied=jnp.array(True)) if gated else ADAM
+    adam = dataclasses.replace(ADAM, factor=jnp.float32(0.5), apply_if=jnp.array(True)) if gated else ADAM
     adam = dataclasses.replace(adam, max_direction=jnp.float32(1.2)) if cut else adam
     run = functools.partial(getattr(adamw, form), adam=adam, impl="triton", nu_stochastic=nu_stochastic, **options)
     return jax.jit(run, donate_argnums=(1, 2, 3)).trace(*args).lower(lowering_platforms=("cuda",))
@@ -446,7 +449,7 @@ def memory(form):
     place = functools.partial(jax.tree.map, lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where))
     # As a training program calls it, which takes no step of gradients that are not finite.
     if form == "step":
-        tx = fp8jax.clipped(1.0, tx)
+        tx = fp8jax.with_clipping(1.0, tx)
         state = jax.eval_shape(tx.init, params)
     step = lambda grads, state, params, ok: tx.step(grads, state, params, applied=ok)  # noqa: E731
     run = jax.jit(step, donate_argnums=(1, 2)) if form == "step" else jax.jit(tx.update, donate_argnums=1)

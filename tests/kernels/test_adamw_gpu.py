@@ -46,7 +46,7 @@ def check_equal(want, got, leaf, adam=ADAM):
     np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
     with np.errstate(all="ignore"):
         g, b1, b2, t = np.asarray(grad).astype(np.float64), float(adam.b1), float(adam.b2), int(adam.count)
-        g = g * (1.0 if adam.factor is None else float(adam.factor))
+        g = g * (1.0 if adam.grad_scale is None else float(adam.grad_scale))
         m = b1 * np.abs(decoded(mu)) + (1 - b1) * np.abs(g)
         v = b2 * decoded(nu) + (1 - b2) * g**2
         root = np.sqrt(v / (1 - b2**t) + float(adam.eps_root)) + float(adam.eps)
@@ -260,7 +260,9 @@ def test_ordinary_tiles_between_special_ones(eps, size):
 @pytest.mark.parametrize("weight", [jnp.float32, jnp.bfloat16], ids=str)
 def test_a_step_takes_a_factor_or_is_not_taken(weight):
     leaf = tree((64, 512), weight=weight)
-    run = jax.jit(lambda leaf, ok: adamw.step(*leaf, dataclasses.replace(ADAM, factor=0.25, applied=ok), impl="triton"))
+    run = jax.jit(
+        lambda leaf, ok: adamw.step(*leaf, dataclasses.replace(ADAM, factor=0.25, apply_if=ok), impl="triton")
+    )
     scaled = dataclasses.replace(ADAM, factor=0.25)
     want = jax.jit(functools.partial(adamw.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
     check_equal(want, run(leaf, True), leaf, scaled)

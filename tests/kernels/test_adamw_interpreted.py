@@ -99,7 +99,7 @@ def prepare() -> None:
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
     tools.arithmetic()
     call_triton.call, call_triton.check = call, lambda _: None
-    adamw_fused._over_leading_axes = lambda local: local
+    adamw_fused._vmap_as_leading_axis = lambda local: local
     jax.custom_batching.sequential_vmap, partition.on_one_device = (lambda function: function), lambda: True
 
 
@@ -214,8 +214,8 @@ def compare_shards() -> None:
     leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"), jnp.asarray(values))
     whole = adamw.step(*leaf, ADAM, impl="triton", nu_stochastic=True)
     cut, groups = np.s_[1:, 2:4, 256:], np.s_[1:, 2:4, 2:]
-    storages = [adamw_fused._storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
-    words = np.asarray(noise.of_step(ADAM.count)).copy()
+    storages = [adamw_fused._kernel_storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
+    words = np.asarray(noise.step_seed(ADAM.count)).copy()
     words[0] += np.uint32((1 * 6 * 4 + 2 * 4 + 2) * 16 * noise.STRIDE % 2**32)
     moments = [
         tuple(jnp.asarray(np.asarray(x)[at]) for x, at in ((q.codes, cut), (q.scale, groups), (q.expansion, groups)))
@@ -224,8 +224,8 @@ def compare_shards() -> None:
     scalars = adamw_triton.AdamWScalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
-        members=adamw_fused.members(),
-        form="step", nu_seed=words, salt=noise.salt(""), run=(2, 4),
+        dead_elements=adamw_fused.dead_element_params(),
+        form="step", nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))
 
@@ -237,7 +237,7 @@ def compare_gated(weight: str) -> None:
             jnp.asarray(values).astype(weight))  # fmt: skip
     run = functools.partial(adamw.step, *leaf, impl="triton", nu_stochastic=True)
     plain, taken, left = (
-        jax.tree.leaves(run(dataclasses.replace(ADAM, applied=applied))) for applied in (None, True, False)
+        jax.tree.leaves(run(dataclasses.replace(ADAM, apply_if=applied))) for applied in (None, True, False)
     )
     before = jax.tree.leaves((leaf[3], *leaf[1:3]))
     plain, taken, left, before = ([np.asarray(x).tobytes() for x in leaves] for leaves in (plain, taken, left, before))
@@ -245,7 +245,7 @@ def compare_gated(weight: str) -> None:
     assert left == before
     assert all(plain[i] != before[i] for i in (0, 4))  # the weight, codes of the second moment
     for applied in (None, True):
-        shorter = jax.tree.leaves(run(dataclasses.replace(ADAM, applied=applied, max_direction=0.1)))
+        shorter = jax.tree.leaves(run(dataclasses.replace(ADAM, apply_if=applied, max_direction=0.1)))
         assert [np.asarray(x).tobytes() for x in shorter[1:]] == plain[1:]
         assert np.asarray(shorter[0]).tobytes() != plain[0]
 
@@ -325,7 +325,7 @@ def compare_parts(remainder: str) -> None:
         value = masters.join(weight.high, weight.remainder)
         want, got = (adamw.step(*rest, x, ADAM, impl="triton") for x in (value, weight))
         for other in ("xla", "triton"):
-            adam = dataclasses.replace(ADAM, applied=jnp.bool_(False))
+            adam = dataclasses.replace(ADAM, apply_if=jnp.bool_(False))
             kept = jax.tree.leaves(adamw.step(*rest, weight, adam, impl=other))
             for a, b in zip(kept, jax.tree.leaves((weight, *rest[1:])), strict=True):
                 assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -410,7 +410,7 @@ def main() -> None:
     for shape, expand, form in (("whole", True, "step"), ("short groups", False, "update")):
         compare_noise_of_bf16(shape, expand, form)
     compare_shards()
-    for remainder in masters.REMAINDERS:
+    for remainder in masters.REMAINDER_DTYPES:
         compare_parts(remainder)
     for weight in ("bfloat16", "float32"):
         compare_gated(weight)

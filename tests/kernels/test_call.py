@@ -23,7 +23,7 @@ def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monk
     from pallas_kernels import call_triton, launch_triton, transpose_triton
 
     monkeypatch.setenv(launch_triton.VARIABLE, "triton")
-    if call_triton.OLD and not call_triton.RECORDED:
+    if call_triton.IS_BEFORE_04 and not call_triton.USES_FFI_CALLS:
         pytest.skip("such calls need jax >= 0.11")
     x = jax.ShapeDtypeStruct((128, 256), jnp.uint8)
     text = lowered(lambda x: transpose_triton.transpose(x, compute_capability=90), x)
@@ -38,15 +38,15 @@ def test_calls_of_others_stay_as_jax_triton_makes_them():
     from pallas_kernels import call_triton, scaling_triton, transpose_triton
 
     def other(x):
-        static = {"M": 128, "N": 128, "HIGH": 64, "WIDE": 128, "HOW": scaling_triton.NONE}
+        static = {"M": 128, "N": 128, "BLOCK_M": 64, "BLOCK_N": 128, "CODING": scaling_triton.NO_CODING}
         shape = jax.ShapeDtypeStruct((128, 128), jnp.uint8)
-        given = {"out_shape" if call_triton.OLD else "out_type": shape}
+        given = {"out_shape" if call_triton.IS_BEFORE_04 else "out_type": shape}
         kernel = transpose_triton._transpose
         factor = jnp.ones((1, 1))
         return jax_triton.triton_call(x, factor, kernel=kernel, grid=(2,), compute_capability=90, **static, **given)
 
     text = lowered(other, jax.ShapeDtypeStruct((128, 128), jnp.uint8))
-    assert ("@triton_kernel_call(" in text) == call_triton.OLD
+    assert ("@triton_kernel_call(" in text) == call_triton.IS_BEFORE_04
     assert text.count("custom_call") == 1
 
 
@@ -66,7 +66,7 @@ def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
     assert options.enable_fp_fusion
     major, minor = map(int, re.search(r"\.version (\d+)\.(\d+)", made.binary).groups())
     assert (major, minor) < (9, 1)
-    assert call_triton.OLD or ".version 8.8" in newer.binary
+    assert call_triton.IS_BEFORE_04 or ".version 8.8" in newer.binary
 
     def unread(x):
         return transpose_triton.transpose(x, compute_capability=90), x + 1

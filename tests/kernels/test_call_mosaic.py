@@ -41,7 +41,7 @@ def _fallback(a, b, a_scale, b_scale, codes, scale, used):
 
 def _left(count):
     def program(a, b):
-        with hopper.left(count):
+        with hopper.reserved_sms(count):
             return matmul_mosaic.matmul(a, b)
 
     return program
@@ -54,7 +54,7 @@ PROGRAMS = {
     "plain": (_plain(), (A, B), {}),
     "promoted": (_plain(fast=False), (A, B), {}),
     "fp32": (_plain(out_dtype=jnp.float32), (A, B), {}),
-    "other tile": (_plain(tile=dataclasses.replace(TILE, raster=TILE.raster // 2)), (A, B), {}),
+    "other tile": (_plain(tile=dataclasses.replace(TILE, band_width=TILE.band_width // 2)), (A, B), {}),
     "e5m2": (_plain(), (A, _shape(N, K, dtype=jnp.float8_e5m2)), {}),
     "fewer rows": (_plain(), (_shape(M - 1, K, dtype=jnp.float8_e4m3fn), B), {}),
     "int8": (_plain(), INTEGERS, {}),
@@ -94,9 +94,9 @@ def _without_code(text):
 def recorded(monkeypatch):
     """An entry for each kernel that Pallas lowers."""
     lowered = []
-    custom_call = call_mosaic._custom_call
+    custom_call = call_mosaic._extract_custom_call
     monkeypatch.setattr(call_mosaic, "_KERNELS", {})
-    monkeypatch.setattr(call_mosaic, "_custom_call", lambda *x: lowered.append(x) or custom_call(*x))
+    monkeypatch.setattr(call_mosaic, "_extract_custom_call", lambda *x: lowered.append(x) or custom_call(*x))
     return lowered
 
 
@@ -127,9 +127,9 @@ def test_a_printed_program_has_no_code_of_kernels():
 
 def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
     """A kernel whose lowering does more runs as Pallas lowers it each time."""
-    assert call_mosaic._custom_call(lambda x: x + 1, [_shape(8, 128)]) is None
-    assert call_mosaic._custom_call(lambda x, y: matmul_mosaic.matmul(y, x), [B, A]) is None
-    assert call_mosaic._custom_call(lambda x, y: matmul_mosaic.matmul(x, y) + 1, [A, B]) is None
+    assert call_mosaic._extract_custom_call(lambda x: x + 1, [_shape(8, 128)]) is None
+    assert call_mosaic._extract_custom_call(lambda x, y: matmul_mosaic.matmul(y, x), [B, A]) is None
+    assert call_mosaic._extract_custom_call(lambda x, y: matmul_mosaic.matmul(x, y) + 1, [A, B]) is None
 
     def program(x):
         return call_mosaic.call("sum", lambda x: x + 3, [x], _shape(8, 128), "only here")

@@ -10,7 +10,7 @@ import pytest
 import fp8jax
 from fp8jax.ops import choice
 from fp8jax.ops import quantize as ops
-from fp8jax.ops.fold import refold
+from fp8jax.ops.fold import fold_microscales
 from fp8jax.ops.matmul import matmul
 from fp8jax.ops.microscaled import fold_rows
 from tests.programs import triton_calls
@@ -43,7 +43,7 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypa
     def step(params, state, x):
         def loss(params):
             gate, up = fp8jax.norm_linear(x, params["norm"], (params["gate"], params["up"]), recipe=recipe)
-            y = fp8jax.glu_linear(gate, up, params["down"], recipe=recipe)
+            y = fp8jax.glu_down_proj(gate, up, params["down"], recipe=recipe)
             return jax.lax.pmean(jnp.mean(y.astype(jnp.float32) ** 2), "data")
 
         grads = jax.grad(loss)(params)
@@ -55,7 +55,7 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypa
     shapes = {"norm": (256,), "gate": (256, 512), "up": (256, 512), "down": (512, 256)}
     params = {key: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for key, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    with choice.listening() as told:
+    with choice.record_choices() as told:
         traced = jax.jit(mapped).trace(params, jax.eval_shape(tx.init, params), x)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     expected = {("quantize", "triton"), ("matmul", "mosaic" if name == "deepseek" else "xla"), ("adamw", "triton")}
@@ -80,14 +80,14 @@ def test_results_of_kernels_vary_where_their_arguments_do(mesh):
             "matmul": matmul(rows, columns, impl="mosaic"),
             "auto": matmul(a, b),
             "fold": fold_rows(x, fp8jax.QuantSpec.parse(micro), impl="triton"),
-            "refold": refold(fp8jax.quantize(x, micro), impl="triton"),
+            "refold": fold_microscales(fp8jax.quantize(x, micro), impl="triton"),
         }
 
     found = {}
 
     def local(x, w):
         for name, results in everything(x, w).items():
-            found[name] = {choice.varying(leaf) for leaf in jax.tree.leaves(results)}
+            found[name] = {choice.varying_axes(leaf) for leaf in jax.tree.leaves(results)}
         return x
 
     jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(DATA, WHOLE), out_specs=DATA)).trace(

@@ -33,13 +33,13 @@ CONFIGURATIONS = {
 def arguments(codes=True, dtype="bfloat16", columns=4096):
     """Abstract parameters, one too small for codes, and gradients as a reduction in 8 bits leaves them."""
     params = {"w": jax.ShapeDtypeStruct((2, 1023, columns), dtype), "b": jax.ShapeDtypeStruct((128,), dtype)}
-    spec = fp8jax.QuantSpec("e4m3", stacked=1)
+    spec = fp8jax.QuantSpec("e4m3", layer_axes=1)
     whole = jax.eval_shape(lambda x: fp8jax.quantize(x, spec), params["w"]) if codes else params["w"]
     return params, {"w": whole, "b": params["b"]}
 
 
 def optimizer(**settings):
-    return fp8jax.fp8lm_adamw(1e-3, weight_decay=0.1, stacked={"w": 1, "b": 0}, **settings)
+    return fp8jax.fp8lm_adamw(1e-3, weight_decay=0.1, layer_axes={"w": 1, "b": 0}, **settings)
 
 
 @triton
@@ -48,7 +48,7 @@ def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu
     state = jax.eval_shape(optimizer().init, params)
 
     def told(grads=grads, **settings):
-        with choice.listening() as found:
+        with choice.record_choices() as found:
             jax.jit(optimizer(**settings).step).trace(grads, state, params)
         ((name, how),) = found
         assert name == "fp8lm_adamw"
@@ -88,7 +88,7 @@ def memory(form, codes, *masters):
 def of_master(form, codes, master):
     params, grads = arguments(codes)
     tx = optimizer(impl="triton", master=master)
-    tx = fp8jax.clipped(1.0, tx) if form == "step" else tx
+    tx = fp8jax.with_clipping(1.0, tx) if form == "step" else tx
     state = jax.eval_shape(tx.init, params)
     step = lambda grads, state, params, ok: tx.step(grads, state, params, applied=ok)  # noqa: E731
     run, donated = (step, (1, 2)) if form == "step" else (tx.update, (1,))

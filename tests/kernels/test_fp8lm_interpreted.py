@@ -102,7 +102,7 @@ def prepare() -> None:
 
 def leaf_of(
     shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str, special: bool = True
-) -> fp8lm.MasterLeaf:
+) -> fp8lm.FP8LMLeaf:
     random = np.random.default_rng(len(shape))
     w, g, m, v = (random.standard_normal(shape).astype(np.float32) for _ in range(4))
     if special:
@@ -120,17 +120,17 @@ def leaf_of(
             g[-1], m[-1], v[-1] = g[-1] * 1e-30, m[-1] * 1e-18, v[-1] * 1e-36
 
     def stored(x: Any, fmt: str, underflow: str = "zero") -> Any:
-        spec = fp8jax.QuantSpec(fmt, "tensor", stacked=depth, underflow=underflow)
-        bound = fp8lm.largest_of(jnp.asarray(x), spec.block_shape(shape))
-        return quantize_with_scale(jnp.asarray(x), spec, fp8lm.scale_above(bound, fp8jax.formats.get(fmt)))
+        spec = fp8jax.QuantSpec(fmt, "tensor", layer_axes=depth, underflow=underflow)
+        bound = fp8lm.array_block_amax(jnp.asarray(x), spec.block_shape(shape))
+        return quantize_with_scale(jnp.asarray(x), spec, fp8lm.pow2_scale_from_bound(bound, fp8jax.formats.get(fmt)))
 
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
     kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
-    largest = jnp.stack([fp8lm.largest(q) for q in kept])
+    largest = jnp.stack([fp8lm.block_amax(q) for q in kept])
     copies = w.copy()
     if special:  # what somebody has changed, within and beyond the range of the next scale
         copies.reshape(-1)[20:24] = 0.3, -1e4, 2.5e4, 7e-3
-    return fp8lm.MasterLeaf(gradient, jnp.asarray(copies).astype(weight), *kept, largest, None, True)
+    return fp8lm.FP8LMLeaf(gradient, jnp.asarray(copies).astype(weight), *kept, largest, None, True)
 
 
 def assert_equal(want: Any, got: Any) -> None:
@@ -144,15 +144,15 @@ def assert_equal(want: Any, got: Any) -> None:
         np.testing.assert_array_equal(np.signbit(x) & ~np.isnan(x), np.signbit(y) & ~np.isnan(y), err_msg=str(path))
 
 
-def with_master(leaf: fp8lm.MasterLeaf, master: str) -> fp8lm.MasterLeaf:
+def with_master(leaf: fp8lm.FP8LMLeaf, master: str) -> fp8lm.FP8LMLeaf:
     if "stochastic" in master:
-        leaf = dataclasses.replace(leaf, noise=fp8lm.salted(noise.of_step(3), "w"))
+        leaf = dataclasses.replace(leaf, noise=fp8lm.fold_in_master_seed(noise.step_seed(3), "w"))
     if master in ("nearest", "stochastic"):
         return leaf
     value: Any = leaf.weight
     if "int" in master:
         value = masters.split(load(leaf.master), jnp.bfloat16, master)
-    return dataclasses.replace(leaf, weight=value, master=None, largest=leaf.largest[1:])
+    return dataclasses.replace(leaf, weight=value, master=None, largest=leaf.amax[1:])
 
 
 def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, master: str) -> None:
@@ -180,11 +180,11 @@ def compare_gated(master: str) -> None:
     """A step that is not taken writes nothing; one that is has the bits of one without a gate."""
     leaf = with_master(leaf_of((3, 40, 96), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     plain, taken, left = (
-        fp8lm.apply("step", [leaf], dataclasses.replace(ADAM, applied=applied), "triton")[0]
+        fp8lm.apply("step", [leaf], dataclasses.replace(ADAM, apply_if=applied), "triton")[0]
         for applied in (None, jnp.array(True), jnp.array(False))
     )
     assert_equal(plain, taken)
-    assert_equal(fp8lm.StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.largest), left)
+    assert_equal(fp8lm.StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.amax), left)
 
 
 def compare_large(grad: str, master: str) -> None:
@@ -195,8 +195,8 @@ def compare_large(grad: str, master: str) -> None:
     value: Any = jnp.asarray(x)
     if grad == "e5m2":
         spec = dataclasses.replace(leaf.mu.spec, format=grad)
-        bound = fp8lm.largest_of(jnp.asarray(x), spec.block_shape(x.shape))
-        value = quantize_with_scale(jnp.asarray(x), spec, fp8lm.scale_above(bound, fp8jax.formats.get(grad)))
+        bound = fp8lm.array_block_amax(jnp.asarray(x), spec.block_shape(x.shape))
+        value = quantize_with_scale(jnp.asarray(x), spec, fp8lm.pow2_scale_from_bound(bound, fp8jax.formats.get(grad)))
     leaf = with_master(dataclasses.replace(leaf, grad=value), master)
     for factor in (None, 0.25, 1e10, 1e-30):
         adam = dataclasses.replace(ADAM, factor=factor)

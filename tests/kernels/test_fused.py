@@ -45,7 +45,7 @@ def test_kernels_take_the_references_sample():
     from fp8jax.core import scaling
     from pallas_kernels import peaks_triton
 
-    assert peaks_triton.SAMPLE == scaling.SAMPLE
+    assert peaks_triton.SAMPLE_ROWS == scaling.SAMPLE_ROWS
 
 
 def check(case, made, share, most, far, bound=2e-3):
@@ -81,7 +81,7 @@ def odd(*which: str) -> None:
     from tests.kernels.triton_interpreter import prepare
 
     def by_rows(*args):
-        parts, _, made = fused_reference.keep_activation(*args[:4], result=(None, args[4]))
+        parts, _, made = fused_reference.encode_activation_residuals(*args[:4], result=(None, args[4]))
         return parts, *made
 
     prepare()
@@ -99,7 +99,7 @@ def odd(*which: str) -> None:
     for name in which:
         rows, inner = cases[name]
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
-        (first, second, _), *_ = fused_reference.keep_activation(silu, inner, 2 * inner, kept)
+        (first, second, _), *_ = fused_reference.encode_activation_residuals(silu, inner, 2 * inner, kept)
         operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
         again, exact = (scale, jnp.float8_e4m3fn), Operation(exact=True)
         # The largest values times a gradient overflow in XLA's order of factors.
@@ -202,7 +202,7 @@ def odd_ten_bits() -> None:
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(gate), jnp.clip(gate, -1e30, 1e30), gate)
-        parts, _, _ = fused_reference.keep_activation(silu, least, least[::-1], kept)
+        parts, _, _ = fused_reference.encode_activation_residuals(silu, least, least[::-1], kept)
         dy = jnp.tanh(up[:, ::-1])
         operands = Operands(*parts[0], *parts[1], *parts[2], gradient=dy)
         found = [
@@ -253,7 +253,7 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 def registers() -> None:
     """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
     from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
-    from pallas_kernels.mend_triton import mend
+    from pallas_kernels.mend_triton import requantize_if
     from pallas_kernels.operations_triton import IDENTITY, Operation
     from pallas_kernels.peaks_triton import peaks
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
@@ -275,7 +275,7 @@ def registers() -> None:
             operands = Operands(**dict(zip(names, arrays, strict=True)))
             scales = (one,) * len(kinds)
             return remake_triton.quantize(
-                operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=again, **options
+                operation, kinds, operands, scales, dtype, rows=rows, columns=columns, result_coding=again, **options
             )
 
         return run
@@ -284,7 +284,7 @@ def registers() -> None:
     pair = lambda *arrays: peaks(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
-    ahead = lambda *arrays: remake_triton.ahead(  # noqa: E731
+    ahead = lambda *arrays: remake_triton.quantize_and_predict(  # noqa: E731
         silu, Operands(**dict(zip(activation, arrays, strict=True))), one, e4m3, **options
     )
     back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
@@ -308,9 +308,9 @@ def registers() -> None:
         "kept of silu, codes": (
             lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=(one, e4m3), **options),
             wide, wide),
-        "mended": (lambda g, u, y: mend(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
+        "mended": (lambda g, u, y: requantize_if(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
                    wide, wide, codes),
-        "mended norm": (lambda x, i, w, y: mend(norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), y,
+        "mended norm": (lambda x, i, w, y: requantize_if(norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), y,
                                                 one, one > 0, **options), narrow, inverse, weight, few),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
@@ -332,7 +332,7 @@ def registers() -> None:
         "kept of silu, rows": (
             lambda g, u: activation_rows_triton.keep_activation(silu, g, u, kept, e4m3, **options), wide, wide),
         "silu again, peaks of rows": (
-            lambda *a: remake_triton.ahead(
+            lambda *a: remake_triton.quantize_and_predict(
                 silu, Operands(**dict(zip(activation, a[:5], strict=True))), a[5], e4m3, **options),
             *kept_of, wide, inverse),
         "cotangents of rows": (
@@ -346,10 +346,10 @@ def registers() -> None:
         "silu, rows alone": (
             lambda g, u: activation_rows_triton.keep_activation(silu, g, u, None, e4m3, **options), wide, wide),
         "exact, peaks of rows": (
-            lambda g, u, dy, s: remake_triton.ahead(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
+            lambda g, u, dy, s: remake_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
             wide, wide, wide, inverse),
         "exact, peaks": (
-            lambda g, u, dy: remake_triton.ahead(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
+            lambda g, u, dy: remake_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
             wide, wide, wide),
         "cotangents, sums": (
             lambda *a: remake_triton.quantize(

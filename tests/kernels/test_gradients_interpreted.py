@@ -83,17 +83,17 @@ def check_norms() -> None:
     """Whole and masked tiles, one row and two at a time, operands ahead of time or not, scales in pairs or alone."""
     from pallas_kernels import norm_triton
 
-    ahead = norm_triton.AHEAD
+    ahead = norm_triton.PREFETCH_BYTES
     shapes = [(35, 48, 11), (34, 64, 8), (40, 80, 40)]  # rows, channels, and sums at least
     kinds = [(True, False, False), (True, True, True), (False, False, False)]
     for (m, n, sums), given, residual, stages in itertools.product(shapes, kinds, (False, True), (False, True)):
         if not residual and (stages or given[1]):
             continue  # `tests.kernels.fused_interpreter` has these
-        norm_triton.SUMS, norm_triton.AHEAD = sums, ahead if stages else 0
+        norm_triton.MIN_SUMS, norm_triton.PREFETCH_BYTES = sums, ahead if stages else 0
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
             if (n == 80) <= wide:
                 check_norm(m, n, wide, dtype, given, residual)
-    norm_triton.AHEAD = ahead
+    norm_triton.PREFETCH_BYTES = ahead
 
 
 def check_decay(weight: Any, grad: Any) -> None:

@@ -32,7 +32,7 @@ def turned(x):
 
 
 def sums(x):
-    return call_triton._sums(x, 90)
+    return call_triton._run_add(x, 90)
 
 
 def lowered(function, *shapes):
@@ -50,8 +50,10 @@ def made(function, *shapes):
     """The PTX of a program's only kernel as Triton makes it, without lines."""
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
-        own = launch_triton.declared
-        patch.setattr(launch_triton, "declared", lambda code, *rest: compiled.append(code) or own(code, *rest))
+        own = launch_triton.redeclare_parameters
+        patch.setattr(
+            launch_triton, "redeclare_parameters", lambda code, *rest: compiled.append(code) or own(code, *rest)
+        )
         lowered(function, *shapes)
     return compiled[0]
 
@@ -67,8 +69,8 @@ def instructions(code, folder):
 
 
 def test_xla_is_given_the_kernel_its_grid_and_its_memory(monkeypatch):
-    own = launch_triton.launch
-    monkeypatch.setattr(launch_triton, "launch", lambda lower: dataclasses.replace(own(lower), y=3, z=5))
+    own = launch_triton.capture_launch
+    monkeypatch.setattr(launch_triton, "capture_launch", lambda lower: dataclasses.replace(own(lower), y=3, z=5))
     call, code = written(turned, BYTES)
     for name, value in {"block_x": 512, "block_y": 1, "block_z": 1, "grid_x": 2, "grid_y": 3, "grid_z": 5}.items():
         assert f"{name} = {value} : i32" in call
@@ -83,7 +85,7 @@ def test_parameters_are_the_operands_then_integers_then_results():
     call, code = written(sums, X)
     declared = re.search(r"\.entry _add\(\n(.*?)\)", code, re.DOTALL)[1].replace("\n", "").split(",")
     names = [line.split()[-1] for line in declared]
-    own = ["_add_param_2", "_add_param_3"] if call_triton.OLD else ["_add_unread_0", "_add_param_2"]
+    own = ["_add_param_2", "_add_param_3"] if call_triton.IS_BEFORE_04 else ["_add_unread_0", "_add_param_2"]
     assert names == ["_add_param_0", "_add_numbers", *own]
     assert "output_indices = [2 : i32, 3 : i32]" in call
     assert "output_tuple_indices = [0], operand_index = 0" in call
@@ -133,8 +135,8 @@ KINDS = ("array", "i32", "i64", "array")
 
 
 def test_integers_lie_where_the_kernel_reads_them():
-    found = launch_triton.declared(CODE, 64, KINDS, 1, (False,))
-    assert found.numbers
+    found = launch_triton.redeclare_parameters(CODE, 64, KINDS, 1, (False,))
+    assert found.has_integers
     assert found.code.split("{\n")[1].split("\n")[:6] == [
         ".reg .b64 %numbers;",
         ".reg .b32 %r<9>;",
@@ -146,17 +148,17 @@ def test_integers_lie_where_the_kernel_reads_them():
     assert "ld.global.nc.b64 %rd2, [%numbers+8];" in found.code
     assert "_k_param_4" not in found.code
     of = [
-        launch_triton.Parameter(*p)
+        launch_triton.KernelParameter(*p)
         for p in (("array",), ("i32", -7), ("i64", 5 << 32 | 9), ("array",), ("u32", 1), ("u64", 3))
     ]
-    assert list(launch_triton.packed(of)) == [-7, 0, 9, 5, 1, 0, 3, 0]
+    assert list(launch_triton.pack_integers(of)) == [-7, 0, 9, 5, 1, 0, 3, 0]
     # Nothing is passed that nobody reads.
     unread = re.sub(r"ld\.param.*_k_param_[12]\];\n", "", CODE)
-    assert not launch_triton.declared(unread, 64, KINDS, 1, (False,)).numbers
-    assert "numbers" not in launch_triton.declared(unread, 64, KINDS, 1, (False,)).code
+    assert not launch_triton.redeclare_parameters(unread, 64, KINDS, 1, (False,)).has_integers
+    assert "numbers" not in launch_triton.redeclare_parameters(unread, 64, KINDS, 1, (False,)).code
     # A result in an operand's place has a parameter, though the kernel has none.
     assert ".param .u64 _k_unread_0,\n.param .u64 .ptr .global .align 1 _k_param_3\n)" in (
-        launch_triton.declared(CODE, 64, KINDS, 1, (True, False)).code
+        launch_triton.redeclare_parameters(CODE, 64, KINDS, 1, (True, False)).code
     )
 
 
@@ -184,18 +186,18 @@ def test_code_of_another_form_is_left_alone(change, kinds, threads):
     for old, new in change.items():
         assert old in code
         code = code.replace(old, new)
-    assert launch_triton.declared(code, threads, kinds, 1, (False,)) is None
+    assert launch_triton.redeclare_parameters(code, threads, kinds, 1, (False,)) is None
 
 
 @pytest.fixture
 def told(monkeypatch, caplog):
     """Warnings; nothing has been tried or told before, nor is after."""
     monkeypatch.delenv(launch_triton.VARIABLE, raising=False)
-    monkeypatch.setattr(launch_triton, "_failed", [])
-    launch_triton._tell.cache_clear()
+    monkeypatch.setattr(launch_triton, "_failure_reasons", [])
+    launch_triton._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fp8jax"):
         yield caplog
-    launch_triton._tell.cache_clear()
+    launch_triton._warn_once.cache_clear()
 
 
 def test_the_environment_says_who_launches(told, monkeypatch):
@@ -209,24 +211,24 @@ def test_the_environment_says_who_launches(told, monkeypatch):
     assert not told.text
     monkeypatch.delenv(launch_triton.VARIABLE)
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert launch_triton.chosen() == "triton"
-    launch_triton.try_out(lambda: pytest.fail("nothing is to be tried"))
+    assert launch_triton.get_launcher() == "triton"
+    launch_triton.check_launch(lambda: pytest.fail("nothing is to be tried"))
 
 
 def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypatch):
-    launch_triton.try_out(lambda: None)
+    launch_triton.check_launch(lambda: None)
     assert XLA in lowered(turned, BYTES)
 
     def broken():
         raise RuntimeError("no such target\nand more")
 
     monkeypatch.setenv(launch_triton.VARIABLE, "xla")
-    launch_triton.try_out(broken)
+    launch_triton.check_launch(broken)
     monkeypatch.delenv(launch_triton.VARIABLE)
     assert XLA in lowered(turned, BYTES), "who asks for it gets it"
     for _ in range(2):
-        launch_triton.try_out(broken)
-    assert len(launch_triton._failed) == 1, "not tried again"
+        launch_triton.check_launch(broken)
+    assert len(launch_triton._failure_reasons) == 1, "not tried again"
     assert JAX_TRITON in lowered(turned, BYTES)
     assert [r.getMessage() for r in told.records] == [
         "kernels are launched by jax-triton's calls: XLA's own calls of PTX fail (RuntimeError: no such target). "
@@ -237,22 +239,22 @@ def test_where_xlas_call_fails_jax_tritons_is_taken_and_told_once(told, monkeypa
 def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(told, monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_CACHE_DISABLE", raising=False)
     monkeypatch.setenv("CUDA_CACHE_PATH", str(tmp_path / "new" / "folder"))
-    assert launch_triton.forgetful() is None
+    assert launch_triton.missing_driver_cache() is None
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "0")
-    assert launch_triton.forgetful() is None
+    assert launch_triton.missing_driver_cache() is None
     write = launch_triton.os.W_OK
     monkeypatch.setattr(launch_triton.os, "access", lambda path, how: how != write or pathlib.Path(path) != tmp_path)
-    assert f"cannot keep assembled kernels in {tmp_path}/new/folder" in launch_triton.forgetful()
+    assert f"cannot keep assembled kernels in {tmp_path}/new/folder" in launch_triton.missing_driver_cache()
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
-    launch_triton.try_out(lambda: pytest.fail("nothing is to be tried"))
+    launch_triton.check_launch(lambda: pytest.fail("nothing is to be tried"))
     assert JAX_TRITON in lowered(turned, BYTES)
     assert "CUDA_CACHE_DISABLE is set" in told.text
 
 
 def test_a_kernel_of_another_form_keeps_jax_tritons_call(told, monkeypatch):
-    own = stored_triton.parts
+    own = stored_triton.kernel_parts
     monkeypatch.setattr(
-        launch_triton.stored_triton, "parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
+        launch_triton.stored_triton, "kernel_parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
     )  # clusters of two programs
     assert JAX_TRITON in lowered(turned, BYTES)
     assert "the kernel _transpose is launched by jax-triton's call" in told.text
@@ -272,7 +274,7 @@ def test_what_a_compiled_program_runs_is_named():
         "ENTRY %main {\n  %a = s8[8,8] parameter(0)\n  %b = s8[8,8] parameter(1)\n"
         f'{line}"jit(f)/fp8jax:int8*int8/multiply/triton_kernel_call"}}, backend_config={{kernel_data = "{{ }}"}}\n}}\n'
     )
-    (product,) = compiled.read(text)
+    (product,) = compiled.parse_products(text)
     assert (product.operation, product.kernel) == (launch_triton.TARGET, "multiply")
 
 
@@ -281,5 +283,5 @@ def test_both_calls_give_the_same_bits(monkeypatch):
     x = np.arange(32, dtype=np.float32)
     for who in ("xla", "triton"):
         monkeypatch.setenv(launch_triton.VARIABLE, who)
-        call_triton._run()
+        call_triton._run_small_kernel()
         np.testing.assert_array_equal(x, np.arange(32))

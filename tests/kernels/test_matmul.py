@@ -24,7 +24,7 @@ from tests.kernels import h200_programs as programs
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
-SMALL = Tile(64, 64, "M", stages=2)
+SMALL = Tile(64, 64, "M", num_stages=2)
 FAST, PROMOTED = 3e-3, 1e-3  # tensor-core sums of a whole row (14 bits), and of at most 128 products
 
 Function = Callable[..., jax.Array]
@@ -80,14 +80,22 @@ PLAIN = [
     Plain(33, 17, 40, out=F32, terms=("row_scale", "residual")),
     Plain(1, 8, 130, Tile(64, 64, "N", 3)),
     Plain(70, 140, 600, Tile(64, 64, None, 2), right=E5M2, terms=("scale", "row_scale", "column_scale")),
-    Plain(140, 170, 301, Tile(64, 160, None, 3, cluster="M", slots=3), terms=("residual",)),
+    Plain(140, 170, 301, Tile(64, 160, None, 3, cluster="M", store_slots=3), terms=("residual",)),
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
     Plain(140, 140, 300, Tile(128, 64, None, 2, cluster="N"), terms=("row_scale", "residual")),
-    Plain(140, 70, 900, Tile(64, 64, "M", 3, lead=2), left=E5M2, fast=False),
-    Plain(70, 140, 1100, Tile(64, 64, "M", 3, lead=2), out=F32, fast=False),
-    Plain(140, 70, 700, Tile(64, 64, "M", 3, lead=1)),
-    Plain(140, 270, 200, Tile(64, 128, "M", 3, slots=3), out=F32, terms=("residual",)),
-    Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M", lead=4), out=F32, terms=("row_scale", "residual"), fast=False),
+    Plain(140, 70, 900, Tile(64, 64, "M", 3, lead_slices=2), left=E5M2, fast=False),
+    Plain(70, 140, 1100, Tile(64, 64, "M", 3, lead_slices=2), out=F32, fast=False),
+    Plain(140, 70, 700, Tile(64, 64, "M", 3, lead_slices=1)),
+    Plain(140, 270, 200, Tile(64, 128, "M", 3, store_slots=3), out=F32, terms=("residual",)),
+    Plain(
+        33,
+        70,
+        200,
+        Tile(64, 64, "M", 5, cluster="M", lead_slices=4),
+        out=F32,
+        terms=("row_scale", "residual"),
+        fast=False,
+    ),
 ]
 
 
@@ -142,12 +150,12 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
     [
         ((128, 256, 384), False, Tile(64, 128, "M", 2), BF16),
         ((130, 140, 900), False, Tile(64, 128, "M", 3), F32),
-        ((130, 203, 500), False, Tile(64, 192, "M", 2, slots=3), BF16),
+        ((130, 203, 500), False, Tile(64, 192, "M", 2, store_slots=3), BF16),
         ((140, 270, 600), False, Tile(64, 128, "M", 2, cluster="N"), BF16),
-        ((300, 140, 640), False, Tile(128, 128, "M", 3, slots=4, lead=1), BF16),
-        ((260, 300, 300), False, Tile(128, 96, "M", 3, slots=4), BF16),
+        ((300, 140, 640), False, Tile(128, 128, "M", 3, store_slots=4, lead_slices=1), BF16),
+        ((260, 300, 300), False, Tile(128, 96, "M", 3, store_slots=4), BF16),
         ((64, 700, 300), False, Tile(64, 128, "N", 2), F32),
-        ((300, 140, 100), False, Tile(128, 128, None, 3, slots=4), BF16),
+        ((300, 140, 100), False, Tile(128, 128, None, 3, store_slots=4), BF16),
         ((70, 130, 640), True, Tile(64, 96, "M", 3), F32),
         ((70, 130, 600), True, Tile(64, 64, "M", 2, cluster="M"), BF16),
         ((270, 140, 300), True, Tile(128, 128, "M", 2), BF16),
@@ -178,12 +186,12 @@ def test_tiles_follow_their_waves() -> None:
     assert best(8192, 8192, 8192).cols == 192
     assert best(2048, 7168, 4096).cols == 128  # 7 waves of 128 columns are shorter than 5 of 192
     assert best(4096, 7168, 16384).cols == 256
-    assert best(2048, 7168, 4096, widest=160) == Tile(128, 128, None, 6, cluster="N")
+    assert best(2048, 7168, 4096, max_cols=160) == Tile(128, 128, None, 6, cluster="N")
     assert best(2048, 7168 - 128, 4096).cluster == "M"  # 55 columns of tiles, which are no pairs
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile"), [((128, 130, 384), Tile(64, 128, "M", 2)), ((70, 75, 700), Tile(64, 64, "M", 2, lead=1))]
+    ("shape", "tile"), [((128, 130, 384), Tile(64, 128, "M", 2)), ((70, 75, 700), Tile(64, 64, "M", 2, lead_slices=1))]
 )
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
 def test_matmul_mx(shape: tuple[int, int, int], tile: Tile, implementation: str) -> None:
@@ -290,9 +298,9 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: Tile(65, 64), ValueError, "65x64"),
         (lambda a, b: Tile(64, 48), ValueError, "64x48"),
         (lambda a, b: Tile(64, 288), ValueError, "64x288"),
-        (lambda a, b: Tile(stages=3, lead=3), ValueError, "lead is 3"),
-        (lambda a, b: Tile(stages=1), ValueError, "stages is 1; use at least 2"),
-        (lambda a, b: Tile(split=None, lead=1), ValueError, "lead is 1; it takes two warpgroups"),
+        (lambda a, b: Tile(num_stages=3, lead_slices=3), ValueError, "lead is 3"),
+        (lambda a, b: Tile(num_stages=1), ValueError, "stages is 1; use at least 2"),
+        (lambda a, b: Tile(split=None, lead_slices=1), ValueError, "lead is 1; it takes two warpgroups"),
     ],
 )  # fmt: skip
 def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], text: str) -> None:

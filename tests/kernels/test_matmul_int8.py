@@ -14,7 +14,7 @@ from fp8jax.ops import choice, fallback, matmul
 from fp8jax.ops import quantize as op
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
-from pallas_kernels.matmul_mosaic import LONGEST_INT8
+from pallas_kernels.matmul_mosaic import MAX_INT8_K
 from pallas_kernels.matmul_mosaic import matmul as matmul_scaled
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
@@ -24,7 +24,7 @@ from tests.rows import slow
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
-WIDE, NARROW = Tile(128, 128, "N", stages=3, slots=4, raster=16), Tile(64, 64, "M", stages=2)
+WIDE, NARROW = Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16), Tile(64, 64, "M", num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def drawn(m: int, n: int, k: int, terms: tuple[str, ...]) -> tuple[dict[str, jax
 
 
 SCALED = [
-    ((140, 75, 2100), ("row_scale",), Tile(64, 64, "M", stages=2)),
+    ((140, 75, 2100), ("row_scale",), Tile(64, 64, "M", num_stages=2)),
     ((33, 140, 2001), ("row_scale", "column_scale", "bias", "residual"), Tile(64, 64, None, 2, cluster="N")),
-    ((70, 170, 2048), ("scale", "residual"), Tile(64, 160, None, 3, slots=3)),
+    ((70, 170, 2048), ("scale", "residual"), Tile(64, 160, None, 3, store_slots=3)),
     ((130, 48, 1900), (), Tile(64, 64, "N", 3)),
 ]
 
@@ -91,7 +91,7 @@ def test_scaled_int8_products_are_exact(shape: Any, terms: Any, tile: Tile, fast
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 3203, 1160), (257, 513, 2049), (7, 24, LONGEST_INT8)])
+@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 3203, 1160), (257, 513, 2049), (7, 24, MAX_INT8_K)])
 @pytest.mark.parametrize("terms", [(), ("scale",), ("row_scale",), ("row_scale", "column_scale", "bias", "residual")])
 def test_scaled_int8_products_are_exact_on_a_gpu(shape: Any, terms: Any) -> None:
     arguments, wanted = drawn(*shape, terms)
@@ -101,7 +101,7 @@ def test_scaled_int8_products_are_exact_on_a_gpu(shape: Any, terms: Any) -> None
 
 
 def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
-    codes = jnp.ones((8, LONGEST_INT8 + 1), jnp.int8)
+    codes = jnp.ones((8, MAX_INT8_K + 1), jnp.int8)
     with pytest.raises(ValueError, match=r"K is 131072: int32 holds sums of 131071 products"):
         matmul_scaled(codes, codes)
     with pytest.raises(TypeError, match="b has dtype float8_e4m3fn; quantize it to int8"):
@@ -115,7 +115,7 @@ def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
         (Tile(64, 96), "columns that divide 128"),
         (Tile(128, 128, None), "a walk takes tiles that both warpgroups share"),
         (Tile(64, 64, cluster="N"), "without clusters or a lead"),
-        (Tile(64, 64, lead=1), "without clusters or a lead"),
+        (Tile(64, 64, lead_slices=1), "without clusters or a lead"),
     ],
 )
 def test_tiles_that_blocks_do_not_take_are_refused(tile: Tile, message: str) -> None:
@@ -169,7 +169,7 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
         right, left = blocks(w, impl="xla")[0], blocks(x, impl="xla")[0]
         return matmul.matmul(pair, right), matmul.matmul(left, right)
 
-    with choice.target(capability=capability), choice.listening() as told:
+    with choice.target(capability=capability), choice.record_choices() as told:
         text = jax.jit(program).trace(codes, codes).lower(lowering_platforms=("cuda",)).as_text()
     assert [c.impl for name, c in told if name == "fallback matmul"] == [impl]
     assert [c.impl for name, c in told if name == "matmul"][-1] == impl

@@ -77,7 +77,7 @@ def registers() -> None:
     programs = {
         "rows of 4096": lambda x: rows(x[:, :4096]),
         "rows of 11008": rows,
-        "maxima": lambda x: maxima_triton.maxima(x, rows=True, columns=True, **options)[1:],
+        "maxima": lambda x: maxima_triton.compute_amax(x, rows=True, columns=True, **options)[1:],
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
@@ -86,7 +86,9 @@ def registers() -> None:
             (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), maxima=jnp.ones(1024)
         ),
         "weights, of maxima": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, maxima=jnp.ones(1024)),
-        "maxima of parts": lambda x: maxima_triton.maxima(x, tensor=True, parts=maxima_triton.PARTS, **options)[0],
+        "maxima of parts": lambda x: maxima_triton.compute_amax(
+            x, tensor=True, num_partials=maxima_triton.MAX_PARTIALS, **options
+        )[0],
         "squares": lambda x: squares_triton.sum_of_squares([x, x[0]], **options),
         "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
@@ -100,8 +102,8 @@ def registers() -> None:
         "codes shifted": lambda x: transpose_triton.transpose(
             x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
         ),
-        "exponentials": lambda x: logits_triton.exponentials(x, **options),
-        "cotangents": lambda x: logits_triton.cotangent_codes(
+        "exponentials": lambda x: logits_triton.max_and_sum_exp(x, **options),
+        "cotangents": lambda x: logits_triton.quantize_cotangents(
             x,
             x[:, 0].astype(jnp.float32),
             jnp.zeros(len(x), jnp.int32),

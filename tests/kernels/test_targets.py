@@ -25,7 +25,7 @@ HALF = {"t4": ("f16", "f16")}
 def products(found: dict[str, Any]) -> list[Product]:
     """The products of quantized operands."""
     listed = [Product(p[0], tuple(p[1]), *p[2:]) for p in found["products"]]
-    return [p for p in listed if p.asked]
+    return [p for p in listed if p.requested_formats]
 
 
 def check(found: dict[str, Any]) -> None:
@@ -33,14 +33,14 @@ def check(found: dict[str, Any]) -> None:
     for kind, programs in found.items():
         for name, program in programs.items():
             listed, by_kernel = products(program), program["kernels"].get("multiply", 0)
-            ran = sum(p.executed for p in listed) + by_kernel
+            ran = sum(p.executions for p in listed) + by_kernel
             assert ran == (2 if name == "switchback" else 3), (kind, name, listed)
             assert not by_kernel or name in ("int8_block", "int8_fallback")
             assert not program["loops"], (kind, name)
             for p in listed:
                 half = HALF.get(kind, ("bf16", "bf16"))
-                assert p.eight_bit or p.operands == half, (kind, name, p)
-                assert p.eight_bit or program["warnings"], (kind, name)
+                assert p.is_8bit or p.operands == half, (kind, name, p)
+                assert p.is_8bit or program["warnings"], (kind, name)
             if name == "switchback":
                 assert all(p.operands == ("s8", "s8") for p in listed), (kind, listed)
 
@@ -107,7 +107,7 @@ def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
         for name, program in found[kind].items():
             listed = products(program)
             assert {(p.operation, p.operands) for p in listed} == {(operation, ("s8", "s8"))}, (kind, name, listed)
-            assert sum(p.executed for p in listed) == 2, (kind, name)
+            assert sum(p.executions for p in listed) == 2, (kind, name)
             assert program["gathers"] == gathers[name], (kind, name)
             large = [(c[0], c[1]) for c in program["sums"] if c[2] >= 2 * 512 * 256]
             assert large == [("all-reduce", sums[name])], (kind, name)
@@ -173,7 +173,7 @@ def test_codes_of_ten_bits_are_packed_and_unpacked_where_norms_and_activations_a
     found = {name: programs["block"] for name, programs in targets.report("ten_bits", [kind, "t4"]).items()}
     # Packed rows of 512 and of 1,280 codes, and their high bits alone, which XLA makes first.
     packed = {f"1024,{n // 4 * part}" for n in (512, 1280) for part in (5, 1)}
-    once = {"forward": 1, "backward": 1, "keep": 1, "cotangents": 1}
+    once = {"forward": 1, "backward": 1, "encode_residuals": 1, "cotangents": 1}
     others = {"fallback", "quantize", "transpose", "multiply"}
     assert {k: n for k, n in found[kind]["kernels"].items() if k not in others} == once
     assert not packed & {*found[kind]["bytes"]}

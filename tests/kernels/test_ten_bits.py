@@ -83,7 +83,7 @@ def registers(arch: str = "sm_90a") -> None:
     if arch != "sm_80":
         programs |= {
             "silu again, peaks": (
-                lambda *a: remake_triton.ahead(lean, of(*a, count=2), one, e4m3, **options), *codes, *codes, wide),
+                lambda *a: remake_triton.quantize_and_predict(lean, of(*a, count=2), one, e4m3, **options), *codes, *codes, wide),
             "cotangents' codes": (
                 lambda *a: remake_triton.quantize(
                     lean, (GATE, UP), of(*a, count=2), (one, one), e4m3, rows=True, columns=True, **options),
@@ -218,7 +218,9 @@ def test_an_activation_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(g
     kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
     operation = Operation(ACTIVATIONS.index(activation), gated, activated=gated, format="int10", group=128)
     gate, up, dy = (values(i, ROWS, channels) for i in range(3))
-    keep = jax.jit(lambda g, u: fused_kernels.keep_activation(operation, g, u, kept, result=(None, g.dtype)))
+    keep = jax.jit(
+        lambda g, u: fused_kernels.encode_activation_residuals(operation, g, u, kept, result=(None, g.dtype))
+    )
     parts, _, y = keep(gate, up if gated else None)
     # One by one: in a program XLA rounds values in between or not.
     activated = fused_reference.ACTIVATIONS[activation](gate.astype(jnp.float32))

@@ -86,7 +86,7 @@ def call(
     **static: Any,
 ) -> Any:
     m, n = shape or inputs[0].shape
-    sizes = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
+    sizes = {"M": m, "N": n, "BLOCK_M": launch.rows, "BLOCK_N": launch.columns}
     return call_any(*inputs, kernel=kernel, results=shapes, programs=grid, aliases=aliases, **sizes, **static)
 
 

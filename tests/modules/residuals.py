@@ -53,8 +53,8 @@ def linear(inner=WIDTH, outer=INNER, seed=0, **kinds):
 
 def found(model, *sample, **keywords) -> list[str]:
     """The activations that are known in a call."""
-    parts = fp8jax.explain(model, COAT, *sample, **keywords).parts
-    return [part.computes for part in parts if part.computes not in (None, "norm")]
+    parts = fp8jax.explain(model, COAT, *sample, **keywords).context_entries
+    return [part.computation for part in parts if part.computation not in (None, "norm")]
 
 
 def both(model):

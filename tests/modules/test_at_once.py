@@ -45,7 +45,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(fused, "run", lambda call, *arrays: call(on, *arrays))
 
     def switch(use):
-        traced.forget()
+        traced.clear_cache()
         monkeypatch.setattr(fused, "on_cuda", lambda: use)
         counted.clear()
         return counted
@@ -143,5 +143,5 @@ def test_norms_before_layers_of_other_codes_stay_as_written(name, kernels):
     kernels(True)
     tables = rope_tables(TOKENS // 2, LLAMA.head_dim, 1e4)
     sample = normal(0, TOKENS, LLAMA.dim)
-    assert fp8jax.explain(plain(), name, sample, *tables).parts == ()
-    assert [part.path for part in fp8jax.explain(plain(), MOSS, sample, *tables).parts] != []
+    assert fp8jax.explain(plain(), name, sample, *tables).context_entries == ()
+    assert [part.path for part in fp8jax.explain(plain(), MOSS, sample, *tables).context_entries] != []

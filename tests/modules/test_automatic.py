@@ -21,7 +21,9 @@ from experiments.train import make_optimizer
 from fp8jax.core.scaling import Automatic
 
 INTERVAL = 3
-PART = fp8jax.recipes.Linear("e4m3", "e4m3", "e5m2", scaling="two_stage", w_scaling="automatic", interval=INTERVAL)
+PART = fp8jax.recipes.Linear(
+    "e4m3", "e4m3", "e5m2", scaling="two_stage", w_scaling="automatic", weight_amax_interval=INTERVAL
+)
 RECIPE = fp8jax.Recipe("automatic", linear=PART)
 SHAPE = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (4, 14)).astype(np.int32)
@@ -84,7 +86,7 @@ def test_bounds_hold_and_are_measured_every_interval_in_one_program(run):
                 np.testing.assert_array_equal(bound, largest)
     # Measured before the update after INTERVAL of them, and grown by that one.
     before, after = layers(states[INTERVAL]), layers(states[INTERVAL + 1])
-    limit = fp8jax.adam_limit(schedule(OPTIM), OPTIM.b1, OPTIM.b2, OPTIM.weight_decay)
+    limit = fp8jax.max_adam_step(schedule(OPTIM), OPTIM.b1, OPTIM.b2, OPTIM.weight_decay)
     for path, (_, largest) in before.items():
         grown = largest + limit(jnp.int32(INTERVAL), largest)
         np.testing.assert_allclose(after[path][0], grown, rtol=1e-6)
@@ -129,21 +131,21 @@ def test_a_layer_takes_the_scale_of_its_bound_and_measures_loaded_weights():
     np.testing.assert_array_equal(
         quantized(x), fp8jax.linear(x, w, recipe=dataclasses.replace(PART, w_scaling="current"))
     )
-    optimizer = nnx.Optimizer(quantized, optax.chain(optax.sgd(1.0), fp8jax.track_weights()), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(quantized, optax.chain(optax.sgd(1.0), fp8jax.track_weight_amax()), wrt=nnx.Param)
     grads = jax.tree.map(lambda p: jnp.full_like(p, 0.5), nnx.state(quantized, nnx.Param))
     optimizer.update(quantized, grads)
-    fp8jax.nnx.set_weight_bounds(quantized, fp8jax.weight_bounds(optimizer.opt_state))
+    fp8jax.nnx.update_weight_amax_bounds(quantized, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
     bound, moved = float(jnp.abs(w).max()) + 0.5, quantized.kernel[...]
     np.testing.assert_allclose(quantized.dot_general.automatic_w[...], bound, rtol=1e-6)
     held = fp8jax.quantize_weight(moved, recipe=PART, scale=quantized.dot_general.automatic_w[...] / 448)
     np.testing.assert_allclose(quantized(x), fp8jax.linear(x, moved, recipe=PART, quantized=held), rtol=1e-6)
     quantized.kernel[...] = 10 * moved
-    fp8jax.nnx.measure_weights(quantized)
+    fp8jax.nnx.reset_weight_amax_bounds(quantized)
     np.testing.assert_array_equal(quantized.dot_general.automatic_w[...], jnp.abs(10 * moved).max())
     with pytest.raises(ValueError, match="the optimizer follows no parameter kernel"):
-        fp8jax.nnx.set_weight_bounds(quantized, {("other",): jnp.ones(())})
+        fp8jax.nnx.update_weight_amax_bounds(quantized, {("other",): jnp.ones(())})
     with pytest.raises(ValueError, match="has no layer with automatic weight scaling"):
-        fp8jax.nnx.measure_weights(layer)
+        fp8jax.nnx.reset_weight_amax_bounds(layer)
     with pytest.raises(ValueError, match=r"give init_scaling the weight"):
         fp8jax.init_scaling(PART)
 
@@ -211,14 +213,14 @@ def test_linen_layers_are_given_bounds_one_a_layer():
     kernel = jax.tree.leaves(params)[1]
     largest = np.abs(np.asarray(kernel)).max((-2, -1))
     np.testing.assert_array_equal(jax.tree.leaves(scaling)[0], 0)
-    tx = optax.chain(optax.sgd(1.0), fp8jax.track_weights())
+    tx = optax.chain(optax.sgd(1.0), fp8jax.track_weight_amax())
     grads = jax.grad(lambda params: jnp.sum(model.apply({"params": params, "fp8jax_scaling": scaling}, x) ** 2))(params)
     _, state = tx.update(grads, tx.init(params), params)
-    after = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(state))
+    after = fp8jax.linen.update_weight_amax_bounds(scaling, fp8jax.get_weight_amax_bounds(state))
     assert jax.tree.structure(after) == jax.tree.structure(scaling)
     want = largest + np.abs(np.asarray(jax.tree.leaves(grads)[1])).max((-2, -1))
     np.testing.assert_allclose(jax.tree.leaves(after)[0], want, rtol=1e-6)
-    again = fp8jax.linen.measure_weights(after, jax.tree.map(lambda p: 2 * p, params))
+    again = fp8jax.linen.reset_weight_amax_bounds(after, jax.tree.map(lambda p: 2 * p, params))
     np.testing.assert_array_equal(jax.tree.leaves(again)[0], 2 * largest)
     with pytest.raises(ValueError, match="has automatic scaling: give `apply` the collections 'fp8jax_scaling' that"):
         model.apply({"params": params}, x)
@@ -230,7 +232,7 @@ def test_shards_of_a_weight_have_one_bound():
     grads = {"w": jax.random.normal(jax.random.key(1), (8, 6))}
     results = []
     for place, axis in ((None, None), (P("data"), None), (P("data"), "data")):
-        tx = optax.chain(optax.adam(0.1), fp8jax.track_weights(1, axis_name=axis))
+        tx = optax.chain(optax.adam(0.1), fp8jax.track_weight_amax(1, axis_name=axis))
 
         def two_steps(w, grads, tx=tx):
             state, params = tx.init({"w": w}), {"w": w}
@@ -246,7 +248,7 @@ def test_shards_of_a_weight_have_one_bound():
     assert results[2].shape == (4,)
     for found in results[1:]:
         np.testing.assert_allclose(found, np.broadcast_to(results[0], found.shape), rtol=1e-6)
-    assert results[0] > float(Automatic().measure(w))
+    assert results[0] > float(Automatic().measure_amax(w))
 
 
 def test_of_weights_without_a_bound_those_alone_are_measured():

@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 
 from fp8jax.core.formats import ALL
-from fp8jax.modules.calls import CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
-from fp8jax.rewrite.rules import ordered
+from fp8jax.modules.calls import (
+    CallLeaf,
+    LayerNames,
+    Results,
+    is_array,
+    merge_leaves,
+    partition_leaves,
+    static_fingerprint,
+    transform_call,
+)
+from fp8jax.rewrite.rules import as_rule_set
 
 ONE = np.ones(2, np.float32)
 
@@ -28,23 +37,23 @@ ONE = np.ones(2, np.float32)
     ids=lambda x: str(getattr(x, "dtype", x))[:20],
 )
 def test_arrays_are_told_from_settings(x, plain):
-    assert is_plain(x) == plain
+    assert is_array(x) == plain
 
 
 LEAVES = (
-    CallLeaf("array"), CallLeaf("parameter", "b/w"), CallLeaf("setting", True), CallLeaf("argument", arrays=2),
-    CallLeaf("parameter", "a/w"), CallLeaf("argument"), CallLeaf("array", arrays=3),
+    CallLeaf("array"), CallLeaf("parameter", "b/w"), CallLeaf("setting", True), CallLeaf("argument", num_arrays=2),
+    CallLeaf("parameter", "a/w"), CallLeaf("argument"), CallLeaf("array", num_arrays=3),
 )  # fmt: skip
 
 
 def test_leaves_are_parted_and_joined_again_in_their_order():
     values = ["state", "wb", True, "x", "wa", "y", "more"]
-    params, rest = parted(LEAVES, values)
+    params, rest = partition_leaves(LEAVES, values)
     assert params == {"b/w": "wb", "a/w": "wa"}
     assert rest == ["state", "x", "y", "more"]
-    assert joined(LEAVES, iter(rest), params) == values
+    assert merge_leaves(LEAVES, iter(rest), params) == values
     left = (CallLeaf("given", 1), CallLeaf("array"), CallLeaf("setting", 7), CallLeaf("given", 0))
-    assert joined(left, iter(["new"]), given=["first", "second"]) == ["second", "new", 7, "first"]
+    assert merge_leaves(left, iter(["new"]), given_leaves=["first", "second"]) == ["second", "new", 7, "first"]
 
 
 def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_results():
@@ -52,11 +61,13 @@ def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_resu
 
     def method(): ...
 
-    call = transformed(lambda leaves: Results([], None, (), 0), method, LEAVES, ordered("te_current"), whole=False)
-    caller = call._caller(Results([ONE] * 5, None, (), 2))
+    call = transform_call(
+        lambda leaves: Results([], None, (), 0), method, LEAVES, as_rule_set("te_current"), whole=False
+    )
+    caller = call._make_call_info(Results([ONE] * 5, None, (), 2))
     # a/w, b/w, an array, two arrays of an argument, an argument, three arrays.
-    assert sorted(caller.arguments) == [3, 4, 5]
-    assert (caller.results, caller.whole) == (2, False)
+    assert sorted(caller.argument_indices) == [3, 4, 5]
+    assert (caller.num_results, caller.requires_product) == (2, False)
     assert call.__name__ == "method"
 
 
@@ -74,35 +85,35 @@ class ByValue(Setting):
 
 
 def test_settings_that_compare_as_equal_are_told_apart():
-    assert contents(1) == contents(1)
-    assert contents(1) != contents(True)
-    assert contents(1) != contents(1.0)
+    assert static_fingerprint(1) == static_fingerprint(1)
+    assert static_fingerprint(1) != static_fingerprint(True)
+    assert static_fingerprint(1) != static_fingerprint(1.0)
     setting = Setting(1)
-    before = contents(setting, "a")
-    assert before == contents(setting, "a")
+    before = static_fingerprint(setting, "a")
+    assert before == static_fingerprint(setting, "a")
     setting.value = 2
-    assert before != contents(setting, "a")
+    assert before != static_fingerprint(setting, "a")
     setting.more, setting.value = 3, 1
-    assert before != contents(setting, "a")
+    assert before != static_fingerprint(setting, "a")
     with pytest.raises(TypeError, match="unhashable"):
-        contents(Setting([1]))
+        static_fingerprint(Setting([1]))
     # What is compared by value, and functions, are not looked into.
-    assert contents(ByValue([1])) == contents(ByValue([2]))
+    assert static_fingerprint(ByValue([1])) == static_fingerprint(ByValue([2]))
     function = lambda x: x  # noqa: E731
     function.of = [1]
-    assert contents(function) == contents(lambda x: x)
+    assert static_fingerprint(function) == static_fingerprint(lambda x: x)
 
 
 def test_a_matrix_is_named_by_itself_only_beside_others():
     paths = ("one/kernel", "one/embedding", "two/w1", "two/w2", "w", "three/gate", "three/up", "three/down")
     shapes = [("one/bias", (4,)), *((path, (4, 4)) for path in paths)]
-    names = Names("", shapes)
+    names = LayerNames("", shapes)
     assert names("one/kernel") == ("one",)
     assert names("one/bias") == ("one",)
     assert names("two/w2") == ("two/w2", "two")
     assert names("three/up") == ("three/up", "three")
     assert names("w") == ("",)
-    names = Names("model/layer", shapes)
+    names = LayerNames("model/layer", shapes)
     assert names("one/kernel") == ("model/layer/one",)
     assert names("two/w1") == ("model/layer/two/w1", "model/layer/two")
     assert names("w") == ("model/layer",)

@@ -94,7 +94,7 @@ def test_norms_that_compute_something_else_are_left_as_written():
             return self.linear(self.norm(x, mask=mask if self.more else None))
 
     for model, known in ((Reads(several), []), (Reads(masked, 1), []), (Reads(OwnNorm(WIDTH, rngs=nnx.Rngs(0))), [])):
-        parts = fp8jax.explain(model, COAT, inputs(2, 6, WIDTH)).parts
+        parts = fp8jax.explain(model, COAT, inputs(2, 6, WIDTH)).context_entries
         assert [part.path for part in parts] == known
         quantized, linear = (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
         x = inputs(2, 6, WIDTH)
@@ -110,7 +110,7 @@ def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_t
             return self.mlp(self.norm(x))
 
     def kept(*rules):
-        return {part.path: part.context for part in fp8jax.explain(Block(), rules, inputs()).parts}
+        return {part.path: part.context for part in fp8jax.explain(Block(), rules, inputs()).context_entries}
 
     everything = fp8jax.Rule(".*", COAT)
     assert kept(everything) == {"norm": COAT.context, "mlp/c": COAT.context}

@@ -75,7 +75,7 @@ def test_rules_and_explain_know_the_norms_of_linen():
     rules = [fp8jax.Rule("norm", None), fp8jax.Rule(".*", COAT)]
     report = fp8jax.explain(model, rules, x)
     # A norm without a parameter has the path of the layer that reads it.
-    assert {part.path: part.context for part in report.parts} == {"norm": None, "second": COAT.context}
+    assert {part.path: part.context for part in report.context_entries} == {"norm": None, "second": COAT.context}
     kept = residuals(fp8jax.linen.quantize(model, rules).apply, model.init(jax.random.key(0), x), x)
     assert len([s for d, s in kept if d == "uint8"]) == 2
     with pytest.raises(ValueError, match="no layer is left for 'norms' to match"):
@@ -142,8 +142,8 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
     variables = model.init(jax.random.key(0), HALF)
     quantized = fp8jax.linen.quantize(model, COAT)
     assert jax.tree.structure(quantized.init(jax.random.key(0), HALF)) == jax.tree.structure(variables)
-    (part,) = [p for p in fp8jax.explain(model, COAT, HALF).parts if p.computes != "norm"]
-    assert (part.computes, part.context) == (text, COAT.context)
+    (part,) = [p for p in fp8jax.explain(model, COAT, HALF).context_entries if p.computation != "norm"]
+    assert (part.computation, part.context) == (text, COAT.context)
     kept = residuals(quantized.apply, variables, HALF)
     codes = [s for d, s in kept if d == "uint8"]
     gates = 1 if isinstance(model, Plain) else 2
@@ -160,7 +160,7 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
 def test_what_is_no_activation_between_layers_of_linen_is_left_alone():
     model = Plain(scale=0.5)
     variables = model.init(jax.random.key(0), HALF)
-    assert fp8jax.explain(model, COAT, HALF).parts == ()
+    assert fp8jax.explain(model, COAT, HALF).context_entries == ()
     codes = [s for d, s in residuals(fp8jax.linen.quantize(model, COAT).apply, variables, HALF) if d == "uint8"]
     assert codes == [(TOKENS, WIDTH), (TOKENS, INNER)]
     # Dropout between them: what is kept is what the layer reads.
@@ -174,7 +174,7 @@ def test_what_is_no_activation_between_layers_of_linen_is_left_alone():
 
 def test_rules_choose_the_activations_of_linen_by_the_layer_that_reads_them():
     rules = [fp8jax.Rule("down", LINEAR_ONLY), fp8jax.Rule(".*", COAT)]
-    assert fp8jax.explain(Swiglu(), rules, HALF).parts == ()
+    assert fp8jax.explain(Swiglu(), rules, HALF).context_entries == ()
     model = fp8jax.linen.quantize(Swiglu(), rules)
     variables = Swiglu().init(jax.random.key(0), HALF)
     codes = [s for d, s in residuals(model.apply, variables, HALF) if d == "uint8"]
@@ -202,7 +202,7 @@ class Shared(linen.Module):
 def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognised():
     model = Shared()
     variables = model.init(jax.random.key(0), HALF)
-    parts = {part.path: part.computes for part in fp8jax.explain(model, COAT, HALF).parts}
+    parts = {part.path: part.computation for part in fp8jax.explain(model, COAT, HALF).context_entries}
     assert parts == {"narrow": "gelu(gate)", "mlp/down": "silu(gate) * up", "norm": "norm"}
     quantized, linear = (fp8jax.linen.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
     for _ in range(2):  # the second time nn.jit may have the trace
@@ -227,7 +227,10 @@ class Remade(linen.Module):
 
 
 def test_activations_of_what_a_checkpoint_gives_are_found():
-    assert [part.computes for part in fp8jax.explain(Remade(), COAT, HALF).parts] == ["silu(gate)", "gelu_tanh(gate)"]
+    assert [part.computation for part in fp8jax.explain(Remade(), COAT, HALF).context_entries] == [
+        "silu(gate)",
+        "gelu_tanh(gate)",
+    ]
     variables = Remade().init(jax.random.key(0), HALF)
     quantized, linear = (fp8jax.linen.quantize(Remade(), recipe) for recipe in (COAT, LINEAR_ONLY))
     assert relative(quantized.apply(variables, HALF), linear.apply(variables, HALF)) < 1e-6
@@ -249,7 +252,7 @@ class Pair(linen.Module):
 
 
 def test_each_call_is_recognised_by_itself():
-    forms = {part.path: part.computes for part in fp8jax.explain(Pair(), COAT, HALF).parts}
+    forms = {part.path: part.computation for part in fp8jax.explain(Pair(), COAT, HALF).context_entries}
     assert forms == {"first/down": "silu(gate)", "second/down": "gelu_tanh(gate)"}
     variables = Chooses().init(jax.random.key(0), X)
     quantized, linear = (fp8jax.linen.quantize(Chooses(), recipe) for recipe in (COAT, LINEAR_ONLY))

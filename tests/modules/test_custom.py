@@ -90,12 +90,12 @@ def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
     got, want = (nnx.jit(nnx.grad(loss))(m) for m in (quantized, model))
     assert 0 < relative(got["own"]["kernel"][...], want["own"]["kernel"][...]) < 0.15
     report = fp8jax.explain(model, DEEPSEEK, X)
-    assert sorted((layer.path, layer.kind) for layer in report.quantized) == [
+    assert sorted((layer.path, layer.kind) for layer in report.quantized_layers) == [
         ("down", "Own"),
         ("known", "Linear"),
         ("own", "Own"),
     ]
-    assert sum(p.written for p in report.program.traced if p.eight_bit) == 9
+    assert sum(p.occurrences for p in report.program.traced if p.is_8bit) == 9
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_layers_of_a_users_class_in_linen(model, x, products):
         assert relative(a, b) < 0.25
     assert relative(got, want) > 0
     report = fp8jax.explain(model, TE, x)
-    assert len(report.quantized) == products
+    assert len(report.quantized_layers) == products
     assert report.notes == ()
 
 

@@ -13,7 +13,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig
 
 HISTORY = 3
-DELAYED = dataclasses.replace(fp8jax.recipes.te_current().linear, scaling="delayed", history=HISTORY)
+DELAYED = dataclasses.replace(fp8jax.recipes.te_current().linear, scaling="delayed", amax_history_length=HISTORY)
 CONFIG = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
 TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, CONFIG.vocab)
 

@@ -14,7 +14,7 @@ import fp8jax
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo
 
 HISTORY = 3
-DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=HISTORY)
+DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=HISTORY)
 KEY = jax.random.key(0)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)))
 X = jax.random.normal(jax.random.key(1), (6, 16))

@@ -30,11 +30,11 @@ def test_a_report_on_an_nnx_model():
     assert report.notes == (heads,)
     assert fp8jax.explain(model, fp8jax.Rule(".*", TE)).notes == ()
     narrow = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 1, rngs=nnx.Rngs(1)))
-    (last,) = fp8jax.explain(narrow, TE).skipped
+    (last,) = fp8jax.explain(narrow, TE).skipped_layers
     assert last.reason == "the recipe; whether a product reads it is known in a call"
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
     assert report.program is None
-    assert len(report.quantized) == 6 * LAYERS
+    assert len(report.quantized_layers) == 6 * LAYERS
     layers = {layer.path: layer for layer in report.layers}
     query = layers["transformer_blocks/0/mha/query"]
     assert (query.kind, query.kernel, query.reason) == ("LinearGeneral", (WIDTH, 2, WIDTH // 2), "the recipe")
@@ -43,8 +43,8 @@ def test_a_report_on_an_nnx_model():
         "dgrad": "e5m2:tensor x e4m3:tensor",
         "wgrad": "e4m3:tensor x e5m2:tensor",
     }
-    assert query.saved == ("e4m3:tensor", 1.0)
-    reasons = {layer.path: layer.reason for layer in report.skipped}
+    assert query.x_residual == ("e4m3:tensor", 1.0)
+    reasons = {layer.path: layer.reason for layer in report.skipped_layers}
     assert reasons.pop("output_layer") == "an embedding or head"
     assert {path: reason.split()[0] for path, reason in reasons.items()} == {
         "token_emb": "the",
@@ -63,19 +63,19 @@ def test_a_report_on_an_nnx_model():
 )
 def test_the_program_of_a_linen_model(recipe, products):
     report = fp8jax.explain(Nanodo(), recipe, TOKENS)
-    eight = [p for p in report.program.traced if p.eight_bit]
-    assert sum(p.written for p in eight) == products
+    eight = [p for p in report.program.traced if p.is_8bit]
+    assert sum(p.occurrences for p in eight) == products
     # Beside them QK, AV and their gradients, and the three products of the tied head.
-    rest = sum(p.written for p in report.program.traced) - products
+    rest = sum(p.occurrences for p in report.program.traced) - products
     assert rest == 6 * LAYERS + 3 + (6 * LAYERS if recipe.name == "switchback" else 0)
     assert report.program.backend == jax.default_backend()
-    assert sum(p.written for p in report.program.compiled) >= products
+    assert sum(p.occurrences for p in report.program.compiled) >= products
     kept = f"{recipe.linear.spec('saved')}" if recipe.linear.saved else "the input itself"
-    assert len(report.program.saved) >= 4  # a line for each shape
-    assert all(kept in line for line in report.program.saved)
-    assert f"  saved {report.program.saved[0]}" in str(report)
-    assert len(report.quantized) == 6 * LAYERS
-    assert {layer.kernel for layer in report.quantized} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
+    assert len(report.program.residuals) >= 4  # a line for each shape
+    assert all(kept in line for line in report.program.residuals)
+    assert f"  saved {report.program.residuals[0]}" in str(report)
+    assert len(report.quantized_layers) == 6 * LAYERS
+    assert {layer.kernel for layer in report.quantized_layers} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
 
 
 def test_what_cpu_makes_of_the_products():
@@ -123,9 +123,9 @@ def test_products_are_read_from_programs_of_xla(line, want):
     text = (
         f"ENTRY %main {{\n  %x = f8e4m3fn[8,4]{{1,0}} parameter(0)\n  %y = f8e5m2[8,4]{{1,0}} parameter(1)\n{line}\n}}"
     )
-    (found,) = compiled.read(text)
+    (found,) = compiled.parse_products(text)
     assert found == compiled.Product(*want, 1, 1)
-    assert found.eight_bit
+    assert found.is_8bit
 
 
 PROGRAM = """HloModule jit_step
@@ -153,23 +153,23 @@ ENTRY %main (x: bf16[8,4]) -> f32[8,8] {
 
 
 def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
-    found = {p.asked: p for p in compiled.read(PROGRAM)}
-    assert {(p.operation, p.kernel, p.written, p.executed, p.widened) for p in found.values()} == {
+    found = {p.requested_formats: p for p in compiled.parse_products(PROGRAM)}
+    assert {(p.operation, p.kernel, p.occurrences, p.executions, p.widened_dtype) for p in found.values()} == {
         ("dot", "", 1, 7, "bf16"),
         ("mosaic_gpu", "fp8_matmul", 1, 7, None),
         ("dot", "", 1, 1, None),  # one operand was not to be quantized
     }
     lost = [found["e4m3 x e5m2"]]
-    (line,) = compiled.widened(lost, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))])
+    (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))])
     assert line == (
         "7 products of e4m3 x e5m2 run in bf16: XLA did not make cuBLASLt's FP8 product of what was written for it; "
         "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
     )
-    (line,) = compiled.widened(lost, [("matmul", Choice("xla", "no kernel for scales; codes are decoded"))])
+    (line,) = compiled.describe_widened(lost, [("matmul", Choice("xla", "no kernel for scales; codes are decoded"))])
     assert "no kernel for scales" in line
     assert "blocks of 128x128 have kernels" in line
     wide = dataclasses.replace(lost[0], operands=("f32", "f32"))
-    assert "run in fp32, slower than bf16" in compiled.widened([wide])[0]
+    assert "run in fp32, slower than bf16" in compiled.describe_widened([wide])[0]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,12 @@ def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
 )
 def test_scales_that_span_tokens_are_those_that_let_the_future_in(x, leaks):
     """The marks agree with the model: does a change of the last token change what a layer makes of the first?"""
-    linear = fp8jax.recipes.Linear(x, "e4m3", "e5m2", saved="e4m3")
+    linear = fp8jax.recipes.Linear(x, "e4m3", "e5m2", x_residual="e4m3")
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     report = fp8jax.explain(model, linear)
-    assert [layer.spans_tokens for layer in report.leaks] == ([str(fp8jax.QuantSpec.parse(x))] if leaks else [])
+    assert [layer.token_spanning_spec for layer in report.leaking_layers] == (
+        [str(fp8jax.QuantSpec.parse(x))] if leaks else []
+    )
     assert ("scales that span tokens" in str(report)) == leaks
     quantized = fp8jax.nnx.quantize(model, linear)
     text = jax.random.normal(jax.random.key(0), (8, 64))
@@ -220,11 +222,11 @@ class Own(nnx.Module):
 
 def test_what_is_left_alone_has_a_reason():
     report = fp8jax.explain(Odd(nnx.Rngs(0)), fp8jax.recipes.switchback(), jnp.ones((2, 5, 8)), double=True)
-    skipped = {layer.path: (layer.kernel, layer.reason.split(":")[0]) for layer in report.skipped}
+    skipped = {layer.path: (layer.kernel, layer.reason.split(":")[0]) for layer in report.skipped_layers}
     assert skipped == {"conv": ((3, 8, 8), "convolutions are left alone")}
-    up, own = report.quantized
+    up, own = report.quantized_layers
     assert (own.path, own.kind, own.kernel) == ("own", "Own", (8, 8))
-    assert up.saved == ("bfloat16", 2.0)
+    assert up.x_residual == ("bfloat16", 2.0)
     assert up.products["wgrad"] == "bfloat16"
     assert any(p.operation == "conv_general_dilated" for p in report.program.traced)
     text = str(report)
@@ -249,9 +251,9 @@ def test_flax_that_is_jitted_or_scanned_is_found():
     x = jnp.ones((4, 8))
     Model().init(jax.random.key(0), x)
     report = fp8jax.explain(Model(), TE, x)
-    kernels = {layer.path.rpartition("/")[0]: layer.kernel for layer in report.quantized}
+    kernels = {layer.path.rpartition("/")[0]: layer.kernel for layer in report.quantized_layers}
     assert kernels == {"JitBlock_0": (8, 8), "JitBlock_1": (8, 8), "ScanBlock_0": (3, 8, 8)}
-    run = [p.executed for p in report.program.traced if p.operands == ("float8_e4m3fn", "float8_e4m3fn")]
+    run = [p.executions for p in report.program.traced if p.operands == ("float8_e4m3fn", "float8_e4m3fn")]
     assert run == [2 + 3]
 
 
@@ -298,9 +300,9 @@ class PreciseLinen(nn.Module):
 @pytest.mark.parametrize("model", [lambda: Precise(nnx.Rngs(0)), PreciseLinen], ids=["nnx", "linen"])
 def test_layers_that_ask_for_a_precision_are_marked(model, recipe):
     report = fp8jax.explain(model(), recipe, jnp.ones((8, 16)))
-    assert [layer.path for layer in report.quantized] == ["mid"]
+    assert [layer.path for layer in report.quantized_layers] == ["mid"]
     assert report.program is None
-    reasons = {layer.path: layer.reason for layer in report.skipped}
+    reasons = {layer.path: layer.reason for layer in report.skipped_layers}
     assert set(reasons) == {"wi", "wo"}
     assert all("asks for precision" in reason for reason in reasons.values())
     (note,) = report.notes

@@ -42,7 +42,11 @@ class LinenModel(nn.Module):
 
 
 def keeps(model, rules):
-    return {part.path: part.keeps for part in fp8jax.explain(model, rules, X).parts if part.computes == "norm"}
+    return {
+        part.path: part.residuals
+        for part in fp8jax.explain(model, rules, X).context_entries
+        if part.computation == "norm"
+    }
 
 
 @pytest.mark.parametrize("make", [Model, LinenModel])
@@ -84,7 +88,7 @@ def test_a_model_that_returns_a_norm_written_by_hand_is_no_norm():
             return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * self.outnorm[...]
 
     # No product reads it: there is nothing to keep it for.
-    assert fp8jax.explain(Ends(), COAT, X).parts == ()
+    assert fp8jax.explain(Ends(), COAT, X).context_entries == ()
 
 
 class Heads(nnx.Module):
@@ -104,5 +108,5 @@ class LinenHeads(nn.Module):
 
 @pytest.mark.parametrize("model", [Heads, LinenHeads])
 def test_the_kernel_of_a_class_of_a_users_own_is_its_largest_matrix(model):
-    (layer,) = fp8jax.explain(model(), fp8jax.Rule("", "te_current"), X).quantized
+    (layer,) = fp8jax.explain(model(), fp8jax.Rule("", "te_current"), X).quantized_layers
     assert layer.kernel == (WIDTH, 4, 16)

@@ -12,7 +12,7 @@ from flax import nnx
 import fp8jax
 from fp8jax.core.recipe import Context
 from fp8jax.modules import explain, program, report
-from fp8jax.rewrite.held import StandIn
+from fp8jax.rewrite.held import FrozenInfo
 from tests.core.test_plan import LINEAR
 
 TE = fp8jax.recipes.te_current()
@@ -56,16 +56,16 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("model", MODELS)
 def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model):
     report = fp8jax.explain(MODELS[model](), [fp8jax.Rule("gate", LINEAR), fp8jax.Rule("down", TE)], X)
-    found = {layer.path: layer for layer in report.quantized}
+    found = {layer.path: layer for layer in report.quantized_layers}
     assert set(found) == {"gate", "down"}
     assert found["gate"].products == {
         "forward": "e4m3:token x e4m3:block32",
         "dgrad": "e5m2:group64 x e5m2:block64",
         "wgrad": "e4m3:token x e5m2:group128",
     }
-    assert found["gate"].saved == ("int10:group128", pytest.approx(1.25 + 4 / 128))
-    assert found["gate"].spans_tokens is None
-    assert (found["down"].saved, found["down"].spans_tokens) == (("e4m3:tensor", 1.0), "e4m3:tensor")
+    assert found["gate"].x_residual == ("int10:group128", pytest.approx(1.25 + 4 / 128))
+    assert found["gate"].token_spanning_spec is None
+    assert (found["down"].x_residual, found["down"].token_spanning_spec) == (("e4m3:tensor", 1.0), "e4m3:tensor")
     assert {layer.path: layer.kernel for layer in report.layers} == {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
     (row,) = [line for line in str(report).splitlines() if line.startswith("gate")]
     cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
@@ -79,8 +79,8 @@ def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model):
 )  # fmt: skip
 def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, want):
     report = fp8jax.explain(Block(nnx.Rngs(0), **dtypes), fp8jax.Rule("down", fp8jax.recipes.switchback()))
-    (down,) = report.quantized
-    assert down.saved == want
+    (down,) = report.quantized_layers
+    assert down.x_residual == want
     assert down.products == {
         "forward": "int8:token x int8:tensor",
         "dgrad": "int8:token x int8:tensor",
@@ -107,7 +107,7 @@ def test_each_norm_and_activation_is_said_to_keep_what_its_rule_says(model):
         one, two = (dataclasses.replace(TE, context=CONTEXTS[text]) for text in (keeps, other))
         rules = [fp8jax.Rule("norm", one), fp8jax.Rule("down", two), fp8jax.Rule("gate|up", TE)]
         report = fp8jax.explain(MODELS[model](), rules, X)
-        parts = {part.computes: (part.path, part.keeps, part.reason) for part in report.parts}
+        parts = {part.computation: (part.path, part.residuals, part.reason) for part in report.context_entries}
         assert parts == {"norm": ("norm", keeps, "rule 'norm'"), "silu(gate) * up": ("down", other, "rule 'down'")}
         lines = str(report).splitlines()
         assert sum(line.startswith("norm ") and keeps + "  " in line for line in lines) == 1
@@ -136,7 +136,7 @@ def test_how_often_products_run_counts_loops():
 
     model = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
     report = fp8jax.explain(model, TE, X, None)
-    counts = {p.operands: (p.written, p.executed) for p in report.program.traced if p.eight_bit}
+    counts = {p.operands: (p.occurrences, p.executions) for p in report.program.traced if p.is_8bit}
     assert counts == dict.fromkeys(counts, (1, 3))
     assert len(counts) == 3
 
@@ -156,10 +156,10 @@ def layer(linear=TE.linear, **how):
 def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
     part = dataclasses.replace(TE.linear, x=x, x_wgrad="e4m3:block32", saved="e4m3:block32")
     found = layer(part)
-    assert found.spans_tokens == (x if spans else None)
+    assert found.token_spanning_spec == (x if spans else None)
     said = str(report.Report((found, layer(None))))
     assert ("scales that span tokens: the inputs of 1 layers" in said) == spans
-    assert layer(None).spans_tokens is None
+    assert layer(None).token_spanning_spec is None
     assert layer(None).products == {}
 
 
@@ -168,15 +168,15 @@ def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
     [(0, TE.linear, "nothing", "0"), (2, TE.linear, "bfloat16", "2"), (2, SWITCHBACK, "bfloat16", "2")],
 )
 def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(rank, linear, saved, size):
-    found = layer(linear, dtype="bfloat16", held=StandIn(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
+    found = layer(linear, dtype="bfloat16", held=FrozenInfo(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
     x, dy = (linear.spec(side) or "bfloat16" for side in ("x", "dy"))
     assert found.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
-    assert found.saved == (saved, float(size))
-    plain = dataclasses.replace(found, held=StandIn(None, 16, 24, 2))
+    assert found.x_residual == (saved, float(size))
+    plain = dataclasses.replace(found, held=FrozenInfo(None, 16, 24, 2))
     assert plain.products["forward"] == f"{x} x bfloat16"
     (row,) = [line for line in str(report.Report((found,))).splitlines() if line.startswith("a/b")]
     assert row.split()[-3:] == [saved, size, "why"]
-    unknown = dataclasses.replace(found, dtype=None, held=StandIn(None, 16, 24, 2))
+    unknown = dataclasses.replace(found, dtype=None, held=FrozenInfo(None, 16, 24, 2))
     (row,) = [line for line in str(report.Report((unknown,))).splitlines() if line.startswith("a/b")]
     assert row.split()[-4:] == ["as", "written", "?", "why"]
 
@@ -194,9 +194,9 @@ def test_what_a_norm_keeps_is_told_with_who_else_keeps_it():
         (made(lean, alone=True, **readers), group + others),
         (made(lean, attention=("q", "k")), "q, k: no copy of what attention keeps"),
         (made(None), "as written"),
-        (dataclasses.replace(made(lean), computes=None), "as written"),
+        (dataclasses.replace(made(lean), computation=None), "as written"),
     ):
-        assert part.keeps == said
+        assert part.residuals == said
     note = "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
-    assert note in str(report.Report((layer(),), parts=(made(None), made(lean))))
-    assert note not in str(report.Report((layer(),), parts=(made(None), made(Context(group)))))
+    assert note in str(report.Report((layer(),), context_entries=(made(None), made(lean))))
+    assert note not in str(report.Report((layer(),), context_entries=(made(None), made(Context(group)))))

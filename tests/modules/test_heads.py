@@ -33,7 +33,7 @@ def found(function) -> dict[str, str]:
     params = {name: jnp.ones(shape) for name, shape in WIDTHS.items()} | {"bias": jnp.ones(4)}
     plan = fp8jax.transform(model, TE).explain(params, jnp.ones((3, 8)), jnp.arange(3))
     assert "hidden" in {entry.path for entry in plan.quantized}
-    return {e.path: e.reason.split(":")[0].split(",")[0] for e in plan.left if e.product and e.choice is not None}
+    return {e.path: e.reason.split(":")[0].split(",")[0] for e in plan.skipped if e.is_product and e.choice is not None}
 
 
 def looped(layer, x, bias):
@@ -112,7 +112,7 @@ def test_a_function_of_outputs_alone_is_a_part_of_a_model_but_choices_stay_choic
         return x @ w["a"], jax.lax.top_k(x @ w["b"], 1)
 
     plan = fp8jax.transform(model, TE).explain({name: jnp.ones((8, 4)) for name in "ab"}, jnp.ones((3, 8)))
-    assert ([e.path for e in plan.quantized], [e.path for e in plan.left]) == (["a"], ["b"])
+    assert ([e.path for e in plan.quantized], [e.path for e in plan.skipped]) == (["a"], ["b"])
 
 
 def test_output_heads_follow_the_recipes_own():
@@ -131,9 +131,9 @@ def test_output_heads_follow_the_recipes_own():
     chosen = {e.path: (e.reason, e.choice.linear.dy_wgrad) for e in plan.quantized}
     own = ("the recipe's head", "e5m2")
     assert chosen == {"b": ("the recipe", "same"), "out": own, "lm_head": own}
-    assert {e.path for e in plan.left} == {"embed/a", "router", "choose"}
+    assert {e.path for e in plan.skipped} == {"embed/a", "router", "choose"}
     rules = [fp8jax.Rule("out", None), recipe]
-    assert "out" in {e.path for e in fp8jax.transform(model, rules).explain(weights, jnp.ones((3, 8))).left}
+    assert "out" in {e.path for e in fp8jax.transform(model, rules).explain(weights, jnp.ones((3, 8))).skipped}
 
 
 def eight(fn, *args) -> int:
@@ -158,11 +158,11 @@ def test_heads_and_routers_of_linen_stay_in_16_bits(name):
     quantized = fp8jax.linen.quantize(model, TE)
     assert eight(quantized.apply, variables, x) == products
     report = fp8jax.explain(model, TE, x)
-    assert {layer.path: layer.reason for layer in report.skipped}[path] == why
-    assert len(report.quantized) == products
+    assert {layer.path: layer.reason for layer in report.skipped_layers}[path] == why
+    assert len(report.quantized_layers) == products
     # A rule asks for all.
     assert eight(fp8jax.linen.quantize(model, fp8jax.Rule(".*", TE)).apply, variables, x) == products + 1
-    assert path in {layer.path for layer in fp8jax.explain(model, fp8jax.Rule(".*", TE), x).quantized}
+    assert path in {layer.path for layer in fp8jax.explain(model, fp8jax.Rule(".*", TE), x).quantized_layers}
 
 
 def test_a_head_without_a_name_has_no_state_under_delayed_scaling():
@@ -186,9 +186,9 @@ def test_a_tied_head_that_is_called_through_apply_stays_in_16_bits():
     variables = jax.eval_shape(Tied().init, KEY, TOKENS)
     assert eight(fp8jax.linen.quantize(Tied(), TE).apply, variables, TOKENS) == 1
     report = fp8jax.explain(Tied(), TE, TOKENS)
-    reasons = {(layer.path, layer.kind): layer.reason for layer in report.skipped}
+    reasons = {(layer.path, layer.kind): layer.reason for layer in report.skipped_layers}
     assert set(reasons) == {("Embed_0", "Embed")}
-    assert [layer.path for layer in report.quantized] == ["layer"]
+    assert [layer.path for layer in report.quantized_layers] == ["layer"]
 
 
 def line(inner, outer):
@@ -206,7 +206,7 @@ def line(inner, outer):
 def test_heads_and_routers_of_nnx_stay_in_16_bits(model, x, products, path, why):
     rules = [fp8jax.Rule("w.*", None), TE] if path == "choose" else TE
     assert eight(fp8jax.nnx.quantize(model(), TE), x) >= products
-    reasons = {layer.path: layer.reason for layer in fp8jax.explain(model(), TE, x).skipped}
+    reasons = {layer.path: layer.reason for layer in fp8jax.explain(model(), TE, x).skipped_layers}
     assert reasons[path].startswith(why), rules
 
 
@@ -222,8 +222,8 @@ def test_what_only_a_call_gives_away_is_left_alone():
 
     x = jnp.ones((3, 8))
     report = fp8jax.explain(Scorer(), TE, x)
-    assert {layer.path for layer in report.quantized} == {"body"}
-    assert {layer.path: layer.reason for layer in report.skipped} == {
+    assert {layer.path for layer in report.quantized_layers} == {"body"}
+    assert {layer.path: layer.reason for layer in report.skipped_layers} == {
         "pick": "a router, gate or head: softmax reads its result"
     }
     assert eight(fp8jax.nnx.quantize(Scorer(), TE), x) == 1
@@ -239,7 +239,7 @@ def test_what_a_model_notes_is_no_output():
             self.seen[...] = self.wide(x)
             return self.body(x) * self.seen[...].sum()
 
-    assert {layer.path for layer in fp8jax.explain(Notes(), TE, jnp.ones((3, 8))).quantized} == {"body", "wide"}
+    assert {layer.path for layer in fp8jax.explain(Notes(), TE, jnp.ones((3, 8))).quantized_layers} == {"body", "wide"}
 
 
 @functools.cache
@@ -249,7 +249,7 @@ def mini_report():
 
 def test_a_whole_model_of_nnx_needs_no_note():
     assert mini_report().notes == ()
-    assert [layer.path for layer in mini_report().skipped if layer.kind == "Linear"] == ["output_layer"]
+    assert [layer.path for layer in mini_report().skipped_layers if layer.kind == "Linear"] == ["output_layer"]
 
 
 NARROW = "fewer than 16 outputs"
@@ -298,7 +298,7 @@ def test_products_with_few_outputs_stay_in_16_bits(name):
     x = jnp.ones((3, 32))
     plan = fp8jax.transform(function, TE).explain(p, x)
     assert {e.path for e in plan.quantized} == {"trunk"}
-    assert {e.path: e.reason for e in plan.left}["value"] == NARROW
+    assert {e.path: e.reason for e in plan.skipped}["value"] == NARROW
     # A rule of the user's forces it.
     for rules in ([fp8jax.Rule("value", TE), TE], fp8jax.Rule(".*", TE)):
         assert "value" in {e.path for e in fp8jax.transform(function, rules).explain(p, x).quantized}
@@ -315,7 +315,7 @@ def test_16_outputs_are_enough_and_a_model_of_narrow_products_alone_is_quantized
 def test_narrow_products_do_not_follow_the_recipes_head():
     recipe = dataclasses.replace(TE, head=fp8jax.recipes.HEAD)
     plan = fp8jax.transform(critic, recipe).explain(matrices(trunk=32, policy=4, value=1), jnp.ones((3, 32)))
-    assert "value" in {e.path for e in plan.left}
+    assert "value" in {e.path for e in plan.skipped}
 
 
 class NnxCritic(nnx.Module):
@@ -337,10 +337,10 @@ class LinenCritic(nn.Module):
 def test_narrow_layers_of_flax_models_stay_in_16_bits(model):
     x = jnp.ones((3, 32))
     report = fp8jax.explain(model(), TE, x)
-    assert {layer.path for layer in report.quantized} == {"trunk"}
-    assert {layer.path: layer.reason for layer in report.skipped} == {"v": NARROW}
+    assert {layer.path for layer in report.quantized_layers} == {"trunk"}
+    assert {layer.path: layer.reason for layer in report.skipped_layers} == {"v": NARROW}
     forced = fp8jax.explain(model(), [fp8jax.Rule("v", TE), TE], x)
-    assert {layer.path for layer in forced.quantized} == {"trunk", "v"}
+    assert {layer.path for layer in forced.quantized_layers} == {"trunk", "v"}
     if model is NnxCritic:
         assert eight(fp8jax.nnx.quantize(model(), TE), x) == 1
     else:

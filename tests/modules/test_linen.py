@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 import fp8jax
 from fp8jax.modules.linen import DotGeneral
 from fp8jax.ops import cotangent
-from fp8jax.ops.linear import content_key
+from fp8jax.ops.linear import key_from_data
 from tests.modules import architectures
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo, train, within_noise
 from tests.programs import dots, residuals
@@ -239,7 +239,7 @@ def test_one_layer_by_its_own_field():
     np.testing.assert_array_equal(layer.apply(v, X), fp8jax.linen.quantize(nn.Dense(8), TE).apply(v, X))
     # Gradients that are rounded stochastically, by a key from the data.
     layer = nn.Dense(8, use_bias=False, dot_general_cls=fp8jax.linen.make_dot_general_cls("jetfire"))
-    w, key = v["params"]["kernel"], content_key(X)
+    w, key = v["params"]["kernel"], key_from_data(X)
     calls = [
         lambda w: layer.apply({"params": {"kernel": w}}, X),
         lambda w: fp8jax.linear(X, w, recipe="jetfire", key=key),

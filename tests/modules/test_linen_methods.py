@@ -530,7 +530,7 @@ def test_a_trainer_that_never_advances_states_is_told_how():
 
 
 def test_a_plan_names_lines_of_the_model():
-    (entry, *_) = linen.plan_of(fp8jax.linen.quantize(Layers(), TE), Layers().init(KEY, X), (X,), {}).entries
+    (entry, *_) = linen.plan_call(fp8jax.linen.quantize(Layers(), TE), Layers().init(KEY, X), (X,), {}).entries
     assert entry.line.split(":")[0] == __file__
     assert entry.path == "q"
 

@@ -91,7 +91,7 @@ def test_weights_are_codes_of_a_byte_and_stay_so(trained):
     for layer in (model.layers.q, model.layers.o, model.layers.up, model.layers.down):
         held = layer.kernel.get_value()
         assert isinstance(held, fp8jax.FrozenWeight)
-        assert isinstance(layer.kernel, fp8jax.nnx.UntrainedVariable)
+        assert isinstance(layer.kernel, fp8jax.nnx.FrozenParam)
         assert held.codes.codes.dtype == jnp.uint8
     assert isinstance(model.layers.ws[0].get_value(), fp8jax.FrozenWeight)
     assert isinstance(model.head.kernel.get_value(), jax.Array)
@@ -115,7 +115,7 @@ def by_hand(model, adapters, x):
         x = x + fp8jax.lora.linear(nnx.silu(u), b["down"]["kernel"], a["layers/down/kernel"], **how)
         return x + fp8jax.lora.linear(x, b["ws"][0], a["layers/ws/0"], **how), None
 
-    base = nnx.to_pure_dict(nnx.state(model.layers, fp8jax.nnx.UntrainedVariable))
+    base = nnx.to_pure_dict(nnx.state(model.layers, fp8jax.nnx.FrozenParam))
     y, _ = jax.lax.scan(jax.checkpoint(layer), x, (base, adapters))
     return y @ model.head.kernel[...] + model.head.bias[...]
 
@@ -166,7 +166,7 @@ def test_merged_models_have_parameters_again(trained):
     assert shapes(nnx.state(plain, nnx.Param)) == shapes(nnx.state(Model(nnx.Rngs(0)), nnx.Param))
     for path, adapter in fp8jax.nnx.adapters(model).items():
         found = flat(nnx.state(plain, nnx.Param))[path]
-        own = flat(nnx.state(model, fp8jax.nnx.UntrainedVariable))[path]
+        own = flat(nnx.state(model, fp8jax.nnx.FrozenParam))[path]
         np.testing.assert_array_equal(found, fp8jax.lora.merge_adapter(own, adapter))
     assert relative(merged(T), model(T)) < 0.1
     with pytest.raises(ValueError, match="the model has no adapters"):
@@ -198,7 +198,7 @@ def test_rules_targets_and_a_base_of_its_own_dtype():
     quantized = fp8jax.nnx.quantize(Model(nnx.Rngs(0)), rules)
     model = fp8jax.nnx.lora(quantized, rank=2, alpha=1, targets=".*/(q|ws)", base=None, rngs=jax.random.key(0))
     assert set(fp8jax.nnx.adapters(model)) == {"layers/q/kernel", "layers/ws/0"}
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, fp8jax.nnx.UntrainedVariable))} == {
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, fp8jax.nnx.FrozenParam))} == {
         jnp.dtype(jnp.float32)
     }
     np.testing.assert_allclose(model(T), quantized(T), rtol=1e-5, atol=1e-5)

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.ops.scaled import Observed
+from fp8jax.ops.scaled import ScalingStats
 
-PART = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+PART = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 # Of each microbatch how large its input, the weight and its gradient are; the largest stands in another place each
 # time, and its neighbours are neither equal nor a half of it.
 FACTORS = np.array(list(itertools.permutations([1.0, 8.0, 3.0])))
@@ -150,7 +150,7 @@ def test_a_margin_widens_every_scale_that_a_history_gives():
     part = dataclasses.replace(PART, margin=2)
     w = jax.random.normal(jax.random.key(2), (8, 5))
     state = fp8jax.update_scaling(
-        fp8jax.init_scaling(part), Observed(*(jnp.float32(largest(a)) for a in (X, w, DY))), part
+        fp8jax.init_scaling(part), ScalingStats(*(jnp.float32(largest(a)) for a in (X, w, DY))), part
     )
 
     def gradients(part, factors=(1.0, 1.0, 1.0)):

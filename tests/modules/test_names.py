@@ -28,8 +28,8 @@ TAKE = {
     "glu": ("coat", lambda r: jax.grad(lambda x: fp8jax.glu(x, x, recipe=r).sum())(X)),
     "activation": ("coat", lambda r: jax.grad(lambda x: fp8jax.activation(x, recipe=r, activation="silu").sum())(X)),
     "norm_linear": ("coat", lambda r: fp8jax.norm_linear(X, ONE, (W,), recipe=r)[0]),
-    "attention_output": ("coat", lambda r: fp8jax.attention_output(X.reshape(8, 2, 8), W, X, recipe=r)),
-    "glu_linear": ("coat", lambda r: fp8jax.glu_linear(X, X, W, recipe=r)),
+    "attention_output": ("coat", lambda r: fp8jax.attention_out_proj(X.reshape(8, 2, 8), W, X, recipe=r)),
+    "glu_linear": ("coat", lambda r: fp8jax.glu_down_proj(X, X, W, recipe=r)),
     "Rule": ("deepseek", lambda r: fp8jax.nnx.quantize(layer(), fp8jax.Rule(".*", r))(X)),
     "nnx.quantize": ("deepseek", lambda r: fp8jax.nnx.quantize(layer(), r)(X)),
     "linen.quantize": (
@@ -67,7 +67,7 @@ def test_a_name_is_the_preset_and_a_preset_that_was_not_called_is_told_so(take):
 
 def test_explain_takes_names():
     report = fp8jax.explain(layer(), "te_current")
-    assert [layer.linear for layer in report.quantized] == [recipes.te_current().linear]
+    assert [layer.linear for layer in report.quantized_layers] == [recipes.te_current().linear]
     with pytest.raises(TypeError, match="call it"):
         fp8jax.explain(layer(), recipes.coat)
 
@@ -79,7 +79,7 @@ def test_a_part_that_says_nothing_of_an_operation_is_refused():
     with pytest.raises(TypeError, match="norms and activations follow a Recipe or its part Context, not Linear"):
         fp8jax.rms_norm(X, ONE, recipe=linear)
     with pytest.raises(TypeError, match=r"follows a whole fp8jax\.Recipe, not Linear"):
-        fp8jax.glu_linear(X, X, W, recipe=linear)
+        fp8jax.glu_down_proj(X, X, W, recipe=linear)
     with pytest.raises(TypeError, match="a rule takes a Recipe or its part Linear, not Context"):
         fp8jax.nnx.quantize(layer(), context)
 
@@ -109,7 +109,7 @@ def test_what_is_no_model_is_told_what_takes_it():
         (other["equinox"], "f takes, not Mlp, of Equinox; fp8jax.transform"),
         (other["haiku"], "f takes, not Mlp, of Haiku; fp8jax.transform"),
     ):
-        assert matrices.not_a_model("f takes", model).startswith(said)
+        assert matrices.wrong_model_message("f takes", model).startswith(said)
 
 
 def test_a_module_of_the_other_flax_is_told_its_function():

@@ -110,10 +110,10 @@ def test_who_gives_bounds_in_the_step_is_told_nothing():
     @nnx.jit
     def step(model, optimizer, x):
         optimizer.update(model, nnx.grad(loss)(model, x))
-        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+        fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
 
     model = quantized("moss")
-    tracked = optax.chain(optax.sgd(1e-2), fp8jax.track_weights())
+    tracked = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax())
     assert told(lambda: step(model, nnx.Optimizer(model, tracked, wrt=nnx.Param), X)) == []
 
 

@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=96
 BATCH, LENGTH = 2, 24
 TOKENS = BATCH * LENGTH
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab, (BATCH, LENGTH + 1))
-QUANTIZED = [name for name in fp8jax.recipes.NAMES if fp8jax.recipes.get(name).linear.quantized]
+QUANTIZED = [name for name in fp8jax.recipes.NAMES if fp8jax.recipes.get(name).linear.is_quantized]
 TE = fp8jax.recipes.te_current()
 
 
@@ -81,7 +81,7 @@ def test_every_linear_of_a_training_step_takes_the_operands_of_the_recipe(name):
 def test_layers_times_seven_times_three_products_run():
     model = llama()
     program = fp8jax.explain(model, TE, jnp.asarray(TEXT[:, :-1])).program
-    run = {p.operands: (p.written, p.executed) for p in program.traced if p.eight_bit}
+    run = {p.operands: (p.occurrences, p.executions) for p in program.traced if p.is_8bit}
     forward, dgrad, wgrad = (("float8_e4m3fn",) * 2, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
     assert run == {pair: (7, 7 * CONFIG.layers) for pair in (forward, dgrad, wgrad)}
 
@@ -306,7 +306,7 @@ def test_layers_are_found_wherever_they_are():
     # Six outputs are few: without a rule of its own this layer stays in 16 bits.
     quantized = fp8jax.nnx.quantize(model, [fp8jax.Rule("mix", TE), TE])
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-    assert {layer.path for layer in fp8jax.explain(quantized, x).quantized} == set(PATHS)
+    assert {layer.path for layer in fp8jax.explain(quantized, x).quantized_layers} == set(PATHS)
     assert quantized.shared is quantized.list[0]
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
     graph, params, rest = nnx.split(quantized, nnx.Param, ...)

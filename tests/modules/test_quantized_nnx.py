@@ -238,10 +238,10 @@ def test_what_a_call_does_to_the_model_and_its_arguments_is_done():
 def test_explain_takes_a_quantized_model():
     quantized = fp8jax.nnx.quantize(settled(model()), TE)
     report = fp8jax.explain(quantized, X)
-    assert [layer.path for layer in report.quantized] == [
+    assert [layer.path for layer in report.quantized_layers] == [
         f"layers/{i}/{name}" for i in range(2) for name in ("gate", "up", "down")
     ]
-    assert sum(p.written for p in report.program.traced if p.eight_bit) == 3 * 6
+    assert sum(p.occurrences for p in report.program.traced if p.is_8bit) == 3 * 6
 
 
 def test_adapters_of_a_library_that_changes_products_keep_their_part():
@@ -345,7 +345,7 @@ def test_static_arguments_modes_and_meshes():
 
 def test_a_gradient_statistic_is_the_largest_of_two_uses():
     """Cotangents sum; the statistic of a layer that is called twice is the larger one."""
-    delayed = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+    delayed = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 
     class Twice(nnx.Module):
         def __init__(self):
@@ -390,7 +390,7 @@ def test_held_weights_are_those_of_each_call():
 def test_gradients_of_held_weights_come_in_16_bits_and_train_the_model_itself():
     quantized = fp8jax.nnx.quantize(model(), "coat")
     quantized.tied = kernel = quantized.layers[0].up.kernel
-    held = [fp8jax.nnx.quantize_weights(quantized, gradients=dtype) for dtype in (None, "bfloat16")]
+    held = [fp8jax.nnx.quantize_weights(quantized, gradient_dtype=dtype) for dtype in (None, "bfloat16")]
     assert held[1].tied is held[1].layers[0].up.kernel
     wide, narrow = (nnx.grad(lambda m: jnp.mean(m(X) ** 2))(m) for m in held)
     for (path, a), (_, b) in zip(nnx.to_flat_state(wide), nnx.to_flat_state(narrow), strict=True):
@@ -409,7 +409,7 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
     plain = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
     quantized = fp8jax.nnx.quantize(nnx.Sequential(plain), "coat")
     x = X.astype(jnp.bfloat16)
-    narrow = fp8jax.nnx.quantize_weights(quantized, gradients="bfloat16")
+    narrow = fp8jax.nnx.quantize_weights(quantized, gradient_dtype="bfloat16")
     assert narrow(x).dtype == quantized(x).dtype == jnp.float32
     np.testing.assert_array_equal(narrow(x), fp8jax.nnx.quantize_weights(quantized)(x))
     assert quantized.layers[0].dtype is None
@@ -417,9 +417,9 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
         with pytest.raises(
             ValueError, match=f"gradients must be one of bfloat16, float16, float32, or None, not '{other}'"
         ):
-            fp8jax.nnx.quantize_weights(quantized, gradients=other)
+            fp8jax.nnx.quantize_weights(quantized, gradient_dtype=other)
     recipe = fp8jax.recipes.get("te_current")
-    recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, joins=True))
+    recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, fuse_parallel_matmuls=True))
     joined = fp8jax.nnx.quantize(nnx.Sequential(plain), recipe)
     with pytest.raises(ValueError, match=r"linear\.joins, whose products quantize their weights as one"):
         fp8jax.nnx.quantize_weights(joined)
@@ -464,7 +464,7 @@ def test_layers_of_each_kind_hold_their_weights_where_both_products_read_codes()
         return {name for name, y in copy(X).items() if name == "merged" or relative(y, want[name]) < 1e-6}
 
     assert differ(fp8jax.nnx.quantize_weights(quantized)) == set(Layers.HOLD)
-    assert differ(fp8jax.nnx.quantize_weights(quantized, gradients="bfloat16")) == set(Layers.HOLD)
+    assert differ(fp8jax.nnx.quantize_weights(quantized, gradient_dtype="bfloat16")) == set(Layers.HOLD)
     seen = {}
 
     def own(path, w, linear, scale):

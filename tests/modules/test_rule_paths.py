@@ -80,5 +80,5 @@ def test_norms_follow_their_own_rule():
     contexts = [fp8jax.recipes.Context(f"e4m3:group{n}") for n in (4, 8)]
     recipes = [dataclasses.replace(TE, context=context) for context in contexts]
     rules = [Rule("norm", recipes[0]), Rule(".*", recipes[1])]
-    parts = {part.path: part.context for part in fp8jax.explain(Norms(nnx.Rngs(0)), rules).parts}
+    parts = {part.path: part.context for part in fp8jax.explain(Norms(nnx.Rngs(0)), rules).context_entries}
     assert parts == {"norm": contexts[0], "norm_2": contexts[1]}

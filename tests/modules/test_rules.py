@@ -5,7 +5,7 @@ import re
 import pytest
 
 import fp8jax
-from fp8jax.rewrite.rules import LEFT_ALONE, Rule, ordered
+from fp8jax.rewrite.rules import HEAD_PATTERN, Rule, as_rule_set
 from tests.modules.chosen import choose
 
 TE, INT8 = fp8jax.recipes.te_current(), fp8jax.recipes.int8_block()
@@ -36,7 +36,7 @@ def test_a_recipe_takes_all_layers_but_embeddings_and_heads():
     ],
 )
 def test_usual_names_of_embeddings_and_heads(path, left_alone):
-    assert (re.fullmatch(LEFT_ALONE, path) is not None) == left_alone
+    assert (re.fullmatch(HEAD_PATTERN, path) is not None) == left_alone
 
 
 def test_the_first_rule_that_matches_wins():
@@ -99,8 +99,8 @@ def test_wrong_rules_are_refused():
     with pytest.raises(ValueError, match="no regular expression"):
         Rule("layers/(", TE)
     with pytest.raises(ValueError, match="no rules"):
-        ordered([])
+        as_rule_set([])
     with pytest.raises(TypeError, match="rules are a recipe, or a sequence"):
-        ordered({"mlp": TE})
+        as_rule_set({"mlp": TE})
     with pytest.raises(ValueError, match="no linear layer"):
         choose([], TE)

@@ -16,7 +16,7 @@ from tests.distance import relative
 from tests.modules.architectures import Einsum as LinenEinsum
 from tests.rows import slow
 
-DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 BLOCKS = {"x": "int8:block16", "w": "int8:block16", "dy": "int8:block16+stochastic", "saved": "int8:block16+stochastic"}
 FALLBACK = dataclasses.replace(fp8jax.recipes.int8_fallback().linear, **BLOCKS)
 RECIPES = pytest.mark.parametrize("recipe", [DELAYED, FALLBACK], ids=["delayed", "fallback"])
@@ -314,15 +314,15 @@ MIXED = dataclasses.replace(DELAYED, w_scaling="automatic")
 def test_bounds_of_an_optimizer_reach_the_weights_of_einsums(make):
     model = fp8jax.nnx.quantize(Attention(make, nnx.Rngs(0)), MIXED)
     weight, product = ("kernel", "einsum_op") if make is nnx.Einsum else ("w", "fp8jax_w")
-    tx = optax.chain(optax.sgd(0.0), fp8jax.track_weights())
+    tx = optax.chain(optax.sgd(0.0), fp8jax.track_weight_amax())
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     largest = jnp.abs(getattr(model.kv, weight)[...]).max()
     bound = getattr(model.kv, product).automatic_w
     np.testing.assert_array_equal(bound[...], 0)
     getattr(model.kv, weight)[...] *= 3
-    fp8jax.nnx.measure_weights(model)
+    fp8jax.nnx.reset_weight_amax_bounds(model)
     np.testing.assert_allclose(bound[...], 3 * largest, rtol=1e-6)
-    fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+    fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
     np.testing.assert_array_equal(bound[...], largest)
 
 
@@ -331,7 +331,7 @@ def test_bounds_reach_the_weights_of_einsums_in_linen(own):
     model = fp8jax.linen.quantize(LinenAttention(own), MIXED)
     variables = jax.jit(model.init)(KEY, X)
     larger = jax.tree.map(lambda w: 3 * w, variables["params"])
-    scaling = fp8jax.linen.measure_weights(variables["fp8jax_scaling"], larger)
+    scaling = fp8jax.linen.reset_weight_amax_bounds(variables["fp8jax_scaling"], larger)
     layer = lambda scaling: scaling["kv"]["fp8jax_w"] if own else scaling["kv"]  # noqa: E731
     weight = larger["kv"]["w" if own else "kernel"]
     assert layer(variables["fp8jax_scaling"])["automatic_w"] == 0
@@ -388,8 +388,8 @@ def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
 def test_explain_tells_of_einsums_with_states():
     for model, products in ((Attention(NnxEinsum, nnx.Rngs(0)), 3), (LinenAttention(True), 5)):
         report = fp8jax.explain(model, DELAYED, X)
-        assert sum(p.executed for p in report.program.traced if p.eight_bit) == 3 * products
-        assert len(report.quantized) == products
+        assert sum(p.executions for p in report.program.traced if p.is_8bit) == 3 * products
+        assert len(report.quantized_layers) == products
 
 
 class Perceptron(nnx.Module):

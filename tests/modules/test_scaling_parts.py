@@ -23,25 +23,25 @@ class MeanSquare(scaling.Stateful):
 
     operands = ("x",)
     merge = "sum"
-    statistic = (2,)
+    stats_shape = (2,)
 
     margin: int = 3
 
     @classmethod
-    def of(cls, settings):
+    def from_settings(cls, settings):
         return cls(settings.margin)
 
     def init(self, x=None):
         return jnp.zeros((1,))
 
-    def expected(self, state):
+    def expected_amax(self, state):
         return jnp.sqrt(state[0]) * 2.0**self.margin
 
-    def observe(self, state, x):
+    def collect_stats(self, state, x):
         return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))), jnp.float32(x.size)])
 
-    def update(self, state, observed):
-        return observed[:1] / observed[1]
+    def update(self, state, stats):
+        return stats[:1] / stats[1]
 
 
 PARTS = [jax.random.normal(jax.random.key(i), (4, 16)) * scale for i, scale in enumerate((1.0, 5.0, 2.0))]
@@ -114,7 +114,7 @@ def test_replicas_merge_as_the_quantity_demands(recipe):
 def test_what_a_strategy_does_not_serve_has_scales_of_its_own(recipe):
     assert list(recipe.states) == ["x"]
     assert recipe.strategy("w") == recipe.strategy("dy") == scaling.Current()
-    mixed = dataclasses.replace(recipe, scaling="two_stage", w_scaling="delayed", history=2)
+    mixed = dataclasses.replace(recipe, scaling="two_stage", w_scaling="delayed", amax_history_length=2)
     assert (mixed.strategy("x"), mixed.strategy("w")) == (scaling.TwoStage(), scaling.Delayed(2, 2))
     with pytest.raises(ValueError, match="mean_square scaling is per tensor; give x specs of granularity 'tensor'"):
         dataclasses.replace(recipe, x="e4m3:token", w_dgrad=None, x_wgrad=None, dy=None, dy_wgrad=None)

@@ -125,8 +125,8 @@ def test_heads_with_their_loss_and_operations_of_a_recipe_are_not_counted():
         return jnp.mean(fp8jax.linear(jnp.tanh(x @ p["up"]), p["cut"], recipe="te_current") ** 2)
 
     for fn in (entropy, own):
-        assert not fp8jax.transform(fn, "coat").explain(P, X).share
-    assert fp8jax.transform(lambda p, x: jnp.mean(plain(x @ p["up"], p["cut"])), "coat").explain(P, X).share
+        assert not fp8jax.transform(fn, "coat").explain(P, X).unquantized_note
+    assert fp8jax.transform(lambda p, x: jnp.mean(plain(x @ p["up"], p["cut"])), "coat").explain(P, X).unquantized_note
 
 
 @jax.custom_vjp
@@ -142,9 +142,9 @@ def test_products_in_loops_count_for_each_turn():
         return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(h @ jnp.maximum(p["w"], 0)), None), x @ p["w"], None, 5)[0])
 
     explained = fp8jax.transform(looped, "coat").explain({"w": jnp.ones((WIDTH, WIDTH))}, X)
-    assert f"{100 * 5 / 6:.2g} % of the FLOPs" in explained.share
+    assert f"{100 * 5 / 6:.2g} % of the FLOPs" in explained.unquantized_note
     per_turn = 2 * X.shape[0] * WIDTH * WIDTH
-    assert [e.flops for e in explained.entries if e.product] == [per_turn, 5 * per_turn]
+    assert [e.flops for e in explained.entries if e.is_product] == [per_turn, 5 * per_turn]
 
 
 @pytest.mark.parametrize("make", [MiniGPT, Nanodo, Gpt2, Gemma])
@@ -177,7 +177,7 @@ def test_convolutions_count_with_their_own_flops():
     assert not said(lambda: jax.eval_shape(model.apply, variables, x))
     params = jax.tree.map(lambda s: jnp.zeros(s.shape), variables)
     explained = fp8jax.transform(lambda p, x: Convolved().apply(p, x), "coat").explain(params, x)
-    (patches,) = [e for e in explained.left if e.unsupported]
+    (patches,) = [e for e in explained.skipped if e.is_unsupported]
     assert patches.flops == 2 * 2 * 16 * (2 * 2 * 3) * 64
     blocks = 2 * 2 * 2 * 16 * 2 * 64 * 256
-    assert explained.share.startswith(f"{100 * patches.flops / (patches.flops + blocks):.2g} % of the FLOPs")
+    assert explained.unquantized_note.startswith(f"{100 * patches.flops / (patches.flops + blocks):.2g} % of the FLOPs")

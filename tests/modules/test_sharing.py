@@ -29,7 +29,7 @@ WEIGHTS = SCALE, GATE, UP, DOWN
 
 def layer(via, x, scale, gate, up, down, recipe=COAT):
     x, a, b = fp8jax.norm_linear(x, scale, (gate, up), recipe=recipe, residual=True)
-    return fp8jax.glu_linear(via(a), via(b), down, x, recipe=recipe)
+    return fp8jax.glu_down_proj(via(a), via(b), down, x, recipe=recipe)
 
 
 def constrained(a):
@@ -84,12 +84,12 @@ def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
 
 @pytest.mark.usefixtures("young_heap")
 def test_nothing_is_held_of_a_trace_that_is_over():
-    before = len(current()._noted)
+    before = len(current()._facts)
     jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(layer(WRITINGS["plain"], *a).astype(jnp.float32)), range(5)))(
         X, SCALE, GATE, UP, DOWN
     )
     gc.collect()
-    assert len(current()._noted) <= before
+    assert len(current()._facts) <= before
 
 
 class Failing(nnx.Module):

@@ -74,11 +74,11 @@ def test_a_loop_over_recipes_trains_and_explains():
         optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(X) ** 2))(read))
         assert jnp.any(model.up.kernel[...] != W["up"])
         for report in (fp8jax.explain(Mlp(), recipe), fp8jax.explain(fp8jax.nnx.quantize(Mlp(), recipe), X)):
-            layers = report.quantized if recipe == "te_current" else report.skipped
+            layers = report.quantized_layers if recipe == "te_current" else report.skipped_layers
             assert {layer.path for layer in layers} == {"up", "down"}
             assert recipe == "te_current" or {x.reason for x in layers} == {"the recipe, which quantizes no product"}
     with pytest.raises(ValueError, match="no layer with a quantized weight"):
-        fp8jax.nnx.quantize_weights(fp8jax.nnx.quantize(Mlp(), "bf16"), gradients="bfloat16")
+        fp8jax.nnx.quantize_weights(fp8jax.nnx.quantize(Mlp(), "bf16"), gradient_dtype="bfloat16")
 
 
 def decoded(w):

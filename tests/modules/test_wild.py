@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 import fp8jax
-from fp8jax.modules.program import inspect
+from fp8jax.modules.program import inspect_program
 from tests.modules.architectures import FEEDFORWARD, WIDTH
 
 COAT = fp8jax.recipes.coat()
@@ -31,7 +31,7 @@ class Norms(nnx.Module):
 
 
 def test_what_is_saved_aside_is_not_said_to_be_saved():
-    saved = fp8jax.explain(Norms(), COAT, X).program.saved
+    saved = fp8jax.explain(Norms(), COAT, X).program.residuals
     assert len(saved) == 2
     assert all("nothing; the operation before makes it again" in line for line in saved)
 
@@ -53,14 +53,14 @@ class OwnInit(nn.Module):
 
 def test_a_model_may_have_an_init_and_an_apply_of_its_own():
     report = fp8jax.explain(OwnInit(), COAT, X, True)
-    assert {layer.path for layer in report.quantized} == {"up", "out"}
-    assert {part.computes for part in report.parts} == {"norm", "gelu_tanh(gate)"}
+    assert {layer.path for layer in report.quantized_layers} == {"up", "out"}
+    assert {part.computation for part in report.context_entries} == {"norm", "gelu_tanh(gate)"}
     model, copy = OwnInit(), fp8jax.linen.quantize(OwnInit(), COAT)
     variables = copy.init(KEY)
     assert jax.tree.structure(variables) == jax.tree.structure(model.init(KEY))
-    program = inspect(jax.grad(lambda v: jnp.sum(copy.apply(v, X))), variables)
-    assert sum(p.written for p in program.traced if p.eight_bit) == 2 * 3
-    assert all("makes it again" in line for line in program.saved)
+    program = inspect_program(jax.grad(lambda v: jnp.sum(copy.apply(v, X))), variables)
+    assert sum(p.occurrences for p in program.traced if p.is_8bit) == 2 * 3
+    assert all("makes it again" in line for line in program.residuals)
 
 
 class Relu(nn.Module):
@@ -98,9 +98,12 @@ class Residual(nn.Module):
 
 def test_layers_in_the_scope_of_the_module_around_them_are_layers():
     report = fp8jax.explain(Residual(), COAT, X)
-    assert [(layer.path, layer.kind) for layer in report.quantized] == [("mlp/up", "Gated"), ("mlp/down", "Gated")]
-    assert (report.skipped, report.notes) == ((), ())
-    assert sum(p.written for p in report.program.traced if p.eight_bit) == 2 * 3
+    assert [(layer.path, layer.kind) for layer in report.quantized_layers] == [
+        ("mlp/up", "Gated"),
+        ("mlp/down", "Gated"),
+    ]
+    assert (report.skipped_layers, report.notes) == ((), ())
+    assert sum(p.occurrences for p in report.program.traced if p.is_8bit) == 2 * 3
     copy = fp8jax.linen.quantize(Residual(), COAT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -121,8 +124,8 @@ class Experts(nnx.Module):
 
 
 def test_a_router_beside_activations_needs_no_line():
-    parts = fp8jax.explain(Experts(), COAT, X).parts
-    assert [(part.path, part.computes) for part in parts] == [(f"experts/{i}/down", "silu(gate)") for i in range(2)]
+    parts = fp8jax.explain(Experts(), COAT, X).context_entries
+    assert [(part.path, part.computation) for part in parts] == [(f"experts/{i}/down", "silu(gate)") for i in range(2)]
 
 
 class Bridged(nnx.Module):
@@ -164,10 +167,10 @@ def quantized_perceptron(rngs: nnx.Rngs) -> nnx.Module:
 )
 def test_what_a_bridge_holds_is_quantized(model, whole, first):
     whole, report = (fp8jax.explain(m, COAT, X) for m in (whole, model))
-    assert [layer.path for layer in report.quantized] == [first, "held/up", "held/down"]
+    assert [layer.path for layer in report.quantized_layers] == [first, "held/up", "held/down"]
     for each in (whole, report):
         assert each.notes == ()
-        assert sum(p.written for p in each.program.traced if p.eight_bit) == 3 * 3
+        assert sum(p.occurrences for p in each.program.traced if p.is_8bit) == 3 * 3
 
 
 def test_what_cannot_be_quantized_is_refused_with_what_to_do():

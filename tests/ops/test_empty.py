@@ -27,8 +27,8 @@ def outputs(recipe, x, w, many, weights, scale):
     if x.size:
         return
     x, y, z = fp8jax.norm_linear(x, scale, (w, w), residual=True, **how)
-    yield fp8jax.glu_linear(y, z, w.T, x, **how)
-    yield fp8jax.attention_output(jnp.stack([x, x], -2), jnp.stack([w, w]), **how)
+    yield fp8jax.glu_down_proj(y, z, w.T, x, **how)
+    yield fp8jax.attention_out_proj(jnp.stack([x, x], -2), jnp.stack([w, w]), **how)
     yield fp8jax.layer_norm(many, scale, scale, recipe=recipe)
     yield fp8jax.activation(fp8jax.glu(x, x, recipe=recipe), recipe=recipe, activation="gelu")
 

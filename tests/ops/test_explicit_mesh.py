@@ -14,8 +14,8 @@ from jax import P, lax
 import fp8jax
 from fp8jax.ops import choice, sharding
 from fp8jax.ops import quantize as ops
-from fp8jax.ops.linear import content_key
-from fp8jax.ops.matmul import _decoded
+from fp8jax.ops.linear import key_from_data
+from fp8jax.ops.matmul import _dot_decoded
 from tests.distance import relative
 from tests.rows import few
 
@@ -49,7 +49,7 @@ def perceptron(params, x, recipe, mesh_is_explicit):
     if recipe.linear.states:
 
         def linear(x, w, slot, **how):
-            key = content_key(x) if recipe.linear.stochastic else None
+            key = key_from_data(x) if recipe.linear.stochastic else None
             state = fp8jax.init_scaling(recipe, w)
             return fp8jax.scaled_linear(x, w, state, slot, recipe=recipe, key=key, **how)[0]
 
@@ -57,10 +57,10 @@ def perceptron(params, x, recipe, mesh_is_explicit):
         gate, up = (linear(h, params[name], params["slots"][i]) for i, name in enumerate(("gate", "up")))
         h = fp8jax.glu(gate, up, recipe=recipe)
         return x + linear(h, params["down"], params["slots"][2], out_sharding=whole(mesh_is_explicit))
-    how = {"recipe": recipe, "key": content_key(x) if recipe.linear.stochastic else None}
+    how = {"recipe": recipe, "key": key_from_data(x) if recipe.linear.stochastic else None}
     weights = params["gate"], params["up"]
     x, gate, up = fp8jax.norm_linear(x, params["scale"], weights, residual=True, **how)
-    return fp8jax.glu_linear(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **how)
+    return fp8jax.glu_down_proj(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **how)
 
 
 def whole(explicit):
@@ -113,7 +113,7 @@ def test_data_parallelism_on_the_default_mesh_needs_nothing(name, context):
     x, w = normal(8, 4, 32), normal(32, 16, scale=0.2)
 
     def loss(w, x):
-        key = content_key(x) if recipe.linear.stochastic else None
+        key = key_from_data(x) if recipe.linear.is_stochastic else None
         return jnp.mean(fp8jax.linear(x, w, recipe=recipe, key=key, bias=jnp.ones(16)) ** 2)
 
     want = jax.jit(jax.value_and_grad(loss))(w, x)
@@ -157,7 +157,7 @@ def activation(x, w, recipe, out=None):
 def projection(x, w, recipe, out=None):
     if recipe is PLAIN:
         return jnp.einsum("bthc,hcd->btd", x, w, out_sharding=out)
-    return fp8jax.attention_output(x, w, recipe=recipe, key=KEY, out_sharding=out)
+    return fp8jax.attention_out_proj(x, w, recipe=recipe, key=KEY, out_sharding=out)
 
 
 def mapped(x, w, recipe, out=None):
@@ -286,7 +286,9 @@ def test_codes_travel_where_a_product_decodes_them(rows, inputs):
         fp8jax.quantize(jax.device_put(normal(*shape), jax.NamedSharding(mesh, spec)), "int8:group32")
         for shape, spec in (((64, 512), P("data")), ((128, 512), P(rows, inputs)))
     )
-    multiply = functools.partial(sharding.multiply, functools.partial(_decoded, jnp.bfloat16), spec=("data", None))
+    multiply = functools.partial(
+        sharding.matmul_sharded, functools.partial(_dot_decoded, jnp.bfloat16), spec=("data", None)
+    )
     with jax.set_mesh(mesh):
         text = jax.jit(multiply).lower(a, b).compile().as_text()
     gathered = re.findall(r"= \(?(\w+)\[([\d,]*)\].*? all-gather\(", text)
@@ -310,7 +312,7 @@ def test_operations_of_kernels_take_channels_that_a_mesh_cuts(name, monkeypatch)
     def loss(params, x, explicit):
         return jnp.mean(jnp.square(perceptron(params, x, recipe, explicit).astype(jnp.float32)))
 
-    with choice.target(capability=90), choice.listening() as choices:
+    with choice.target(capability=90), choice.record_choices() as choices:
         want = jax.jit(jax.grad(loss), static_argnums=2)(params, x, False)
         with jax.set_mesh(mesh()):
             got = jax.jit(jax.grad(loss), static_argnums=2)(put(params, SPECS), put(x, P("data")), True)

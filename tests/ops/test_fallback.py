@@ -36,7 +36,7 @@ def test_blocks_that_fall_back_keep_the_residual_to_half_a_step_and_others_the_b
     pair, drawn = fallback.quantize(x, f"int8:block{side}", 50.0)
     assert drawn is None
     decoded, plain = np.asarray(pair.dequantize(), np.float64), np.asarray(pair.base.dequantize(), np.float64)
-    used = np.asarray(pair.used)
+    used = np.asarray(pair.fallback_mask)
     assert 0 < used.mean() < 1
     for (i, j), block in tiles(x, side).items():
         at = np.s_[i * side : (i + 1) * side, j * side : (j + 1) * side]
@@ -56,7 +56,7 @@ def test_what_is_not_finite_stays_visible_and_no_other_block_sees_it():
     pair, _ = fallback.quantize(x, "int8:block32", 50.0)
     bad = np.zeros((2, 3), bool)
     bad[0, 0] = bad[1, 2] = True
-    assert not np.asarray(pair.used)[bad].any()
+    assert not np.asarray(pair.fallback_mask)[bad].any()
     lost = np.isnan(np.asarray(pair.dequantize()))
     np.testing.assert_array_equal(lost, np.kron(bad, np.ones((32, 32), bool)))
     np.testing.assert_array_equal(np.asarray(pair.dequantize())[~lost], np.asarray(clean.dequantize())[~lost])
@@ -93,7 +93,7 @@ def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used
     """In bf16, and in fp16 by rows, as GPUs without a kernel do; junk stands where blocks do not fall back."""
     x, w = outliers((70, 100)), np.random.default_rng(2).standard_normal((40, 100)).astype(np.float32)
     pair, _ = fallback.quantize(x, "int8:block32", 3.5)
-    used = np.asarray(pair.used)
+    used = np.asarray(pair.fallback_mask)
     assert 0 < used.mean() < 1
     junk = jnp.where(np.kron(used, np.ones((32, 32), bool))[:70, :100], pair.residual.codes, 127)
     pair = pair._replace(residual=dataclasses.replace(pair.residual, codes=junk.astype(jnp.int8)))
@@ -107,7 +107,7 @@ def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used
     left = decoded(pair.base) + falls * decoded(pair.residual)
     want, size = left @ decoded(right).T, np.abs(left) @ np.abs(decoded(right)).T
     base = decoded(pair.base) @ decoded(right).T
-    for multiply, bits in ((matmul._decoded, 9), (matmul._halved, 12)):
+    for multiply, bits in ((matmul._dot_decoded, 9), (matmul._dot_fp16, 12)):
         got = np.asarray(multiply(jnp.float32, pair, right), np.float64)
         assert (np.abs(got - want) <= 2.1 * 2.0**-bits * size + 1e-6 * np.abs(want).max()).all()
     # The last one tells the residual from none.

@@ -11,11 +11,11 @@ import fp8jax
 from fp8jax.core import derivatives
 from fp8jax.ops import gradients, traced
 from fp8jax.ops.frozen import freeze
-from fp8jax.ops.fused import Foreseen
-from fp8jax.ops.gradients import Gradients
+from fp8jax.ops.fused import CotangentPrediction
+from fp8jax.ops.gradients import GradientFacts
 from fp8jax.ops.linear import linears
-from fp8jax.ops.operand import SavedCodes
-from fp8jax.ops.saved import NOTHING
+from fp8jax.ops.operand import CodesResidual
+from fp8jax.ops.saved import NO_FACTS
 from tests.rows import few
 
 
@@ -96,7 +96,7 @@ def test_it_is_so_through_transformations_and_inner_loops(how):
 
 OPERATIONS = {
     "a product": lambda x, w: fp8jax.linear(x, w, recipe="coat"),
-    "a product passed on": lambda x, w: sum(linears(x, (w, w), recipe="coat", origin=NOTHING, quantized=(None, None))),
+    "a product passed on": lambda x, w: sum(linears(x, (w, w), recipe="coat", facts=NO_FACTS, quantized=(None, None))),
     "a norm": lambda x, w: fp8jax.rms_norm(x, w[0], recipe="coat"),
     "an activation": lambda x, w: fp8jax.glu(x, w[:32], recipe="coat"),
     "ragged_dot": lambda x, w: fp8jax.ragged_dot(x, jnp.stack([w, w]), jnp.array([10, 22]), recipe="coat"),
@@ -159,7 +159,7 @@ def test_so_do_other_operations(f, name):
         jax.jvp(f, (X,), (X,))
 
 
-class Watched(Gradients):
+class Watched(GradientFacts):
     """Which arrays are asked for, and of which something is said."""
 
     def __init__(self):
@@ -220,13 +220,13 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
 
 
 def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypatch):
-    known, operand = Watched(), SavedCodes.operand
+    known, operand = Watched(), CodesResidual.operand
 
     def foreseeing(self, side, gradient):
-        gradient.foreseen = Foreseen()
+        gradient.foreseen = CotangentPrediction()
         return operand(self, side, gradient)
 
-    monkeypatch.setattr(SavedCodes, "operand", foreseeing)
+    monkeypatch.setattr(CodesResidual, "operand", foreseeing)
     monkeypatch.setattr(gradients, "current", lambda: known)
 
     @jax.jit
@@ -270,7 +270,7 @@ def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
     own, saved = program(), kept()
     without = []
     monkeypatch.setattr(derivatives, "token", lambda *_: without.append(True))
-    traced.forget()
+    traced.clear_cache()
     assert program() == own
     assert kept() == saved
     assert len(without) >= 8, "four operations, in both"

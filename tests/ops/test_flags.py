@@ -46,7 +46,7 @@ def several(part, x, w):
 
 
 def delayed(part, x, w):
-    part = dataclasses.replace(part, scaling="delayed", history=2)
+    part = dataclasses.replace(part, scaling="delayed", amax_history_length=2)
     return fp8jax.scaled_linear(x, w, fp8jax.init_scaling(part), jnp.zeros([]), recipe=part)[0]
 
 
@@ -95,7 +95,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(partition, "on_one_device", lambda: True)  # else kernels are traced more than once
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
-    monkeypatch.setattr(matmul_hopper, "_kernels", matmul_hopper._kernels.__wrapped__)  # traced anew each time
+    monkeypatch.setattr(matmul_hopper, "_kernels", matmul_hopper._call_kernel.__wrapped__)  # traced anew each time
     return given
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import fp8jax
 from fp8jax.ops import choice
-from fp8jax.ops.fold import refold
+from fp8jax.ops.fold import fold_microscales
 from fp8jax.ops.matmul import matmul
 from fp8jax.ops.microscaled import fold_rows
 from tests.rows import few
@@ -43,7 +43,7 @@ def test_folded_codes_are_the_two_level_ones_until_they_go_subnormal(level1):
 )
 def test_what_the_kernel_cannot_fold_is_refused_or_left_to_xla(columns, reason):
     x = jnp.ones((2, columns), jnp.bfloat16)
-    with choice.target(capability=80 if columns == 64 else 90), choice.listening() as told:
+    with choice.target(capability=80 if columns == 64 else 90), choice.record_choices() as told:
         with pytest.raises(ValueError, match=reason):
             fold(x, "e4m3:mx32", impl="triton")
         np.testing.assert_array_equal(np.asarray(fold(x, "e4m3:mx32").dequantize()), 1)
@@ -78,7 +78,7 @@ def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of
     scale = np.broadcast_to(q.scale, (6, 1)).copy() if level1 else np.array(q.scale)
     if level1:  # times the largest power subnormal: the powers stay in the codes
         scale[4], powers[4] = 1e-37, powers[4] - 20
-    one = refold(dataclasses.replace(q, microscale=jnp.asarray(powers), scale=jnp.asarray(scale)))
+    one = fold_microscales(dataclasses.replace(q, microscale=jnp.asarray(powers), scale=jnp.asarray(scale)))
     one.validate()
     wide = powers.astype(np.float64)
     top = np.where(powers == 255, 0, wide).max(1, keepdims=True)
@@ -96,26 +96,26 @@ def test_what_cannot_be_folded_afterwards_is_refused():
     x = jnp.ones((4, 64))
     for spec in ("e4m3:mx16", "e5m2:mx32", "e4m3:mx32+ocp", "e4m3"):
         with pytest.raises(ValueError, match="refold takes e4m3 codes"):
-            refold(fp8jax.quantize(x, spec))
+            fold_microscales(fp8jax.quantize(x, spec))
     with pytest.raises(ValueError, match="unknown impl 'mosaic'"):
-        refold(fp8jax.quantize(x, "e4m3:mx32"), impl="mosaic")
+        fold_microscales(fp8jax.quantize(x, "e4m3:mx32"), impl="mosaic")
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (4, 0)])
 def test_nothing_is_folded_to_nothing(shape):
-    one = jax.jit(refold)(fp8jax.quantize(jnp.ones(shape), "e4m3:mx32"))
+    one = jax.jit(fold_microscales)(fp8jax.quantize(jnp.ones(shape), "e4m3:mx32"))
     assert one.codes.shape == shape
     one.validate()
 
 
 def test_folding_afterwards_says_what_does_it_and_works_in_shard_map():
     q = fp8jax.quantize(jnp.ones((4, 64)), "e4m3:mx32+token")
-    with choice.listening() as told:
-        want = refold(q)
+    with choice.record_choices() as told:
+        want = fold_microscales(q)
     assert [(name, c.impl) for name, c in told] == [("refold", "xla")]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = jax.sharding.PartitionSpec("x")
-    mapped = jax.jit(jax.shard_map(refold, mesh=mesh, in_specs=spec, out_specs=spec))
+    mapped = jax.jit(jax.shard_map(fold_microscales, mesh=mesh, in_specs=spec, out_specs=spec))
     np.testing.assert_array_equal(np.asarray(mapped(q).codes), np.asarray(want.codes))
 
 
@@ -127,7 +127,7 @@ def decibels(got, want):
 def products(x, w, level1, afterwards=False):
     """The folded product in bf16, and the two-level one in float64."""
     wq, two = fp8jax.quantize(w, "e4m3"), fp8jax.quantize(x, f"e4m3:mx32{level1}")
-    got = matmul(refold(two) if afterwards else fold(x, f"e4m3:mx32{level1}"), wq, dtype=jnp.bfloat16)
+    got = matmul(fold_microscales(two) if afterwards else fold(x, f"e4m3:mx32{level1}"), wq, dtype=jnp.bfloat16)
     want = np.asarray(two.dequantize(), np.float64) @ np.asarray(wq.dequantize(), np.float64).T
     return np.asarray(got, np.float64), want
 

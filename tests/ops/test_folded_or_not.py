@@ -16,7 +16,9 @@ X, W = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.ran
 KEY, EXACT = jax.random.key(2), "e4m3:mx32+token+exact"
 LINEAR = {name: fp8jax.recipes.get(name).linear for name in NAMES}
 # Under a scaling that observes operands these are the same codes; blocks that fall back have no spec of their own.
-STATELESS = [n for n, part in LINEAR.items() if part.quantized and not any(p.observes for p in part.states.values())]
+STATELESS = [
+    n for n, part in LINEAR.items() if part.is_quantized and not any(p.collects_stats for p in part.states.values())
+]
 
 
 def multiplied(part, monkeypatch):
@@ -31,7 +33,7 @@ def multiplied(part, monkeypatch):
         return whole(a, b, **how)
 
     monkeypatch.setattr(product, "matmul", matmul)
-    with choice.saving() as saved:
+    with choice.record_residuals() as saved:
         jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(fp8jax.linear(*a, recipe=part, key=KEY)), (0, 1)))(X, W)
     kept = [text.rpartition("codes, ")[2] if "codes, " in text else None for text in saved]
     return dict(zip(("forward", "dgrad", "wgrad"), found, strict=True)), kept
@@ -43,7 +45,7 @@ def test_what_a_recipe_says_of_its_products_is_what_they_multiply_and_keep(name,
     part = LINEAR[name]
     found, kept = multiplied(part, monkeypatch)
     said = {role: stored for role, stored, *_ in fp8jax.recipes.get(name).plan()}
-    assert kept == [part.kept() and str(part.kept())]
+    assert kept == [part.residual_spec() and str(part.residual_spec())]
     assert said["saved linear input"] == (kept[0] or "bf16")
     for role, operands in found.items():
         names = {"forward": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[role]
@@ -63,13 +65,13 @@ def test_what_is_folded_is_said(name):
 def test_explain_of_a_model_says_what_is_folded(framework):
     layer = nnx.Linear(96, 160, rngs=nnx.Rngs(0)) if framework == "nnx" else nn.Dense(160)
     report = fp8jax.explain(layer, fp8jax.Rule("", "fast"), X)
-    (found,) = report.quantized
+    (found,) = report.quantized_layers
     assert found.products == {
         "forward": "e4m3:token x e4m3:tensor",
         "dgrad": "e4m3:token x e4m3:tensor",
         "wgrad": "e4m3:tensor x e4m3:tensor",
     }
-    assert found.saved == ("e4m3:token", pytest.approx(1, abs=0.01))
+    assert found.x_residual == ("e4m3:token", pytest.approx(1, abs=0.01))
     assert str(report).count("MOSS's scales, folded into rows") == 1
     assert "folded" not in str(fp8jax.explain(layer, fp8jax.Rule("", "moss_mx"), X))
 
@@ -100,7 +102,7 @@ def test_the_gradients_of_moss_mx_are_near():
 
 
 def test_the_products_of_moss_mx_take_the_kernel_that_folds_nothing():
-    with choice.target(capability=90), choice.listening() as told:
+    with choice.target(capability=90), choice.record_choices() as told:
         jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(fp8jax.linear(*a, recipe="moss_mx")), (0, 1)))(X, W)
     found = [(name, c.impl) for name, c in told if name in ("matmul", "refold", "fold")]
     assert found == [("matmul", "mosaic")] * 3
@@ -109,7 +111,7 @@ def test_the_products_of_moss_mx_take_the_kernel_that_folds_nothing():
 
 def test_exact_is_of_microscaled_codes_with_a_level_1():
     assert str(fp8jax.QuantSpec.parse(EXACT)) == EXACT
-    assert not fp8jax.QuantSpec.parse(EXACT).folds
+    assert not fp8jax.QuantSpec.parse(EXACT).is_folded
     for wrong in ("e4m3:group128+exact", "e4m3+exact", "e4m3:mx32+ocp+exact"):
         with pytest.raises(ValueError, match="exact=True is for granularity 'mx' with a level 1"):
             fp8jax.QuantSpec.parse(wrong)

@@ -25,10 +25,12 @@ def made(monkeypatch):
     """Switches the kernels on, which on CPU are their references; what they have made."""
     found = []
     monkeypatch.setattr(fused, "missing_triton", lambda _: None)
-    monkeypatch.setattr(fused_codes, "_make", lambda *args, make=fused_codes._make: found.append(args) or make(*args))
+    monkeypatch.setattr(
+        fused_codes, "_make", lambda *args, make=fused_codes._quantize_group: found.append(args) or make(*args)
+    )
 
     def switch(on):
-        traced.forget()  # what was traced before knows nothing of the switch
+        traced.clear_cache()  # what was traced before knows nothing of the switch
         monkeypatch.setattr(fused, "on_cuda", lambda: on)
         found.clear()
         return found
@@ -89,7 +91,7 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
     def layer(x, weights):
         scale, gate, up, down = weights
         gate, up = fp8jax.norm_linear(x, scale, (gate, up), recipe=part)
-        return fp8jax.glu_linear(gate, up, down, x, recipe=part), None
+        return fp8jax.glu_down_proj(gate, up, down, x, recipe=part), None
 
     def model(x, *stacks):
         anew = lambda *args: layer(*args)  # noqa: E731 (JAX remembers the traces of a function)
@@ -162,12 +164,12 @@ def known_of_norm(x, part):
 def test_nothing_is_known_where_kernels_do_not_run(made):
     made(False)
     x = normal(0, 16, 48)
-    assert known_of_norm(x, recipe("lean")).part is None
+    assert known_of_norm(x, recipe("lean")).fused_output is None
     made(True)
-    assert known_of_norm(x, recipe("lean")).part is not None
+    assert known_of_norm(x, recipe("lean")).fused_output is not None
     # Groups that do not fit, scales in powers of two and integers are XLA's.
     for spec in ("e4m3:group32", "int8:group16"):
-        assert known_of_norm(x, recipe("lean", spec)).part is None
+        assert known_of_norm(x, recipe("lean", spec)).fused_output is None
 
 
 @pytest.mark.usefixtures("young_heap")
@@ -177,14 +179,14 @@ def test_no_array_of_a_trace_outlives_it(made):
 
     def f(x, w):
         gate, up = fp8jax.norm_linear(x, None, (w, 2 * w), recipe=part)
-        return jnp.sum(fp8jax.glu_linear(gate, up, w.T, recipe=part).astype(jnp.float32))
+        return jnp.sum(fp8jax.glu_down_proj(gate, up, w.T, recipe=part).astype(jnp.float32))
 
     seen = made(True)
     jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w)
     assert seen
     seen.clear()
     gc.collect()
-    assert not any(isinstance(thing, fused.Computation) for thing in gc.get_objects())
+    assert not any(isinstance(thing, fused.FusedOutputs) for thing in gc.get_objects())
 
 
 def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
@@ -194,7 +196,7 @@ def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
 
     def normed(x, scale):
         h, _, origin = norm.normalize(x, scale, None, part, 1e-6, None, centered=False)
-        noted.append(origin.part is not None)
+        noted.append(origin.fused_output is not None)
         return h
 
     def step(x, scale):

@@ -11,45 +11,45 @@ import pytest
 
 import fp8jax
 from fp8jax.ops import gradients
-from fp8jax.ops.saved import Origin
+from fp8jax.ops.saved import ArrayFacts
 
-SAID = Origin(peak=jnp.float32(3))
+SAID = ArrayFacts(amax=jnp.float32(3))
 
 
 def test_a_gradient_is_known_once_and_only_itself():
-    known, x = gradients.Gradients(), jnp.ones(3)
-    known.note(x, SAID)
-    known.note(None, SAID)  # of an input that has no gradient
-    assert known.find(x + 0) is None
-    assert known.find(x) is SAID
-    assert known.find(x) is None
+    known, x = gradients.GradientFacts(), jnp.ones(3)
+    known.attach(x, SAID)
+    known.attach(None, SAID)  # of an input that has no gradient
+    assert known.pop(x + 0) is None
+    assert known.pop(x) is SAID
+    assert known.pop(x) is None
 
 
 @pytest.mark.usefixtures("young_heap")
 def test_an_array_that_took_the_place_of_another_one_is_not_known():
-    known, x = gradients.Gradients(), jnp.ones(3)
-    known.note(x, SAID)
-    (place, (_, trace, origin)), other = next(iter(known._noted.items())), jnp.ones(3)
-    known._noted[id(other)] = weakref.ref(x), trace, origin
-    assert known.find(other) is None
+    known, x = gradients.GradientFacts(), jnp.ones(3)
+    known.attach(x, SAID)
+    (place, (_, trace, origin)), other = next(iter(known._facts.items())), jnp.ones(3)
+    known._facts[id(other)] = weakref.ref(x), trace, origin
+    assert known.pop(other) is None
     del x
     gc.collect()
-    assert place not in known._noted
+    assert place not in known._facts
 
 
 def test_a_gradient_is_not_known_in_a_program_inside():
-    known = gradients.Gradients()
+    known = gradients.GradientFacts()
 
     @jax.jit
     def program(x):
         def turn(carry, _):
-            assert known.find(x) is None
+            assert known.pop(x) is None
             return carry, None
 
-        known.note(x, SAID)
+        known.attach(x, SAID)
         jax.lax.scan(turn, 0, None, length=2)
-        known.note(x, SAID)
-        assert known.find(x) is SAID
+        known.attach(x, SAID)
+        assert known.pop(x) is SAID
         return x
 
     program(jnp.ones(3))
@@ -58,27 +58,27 @@ def test_a_gradient_is_not_known_in_a_program_inside():
 def test_runs_know_nothing_of_each_other_and_functions_nothing_of_another_program():
     x = jnp.ones(3)
     around = gradients.current()
-    with gradients.run():
+    with gradients.scope():
         inner = gradients.current()
-        with gradients.run():
+        with gradients.scope():
             assert gradients.current() not in (inner, around)
         assert gradients.current() is inner
-        inner.note(x, SAID)
+        inner.attach(x, SAID)
     assert gradients.current() is around
-    assert around.find(x) is None
+    assert around.pop(x) is None
     held = []
 
     @jax.jit
     def program(y):
         held.append(y)
-        around.note(y, SAID)
+        around.attach(y, SAID)
         return y
 
     program(x)
-    assert around._noted
-    around.note(x, SAID)
-    assert list(around._noted) == [id(x)]
-    assert around.find(x) is SAID
+    assert around._facts
+    around.attach(x, SAID)
+    assert list(around._facts) == [id(x)]
+    assert around.pop(x) is SAID
 
 
 def test_products_of_one_array_share_its_codes_under_the_scale_of_the_first_state():

@@ -12,7 +12,7 @@ from tests.distance import relative
 def test_no_array_of_constants_is_read_in_every_iteration(name):
     """Of a differentiated scan JAX computes what depends on nothing outside of the loop, such as a matrix of zeros."""
     part = fp8jax.recipes.get(name).linear
-    key = jax.random.key(0) if part.stochastic else None
+    key = jax.random.key(0) if part.is_stochastic else None
 
     def loss(x, ws):
         def layer(x, w):

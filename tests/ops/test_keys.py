@@ -15,15 +15,15 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.core.noise import round_stochastically
+from fp8jax.core.noise import round_stochastic
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import adamw, inputs, quantize
-from fp8jax.ops.linear import content_key
+from fp8jax.ops.linear import key_from_data
 from tests.kernels.adamw_cases import ADAM
 
 KEY = jax.random.key(5)
 NOISY = "int8+stochastic"
-ALL = Linear("int8", "int8", NOISY, saved=NOISY, x_wgrad="int8", dy_wgrad=NOISY)
+ALL = Linear("int8", "int8", NOISY, x_residual=NOISY, x_wgrad="int8", dy_wgrad=NOISY)
 N = 192
 # Every value but the first, which gives the scale, lies half way between two codes, where noise decides each code.
 HALVES = jnp.asarray(np.random.default_rng(0).integers(-100, 100, N) + 0.5, jnp.float32).at[0].set(127.0)
@@ -66,10 +66,10 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
 
 def test_a_key_is_used_neither_twice_nor_as_it_is(monkeypatch):
     spec = fp8jax.QuantSpec.parse(NOISY)
-    keys = [KEY, *(inputs.key_for(KEY, spec, use) for use in ("saved", "dy"))]
+    keys = [KEY, *(inputs.derive_key(KEY, spec, use) for use in ("saved", "dy"))]
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
-    assert inputs.key_for(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
-    uses, found = [], inputs.key_for
+    assert inputs.derive_key(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
+    uses, found = [], inputs.derive_key
     monkeypatch.setattr(inputs, "key_for", lambda key, spec, use: uses.append(use) or found(key, spec, use))
     fp8jax.linear(HALVES[None], jnp.eye(N), recipe=ALL, key=KEY)
     assert sorted(uses) == ["dy", "saved"]
@@ -148,24 +148,24 @@ def test_layers_of_flax_round_the_same_gradient_otherwise_for_other_inputs(layer
 def test_a_key_of_contents_follows_each_value_in_every_dtype():
     x = jax.random.normal(KEY, (4, 8))
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        data = lambda x: int(jax.random.key_data(content_key(x))[-1])  # noqa: E731
+        data = lambda x: int(jax.random.key_data(key_from_data(x))[-1])  # noqa: E731
         base = data(x.astype(dtype))
         assert base == data(x.astype(dtype))
         others = {data(x.at[i, j].mul(1.5).astype(dtype)) for i in range(4) for j in range(8)}
         assert len(others | {base}) == 33
         assert data(-x.astype(dtype)) != base
         # All bits of a key differ, also where values have 16.
-        drawn = jax.vmap(lambda x: jax.random.key_data(content_key(x))[-1])(
+        drawn = jax.vmap(lambda x: jax.random.key_data(key_from_data(x))[-1])(
             jax.random.normal(KEY, (64, 3)).astype(dtype)
         )
         assert all(0.2 < np.mean(np.asarray(drawn) >> bit & 1) < 0.8 for bit in range(32))
     # Of wide arrays it reads the first channels of all rows.
     wide = jnp.tile(x, (1, 16))
-    keys = [int(jax.random.key_data(content_key(wide.at[3, i].add(1)))[-1]) for i in (0, 63, 64, 127)]
+    keys = [int(jax.random.key_data(key_from_data(wide.at[3, i].add(1)))[-1]) for i in (0, 63, 64, 127)]
     assert len(set(keys)) == 3
     assert keys[2] == keys[3]
     # Nothing is differentiated through it.
-    assert not jnp.any(jax.grad(lambda x: jax.random.uniform(content_key(x)) + 0 * x.sum())(x))
+    assert not jnp.any(jax.grad(lambda x: jax.random.uniform(key_from_data(x)) + 0 * x.sum())(x))
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
@@ -184,7 +184,7 @@ def test_a_matrix_and_its_transposed_copy_are_rounded_by_noise_of_their_own(name
 
 def test_noise_of_new_weights_depends_on_both_words():
     x = jnp.full((4, 64), 1 + 2.0**-8)
-    draws = [round_stochastically(x, jnp.array(words, jnp.uint32)) for words in ((1, 2), (1, 3), (4, 2), (2, 1))]
+    draws = [round_stochastic(x, jnp.array(words, jnp.uint32)) for words in ((1, 2), (1, 3), (4, 2), (2, 1))]
     assert independent(*(np.asarray(draw, np.float64) * 2.0**7 for draw in draws))
 
 
@@ -213,8 +213,8 @@ def test_layers_of_a_transformer_hand_their_key_on():
     x, w = HALVES[None], jnp.eye(N)
     functions = {
         "norm_linear": lambda x, key: fp8jax.norm_linear(x, None, [w], recipe=recipe, key=key)[0],
-        "attention_output": lambda x, key: fp8jax.attention_output(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
-        "glu_linear": lambda x, key: fp8jax.glu_linear(x, None, w, recipe=recipe, key=key),
+        "attention_output": lambda x, key: fp8jax.attention_out_proj(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
+        "glu_linear": lambda x, key: fp8jax.glu_down_proj(x, None, w, recipe=recipe, key=key),
         "linear": lambda x, key: fp8jax.linear(x, w, recipe=recipe, key=key),
         "einsum": lambda x, key: fp8jax.einsum("td,dh->th", x, w, recipe=recipe, key=key),
     }

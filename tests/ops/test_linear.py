@@ -15,7 +15,7 @@ from tests.programs import dots, residuals
 from tests.rows import few, slow
 
 LINEAR = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
-QUANTIZED = [name for name, part in LINEAR.items() if part.quantized and not part.states]
+QUANTIZED = [name for name, part in LINEAR.items() if part.is_quantized and not part.states]
 TOKENS, INPUTS, OUTPUTS = 70, 256, 192
 KEY = jax.random.key(5)
 
@@ -52,7 +52,7 @@ def test_products_are_as_near_as_their_formats_allow(name):
     got = jax.jit(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))()
     exact = gradients(lambda x, w: x @ w)
     for a, b, (left, right) in zip(got, exact, recipe.linear.products().values(), strict=True):
-        saved = [recipe.linear.spec("saved")] if left and recipe.linear.saved != "same" else []
+        saved = [recipe.linear.spec("saved")] if left and recipe.linear.x_residual != "same" else []
         bound = expected_error(left, right, *saved)
         assert relative(a, b) <= 1.3 * bound + 4e-3
         if left is not None:
@@ -100,7 +100,7 @@ def test_the_bias_is_added_and_differentiated():
 def test_a_biass_gradient_is_the_sum_of_all_gradients_in_fp32(name):
     """Of bf16 gradients: not of their codes, nor rounded on the way; the other gradients are those without a bias."""
     x, w, target = (a.astype(jnp.bfloat16) for a in problem())
-    b, key = jnp.arange(OUTPUTS, dtype=jnp.float32), KEY if LINEAR[name].stochastic else None
+    b, key = jnp.arange(OUTPUTS, dtype=jnp.float32), KEY if LINEAR[name].is_stochastic else None
     linear = lambda x, w, b: fp8jax.linear(x, w, recipe=name, bias=b, key=key)  # noqa: E731
 
     @jax.jit

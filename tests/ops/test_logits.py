@@ -32,7 +32,7 @@ def by_origin(seen, z, _, origin, *how):
     root, weights = origin.lse[:, None], origin.weights[:, None]
     hit = origin.labels[:, None] == jnp.arange(z.shape[1])
     d = jnp.exp(z - root) * (1 + origin.steeper * root) - origin.hit * hit - origin.rest
-    return logits.cotangent_codes(z, jnp.where(weights == 0, 0.0, weights * d), None, *how)
+    return logits.quantize_cotangents(z, jnp.where(weights == 0, 0.0, weights * d), None, *how)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one device", "a vocabulary that two cut"])
@@ -59,7 +59,7 @@ def test_kernels_read_logits_as_a_product_made_them():
     """And not those to which a bias was added, or that are capped."""
     bias = jnp.zeros(VOCABULARY)
     for options, kernel in (({}, True), ({"bias": bias}, False), ({"softcap": 5.0}, False)):
-        with choice.target(capability=90), choice.listening() as told:
+        with choice.target(capability=90), choice.record_choices() as told:
             jax.eval_shape(lambda x, w, options=options: gradients(x, w, **options), X, W)
         found = {name: how.impl for name, how in told if "of logits" in name}
         assert found.pop("cotangents of logits") == ("triton" if kernel else "xla")

@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax.core import scaling
 from fp8jax.ops import choice, placement
 from fp8jax.ops import quantize as ops
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.partition import run_partitioned
 from tests.distance import relative
 from tests.ops.test_partition import draw, same, stand_ins, statistics
 from tests.rows import few
@@ -99,7 +99,7 @@ def test_each_device_keeps_its_part_of_a_sum():
         def local(cut, a, b):
             return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
 
-        y = partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sums="k")
+        y = run_partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sum_dim="k")
         return lax.with_sharding_constraint(y, P(None, "fsdp"))
 
     a, b = (np.round(8 * np.asarray(draw(i, 2, 16, 64))) for i in range(2))
@@ -129,7 +129,7 @@ def test_axes_of_one_device_leave_arrays_a_devices_own():
 
 def test_parts_of_an_axis_are_no_mesh_axes():
     """Devices 0 and 2 of an axis of four, or its devices in another order: such arrays are gathered."""
-    orders = placement._orders((("x", 4), ("y", 2)))
+    orders = placement._axes_by_device_order((("x", 4), ("y", 2)))
     assert orders[0, 2, 4, 6] == ("x",)
     assert orders[0, 1] == ("y",)
     assert orders[0, 1, 2, 3, 4, 5, 6, 7] == ("x", "y")
@@ -144,8 +144,8 @@ def test_parts_of_an_axis_are_no_mesh_axes():
 def test_codes_and_scales_are_those_of_one_device(stand_ins, kinds, rows, check):
     x = draw(0, 2, 64, 32)
     columns = None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same"
-    how = ops._parse(rows, columns, scaling.find("current"), False)
-    run = choice.local(lambda x: ops._kernel(how, x, None, None, None))
+    how = ops._parse(rows, columns, scaling.find_scaling("current"), False)
+    run = choice.mark_varying(lambda x: ops._kernel(how, x, None, None, None))
     wanted = [ops._reference(how, part, None, None, None) for part in x]
     with jax.set_mesh(mesh_of(kinds)):
         found = jax.jit(by_hand(run, check))(jax.device_put(x, P("data", "tensor", "fsdp")))
@@ -160,9 +160,9 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
 
     def kernels(*args, cuda, default):
         if getattr(cuda, "func", None) is not ops._kernel:
-            return choice.local(default)(*args)
+            return choice.mark_varying(default)(*args)
         calls.append(cuda)
-        return choice.local(cuda)(*args)
+        return choice.mark_varying(cuda)(*args)
 
     monkeypatch.setattr(choice, "by_platform", kernels)
     x, w, dy = draw(0, 64, 32), draw(1, 32, 48), draw(2, 64, 48)

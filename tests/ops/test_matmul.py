@@ -11,9 +11,9 @@ import pytest
 
 import fp8jax
 from fp8jax.ops import choice, matmul_hopper
-from fp8jax.ops.fold import refold
-from fp8jax.ops.matmul import _decoded as matmul_of_16_bits
-from fp8jax.ops.matmul import _halved as matmul_of_fp16
+from fp8jax.ops.fold import fold_microscales
+from fp8jax.ops.matmul import _dot_decoded as matmul_of_16_bits
+from fp8jax.ops.matmul import _dot_fp16 as matmul_of_fp16
 from fp8jax.ops.matmul import matmul, transpose
 from tests import matmul_reference
 from tests.programs import chosen, dots
@@ -175,7 +175,7 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
                          ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
         monkeypatch.setattr(f"pallas_kernels.{module}.{name}", getattr(matmul_reference, name))
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.kernel_of(a, b), True, True, jnp.float32, a, b)
+    got = matmul_hopper.run(matmul_hopper.find_kernel(a, b), True, True, jnp.float32, a, b)
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
     assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
@@ -194,8 +194,8 @@ def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, m
 
     monkeypatch.setattr("pallas_kernels.matmul_mosaic.matmul", product)
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.kernel_of(a, b), False, fast, jnp.float32, a, b)
-    folded = [refold(q) if q.spec.granularity == "mx" else q for q in (a, b)]
+    got = matmul_hopper.run(matmul_hopper.find_kernel(a, b), False, fast, jnp.float32, a, b)
+    folded = [fold_microscales(q) if q.spec.granularity == "mx" else q for q in (a, b)]
     want = np.asarray(folded[0].dequantize(), np.float64) @ np.asarray(folded[1].dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     assert called == [fast]

@@ -15,7 +15,7 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import microscaled
-from fp8jax.ops.microscaled import fold_rows, gradient_operands, one_scale, shifted
+from fp8jax.ops.microscaled import fold_rows, gradient_operands, rescale_rows_pow2, transpose_codes
 from tests.distance import relative
 
 ROW, TENSOR = (fp8jax.QuantSpec.parse(s) for s in ("e4m3:mx32+token", "e4m3:mx32"))
@@ -44,11 +44,11 @@ def test_codes_of_both_operands_are_those_of_the_other_products_shifted(specs):
     )
     if specs[1] == ROW:
         rows, _ = gradient_operands(dy, ROW, kept.scale)
-    columns, dy_columns = shifted(kept, rows), one_scale(rows)
+    columns, dy_columns = rescale_rows_pow2(kept, rows), transpose_codes(rows)
     assert columns.spec.granularity == dy_columns.spec.granularity == "tensor"
     np.testing.assert_array_equal(np.asarray(dy_columns.codes.T).view(np.uint8), np.asarray(rows.codes).view(np.uint8))
     got = np.asarray(columns.dequantize(), np.float64).T
-    want = np.asarray(kept.dequantize(), np.float64) * np.asarray(microscaled.tokens(rows), np.float64)
+    want = np.asarray(kept.dequantize(), np.float64) * np.asarray(microscaled.relative_token_scales(rows), np.float64)
     top = float(columns.scale[0, 0])
     normal = np.abs(want) >= 2.0**-6 * top * (1 - 1e-6)
     assert 0.01 < normal.mean() < 1
@@ -121,7 +121,7 @@ def test_the_gradient_of_a_glus_input_is_there_however_small_it_is(recipe):
 
     def mlp(x):
         g, u = (fp8jax.linear(x, jnp.float32(w), recipe=recipe) for w in (gate, up))
-        return fp8jax.glu_linear(g, u, jnp.float32(down), recipe=recipe)
+        return fp8jax.glu_down_proj(g, u, jnp.float32(down), recipe=recipe)
 
     gradient = jax.jit(lambda x: jax.vjp(mlp, x)[1](jnp.float32(dy))[0])
     dh = dy @ down.T
@@ -166,7 +166,7 @@ def test_of_a_norms_result_and_a_glu_all_gradients_are_near(recipe):
 
     def block(x, w, w2, recipe):
         x, gate, up = fp8jax.norm_linear(x, scale, (w, 1.5 * w), recipe=recipe, residual=True)
-        return fp8jax.glu_linear(gate, up, w2, x, recipe=recipe)
+        return fp8jax.glu_down_proj(gate, up, w2, x, recipe=recipe)
 
     target = jax.random.normal(jax.random.key(3), x.shape)
     got, want = (
@@ -219,7 +219,7 @@ def test_a_model_trains_as_in_bf16(recipe):
     shape, losses = LlamaConfig(vocab=40, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=64), {}
     for name in ("bf16", recipe):
         preset = fp8jax.recipes.get(name)
-        tracked = [fp8jax.track_weights(5)] if preset.linear.tracked else []
+        tracked = [fp8jax.track_weight_amax(5)] if preset.linear.needs_weight_bounds else []
         task = Task.build(shape, optax.chain(optax.adamw(3e-3), *tracked), preset, remat=recipe == "fast", seed=0)
         state, step = task.init(), jax.jit(task.step)
         found = [float((state := (out := step(state, tokens))[0]) and out[1]["loss"]) for _ in range(40)]

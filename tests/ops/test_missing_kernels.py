@@ -64,10 +64,10 @@ def test_the_line_to_type_has_the_bounds_of_the_package():
 
 
 def test_the_reason_and_the_remedy(blocked):
-    assert kernels.missing().startswith("jax-triton cannot be imported (ModuleNotFoundError")
+    assert kernels.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
     assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in kernels.advice()
     with choice.target(kernels=False):  # asked for: contexts follow, and nobody is warned
-        assert kernels.written_contexts()
+        assert kernels.keeps_nonlinear_unchanged()
         assert kernels.advice() is None
 
 
@@ -78,9 +78,9 @@ def test_a_gpu_that_is_too_old_is_told_no_package():
 
 
 def test_elsewhere_nothing_is_missing():
-    assert kernels.missing() is None
+    assert kernels.missing_kernels_reason() is None
     assert kernels.advice() is None
-    assert not kernels.written_contexts()
+    assert not kernels.keeps_nonlinear_unchanged()
 
 
 def of_nnx(recipe):
@@ -191,8 +191,8 @@ def test_explain_of_a_flax_model_says_it(blocked, monkeypatch):
 def test_the_training_program_says_it(blocked):
     from experiments import train
 
-    with choice.listening() as heard:
-        choice.tell("adamw", choice.Choice("xla", "not the fused kernel"))
+    with choice.record_choices() as heard:
+        choice.record_choice("adamw", choice.Choice("xla", "not the fused kernel"))
     lines = train.computed_by(heard, ["codes"])
     assert lines[0].startswith("WARNING: no Triton kernel of fp8jax runs on this GPU")
     assert lines[1:] == ["adamw by xla: not the fused kernel", "saved codes"]

@@ -32,7 +32,7 @@ def block_shape(self: QuantSpec, shape) -> tuple[int, ...]:
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setattr(specs, "GRANULARITIES", (*specs.GRANULARITIES, *KINDS))
-    monkeypatch.setattr(specs, "SIZED", (*specs.SIZED, "tile"))
+    monkeypatch.setattr(specs, "SIZED", (*specs.SIZED_GRANULARITIES, "tile"))
     monkeypatch.setattr(QuantSpec, "block_shape", block_shape)
 
 
@@ -74,7 +74,7 @@ def test_codes_and_all_three_products_have_its_scales(kind, scales):
 @pytest.mark.parametrize("make", [lambda: nnx.Linear(64, 48, rngs=nnx.Rngs(0)), lambda: nn.Dense(48)])
 def test_explain_knows_whether_tokens_share_its_scales(kind, spans, make):
     report = fp8jax.explain(make(), recipe(kind), X)
-    assert [layer.spans_tokens for layer in report.layers] == [f"e4m3:{kind}" if spans else None]
+    assert [layer.token_spanning_spec for layer in report.layers] == [f"e4m3:{kind}" if spans else None]
     assert f"e4m3:{kind} x e4m3:{kind}" in str(report)
 
 
@@ -82,7 +82,7 @@ def test_explain_knows_whether_tokens_share_its_scales(kind, spans, make):
 @pytest.mark.parametrize("kind", ["tile128", "half"])
 def test_no_kernel_takes_what_it_does_not_know(kind):
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-    with choice.target(capability=90), choice.listening() as told:
+    with choice.target(capability=90), choice.record_choices() as told:
         q, _ = jax.eval_shape(lambda x: ops.quantize(x, f"e4m3:{kind}"), x)
         jax.eval_shape(matmul.matmul, q, q)
     (_, how), (_, product) = told

@@ -130,16 +130,16 @@ def test_every_pair_of_formats_has_the_range_that_histories_give_the_operand(hel
     """0.7 of the largest magnitude: what is beyond saturates to it, in each format and in both products."""
     largest = {name: 0.7 * np.abs(a).max() for name, a in zip(("x", "w", "dy"), problem(), strict=True)}
     for forms in PAIRS if not held else PAIRS[::3]:
-        check(Linear(**forms, scaling="delayed", history=2), largest, held)
+        check(Linear(**forms, scaling="delayed", amax_history_length=2), largest, held)
     for forms in PAIRS[:9:4]:
-        check(Linear(**forms, scaling="delayed", w_scaling="automatic", history=2), largest, held)
+        check(Linear(**forms, scaling="delayed", w_scaling="automatic", amax_history_length=2), largest, held)
 
 
 @pytest.mark.parametrize("forms", BLOCKS, ids=lambda forms: " ".join(f"{k}={v}" for k, v in forms.items()))
 def test_scales_of_any_granularity_run_along_the_contraction_of_their_product(forms):
     part = Linear(**forms)
     check(part, {}, False)
-    if part.spec("w_dgrad") != part.spec("w") and not part.spec("w").folds:
+    if part.spec("w_dgrad") != part.spec("w") and not part.spec("w").is_folded:
         check(part, {}, True)
 
 
@@ -154,7 +154,7 @@ def test_of_mixed_dtypes_each_result_is_rounded_to_its_own_alone(forms, form):
     part = Linear(**forms)
     y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part), *map(jnp.asarray, arrays[:2]))
     got = y, *back(jnp.asarray(arrays[2]))
-    if not part.quantized:  # one operand in bf16 makes the product one of bf16
+    if not part.is_quantized:  # one operand in bf16 makes the product one of bf16
         arrays = [a.astype(ml_dtypes.bfloat16) for a in arrays]
     wide = [a.astype(np.float32) for a in arrays]
     for name, found, exact, cast in zip(

@@ -20,10 +20,10 @@ from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import cuts, fallback, fused_reference, partition
 from fp8jax.ops import quantize as ops
-from fp8jax.ops.cuts import Cut, notation
-from fp8jax.ops.matmul import in_16_bits
-from fp8jax.ops.matmul_shared import shared
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.cuts import DimSharding, notation
+from fp8jax.ops.matmul import dot_in_16_bits
+from fp8jax.ops.matmul_shared import sharded_matmul
+from fp8jax.ops.partition import run_partitioned
 from tests.rows import slow
 
 LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
@@ -47,17 +47,17 @@ def same(found, wanted):
 
 
 def statistics(x):
-    def local(cut: Cut, x):
-        first = cut.start("m", x.shape[0])
+    def local(cut: DimSharding, x):
+        first = cut.shard_offset("m", x.shape[0])
         return (
             x.T,
-            cut.maximum(jnp.max(x), "m n"),
-            cut.total(jnp.sum(x.astype(jnp.int32), 0), "m"),
+            cut.pmax(jnp.max(x), "m n"),
+            cut.psum(jnp.sum(x.astype(jnp.int32), 0), "m"),
             jnp.max(x.reshape(x.shape[0], -1, 4), -1),
             first + jnp.arange(x.shape[0]),
         )
 
-    return partitioned("statistics", None, local, (x,), ("m n",), ("n m", "", "n", "m n/4", "m"))
+    return run_partitioned("statistics", None, local, (x,), ("m n",), ("n m", "", "n", "m n/4", "m"))
 
 
 @both
@@ -100,18 +100,18 @@ def test_under_vmap(kind):
 
 
 def test_programs_are_told_apart_by_their_code(monkeypatch):
-    before, read = partition._sources.__wrapped__(), pathlib.Path.read_bytes
+    before, read = partition._code_digest.__wrapped__(), pathlib.Path.read_bytes
     monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "fold.py"))
-    assert partition._sources.__wrapped__() != before
+    assert partition._code_digest.__wrapped__() != before
 
 
 @both
 def test_a_contraction_that_is_cut_is_summed_once(kind):
     def product(a, b):
-        def local(cut: Cut, a, b):
-            return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k")
+        def local(cut: DimSharding, a, b):
+            return cut.psum(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k")
 
-        return partitioned("product", None, local, (a, b), ("m k", "n k"), "m n")
+        return run_partitioned("product", None, local, (a, b), ("m k", "n k"), "m n")
 
     mesh, a, b = mesh_of(kind), jnp.round(8 * draw(0, 16, 32)), jnp.round(8 * draw(1, 24, 32))
     for left, right in (((None, "rows"), (None, "rows")), (("rows",), ("rows",)), (("rows", "columns"), ("columns",))):
@@ -135,10 +135,10 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
     """As FSDP has gradients of weights: what the devices send is half of an all-reduce's."""
 
     def summed_over_k(a, b):
-        def local(cut: Cut, a, b):
-            return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
+        def local(cut: DimSharding, a, b):
+            return cut.psum(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
 
-        return partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sums="k", wanted=wanted)
+        return run_partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sum_dim="k", out_spec=wanted)
 
     def product(a, b, sharding):
         y = summed_over_k(a, b)
@@ -160,10 +160,10 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = cuts.Notation(*([cuts.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sums="k")
+    notation_ = cuts.Notation(*([cuts.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k")
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
-    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scattered == {}
-    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).scattered == {"n": ("rows",)}
+    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scatter_axes == {}
+    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).scatter_axes == {"n": ("rows",)}
 
 
 def test_what_a_notation_says_of_cuts():
@@ -174,9 +174,9 @@ def test_what_a_notation_says_of_cuts():
         with pytest.raises(ValueError, match=r"dimension m has lengths [89] and [89]"):
             two.lengths(shapes)
     # Shardy is told of dimensions that all devices divide; the others, and empty ones, are each alone.
-    assert of(("m n",), ("m n",)).rule({"m": 8, "n": 6}, 4) == ("m_ free0 -> m_ free1", {})
-    assert of(("m n",), ("m",)).rule({"m": 0, "n": 8}, 4) == ("free0 n_ -> free1", {})
-    assert two.rule({"m": 8, "n": 48}, 4)[1] == {"n_in4": 3, "n_": 4, "n_in1": 12, "n_in6": 2}
+    assert of(("m n",), ("m n",)).shardy_rule({"m": 8, "n": 6}, 4) == ("m_ free0 -> m_ free1", {})
+    assert of(("m n",), ("m",)).shardy_rule({"m": 0, "n": 8}, 4) == ("free0 n_ -> free1", {})
+    assert two.shardy_rule({"m": 8, "n": 48}, 4)[1] == {"n_in4": 3, "n_": 4, "n_in1": 12, "n_in6": 2}
     # The operand that comes first says by which axes a dimension is cut.
     rows = (PartitionSpec("a"), PartitionSpec("b"))
     assert of(("m k", "m n"), ("m",)).assign({"m": 8, "k": 8, "n": 8}, rows, {"a": 2, "b": 2}).axes == {"m": ("a",)}
@@ -189,8 +189,10 @@ def test_nan_is_a_maximum():
 
 def test_a_dimension_may_be_cut_by_two_axes():
     mesh, axes = mesh_of(AxisType.Auto), ("rows", "columns")
-    cut = Cut({"m": axes})
-    run = lambda x: jnp.stack([cut.start("m", 5), cut.devices("m"), *cut.fours((40, 3), (4, 3)), cut.start("n", 5)])  # noqa: E731
+    cut = DimSharding({"m": axes})
+    run = lambda x: jnp.stack(
+        [cut.shard_offset("m", 5), cut.num_shards("m"), *cut.rng_offset((40, 3), (4, 3)), cut.shard_offset("n", 5)]
+    )
     found = jax.shard_map(
         lambda x: run(x)[None], mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes)
     )
@@ -223,9 +225,9 @@ def test_notation_of_a_spec(spec, wanted):
 
 def test_a_notation_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="do not describe"):
-        partitioned("wrong", None, lambda cut, x: x, (draw(0, 4, 4),), ("m",), "m")
+        run_partitioned("wrong", None, lambda cut, x: x, (draw(0, 4, 4),), ("m",), "m")
     with pytest.raises(ValueError, match="lengths 4 and 8"):
-        partitioned("wrong", None, lambda cut, x, y: x, (draw(0, 4, 4), draw(0, 8, 4)), ("m n", "m n"), "m n")
+        run_partitioned("wrong", None, lambda cut, x, y: x, (draw(0, 4, 4), draw(0, 8, 4)), ("m n", "m n"), "m n")
 
 
 # ---- the operations' own calls, with references for kernels
@@ -257,7 +259,7 @@ def stand_ins(monkeypatch):
     def quantize(x, rows, columns, *, row_scale, column_scale, maxima, up, words, place, sums, compute_capability):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
         assert maxima is None or maxima.ndim == 1
-        settle = scaling.find("two_stage" if up else "current").settle
+        settle = scaling.find_scaling("two_stage" if up else "current").reduce_amax
 
         def one(y, coding, scale):
             if coding is None:
@@ -281,9 +283,9 @@ def stand_ins(monkeypatch):
             return first, turned, total
         return one(x, rows, row_scale), one(x.T, columns, column_scale), total
 
-    monkeypatch.setattr(maxima_triton, "maxima", maxima)
+    monkeypatch.setattr(maxima_triton, "compute_amax", maxima)
     monkeypatch.setattr(quantize_triton, "quantize", quantize)
-    monkeypatch.setattr(quantize_rows_triton, "unsupported", lambda *_: "a reference stands in")
+    monkeypatch.setattr(quantize_rows_triton, "unsupported_reason", lambda *_: "a reference stands in")
     return fused_kernels
 
 
@@ -304,8 +306,8 @@ QUANTIZED = [
 )
 def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns, strategy):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
-    how = ops._parse(rows, columns, scaling.find(strategy), True)
-    known = scaling.largest_magnitude(x) if rows == "e4m3" else None
+    how = ops._parse(rows, columns, scaling.find_scaling(strategy), True)
+    known = scaling.compute_amax(x) if rows == "e4m3" else None
     run = jax.jit(lambda x: ops._kernel(how, x, None, None, known))
     wanted, sums = ops._reference(how, x, None, None, known)
     for layout in LAYOUTS[:3]:
@@ -317,7 +319,7 @@ def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, colum
 @both
 def test_noise_goes_by_the_place_in_the_whole_matrix(stand_ins, kind):
     mesh, x, key = mesh_of(kind), draw(0, 64, 32), jax.random.key(0)
-    how = ops._parse("int8:token+stochastic", None, scaling.find("current"), False)
+    how = ops._parse("int8:token+stochastic", None, scaling.find_scaling("current"), False)
     found = [
         jax.jit(lambda x: ops._kernel(how, x, None, key, None)[0][0].codes)(place(mesh, x, *layout))
         for layout in LAYOUTS
@@ -336,9 +338,9 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     mesh, x, up, dy = mesh_of(kind), *(draw(i, 1024, 64) for i in range(3))
     weight = draw(3, 64)
     spec = QuantSpec("e4m3", "group", 16)
-    norm = fused._described(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
-    gated = fused._described(x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False})
-    coding = fused.coding(spec)
+    norm = fused._describe(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
+    gated = fused._describe(x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False})
+    coding = fused.to_coding(spec)
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
 
     def everything(on, x, up, dy, weight):
@@ -348,7 +350,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
         back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
         parts, top, _ = on.keep_activation(gated, x, up, coding)
         exact, plain = gated._replace(exact=True), Operands(x, up=up)
-        sample = on.peaks(exact, (RESULT,), plain, every=scaling.EVERY)
+        sample = on.peaks(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
         (g, gs), (u, us) = parts[:2]
         kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
         ahead = on.ahead(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
@@ -395,8 +397,8 @@ def test_products_without_kernels_are_mapped_in_one_and_gather_codes(paired):
     a, b = (quantize_with_scale(draw(i, 64, 128), spec, None) for i in range(2))
     b = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), b)
     if paired:
-        a = fallback.pair(draw(0, 64, 128), a, draw(2, *a.scale.shape) > 0)
-    product = functools.partial(shared, in_16_bits(), None, jnp.float32, spec=None)
+        a = fallback.make_fallback_tensor(draw(0, 64, 128), a, draw(2, *a.scale.shape) > 0)
+    product = functools.partial(sharded_matmul, dot_in_16_bits(), None, jnp.float32, out_spec=None)
     run = jax.jit(jax.vmap(product, (None, 0)))
     wanted = run(a, b)
     placed = jax.tree.map(lambda x: place(mesh, x, "rows"), a), jax.tree.map(lambda x: place(mesh, x, None, "rows"), b)
@@ -416,7 +418,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     """A stand-in for AdamW's kernel returns where it believes its groups to be, and small changes of weights."""
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
-    from fp8jax.core.noise import round_stochastically
+    from fp8jax.core.noise import round_stochastic
     from fp8jax.ops import adamw_fused
     from pallas_kernels import adamw_triton
 
@@ -431,16 +433,16 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         if form == "step":
             change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
-            change = round_stochastically(change, seed)
+            change = round_stochastic(change, seed)
         return change, mu, (codes, lax.bitcast_convert_type(words, jnp.float32), exponent)
 
     monkeypatch.setattr(adamw_triton, "adamw", stand_in)
     shape, size = (4, 8, 256), 32
     spec = QuantSpec("e4m3", "group", size, expand=True)
     dtype = jnp.bfloat16 if stochastic else jnp.float32
-    words = noise.of_step(jnp.int32(3))
+    words = noise.step_seed(jnp.int32(3))
     weight = draw(1, *shape).astype(dtype)
-    leaf = adamw_fused.Leaf(
+    leaf = adamw_fused.AdamLeaf(
         draw(0, *shape), weight, quantize_with_scale(draw(2, *shape), spec, None),
         quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None), True, words if stochastic else None, words, 7,
     )  # fmt: skip
@@ -459,7 +461,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         same(found, np.asarray(words)[0] + numbers)
         same(codes, leaf.mu.codes)
         moved = weight.astype(jnp.float32) + leaf.grad / 1024
-        same(new, round_stochastically(moved, words) if stochastic else moved)
+        same(new, round_stochastic(moved, words) if stochastic else moved)
 
 
 def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(monkeypatch, tmp_path):
@@ -471,7 +473,9 @@ def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(mo
 
     def run(factor):
         hits.clear()
-        program = jax.jit(lambda x: partition.partitioned("times", factor, lambda _, x: x * factor, [x], ["m"], "m"))
+        program = jax.jit(
+            lambda x: partition.run_partitioned("times", factor, lambda _, x: x * factor, [x], ["m"], "m")
+        )
         np.testing.assert_array_equal(program(x), np.arange(16.0) * factor)
         return bool(hits)
 

@@ -33,7 +33,7 @@ def by_group(x, function):
 E5M2 = ml_dtypes.float8_e5m2
 
 
-MIXED = fp8jax.recipes.Linear("e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e5m2", saved=None)
+MIXED = fp8jax.recipes.Linear("e4m3", "e4m3", "e4m3", "e5m2", "e5m2", "e5m2", x_residual=None)
 
 
 @pytest.mark.parametrize("recipe", ["te_current", MIXED], ids=["te_current", "mixed"])

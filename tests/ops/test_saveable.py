@@ -26,7 +26,7 @@ X, W, V = draw(0, 24, 32), draw(1, 32, 48), draw(2, 48, 32)
 
 
 def hidden(x):
-    return fp8jax.saveable(x, "hidden")
+    return fp8jax.save_quantized(x, "hidden")
 
 
 def block(x, w, v, save=hidden):
@@ -53,7 +53,7 @@ def activations(f, *args):
 )
 @pytest.mark.parametrize("loop", [False, True])
 def test_codes_and_scales_are_saved_and_no_16_bit_copy(spec, kept, loop):
-    save = functools.partial(fp8jax.saveable, name="hidden", spec=spec)
+    save = functools.partial(fp8jax.save_quantized, name="hidden", spec=spec)
     one = checkpointed(functools.partial(block, save=save), "hidden")
     if not loop:
         assert activations(one, X, W, V) == kept
@@ -64,15 +64,15 @@ def test_codes_and_scales_are_saved_and_no_16_bit_copy(spec, kept, loop):
 
 def test_values_are_those_of_the_codes_and_gradients_pass_unchanged():
     h, dy = draw(3, 24, 48, dtype=jnp.float32), draw(4, 24, 48, dtype=jnp.float32)
-    y, back = jax.vjp(lambda h: fp8jax.saveable(h, "h"), h)
+    y, back = jax.vjp(lambda h: fp8jax.save_quantized(h, "h"), h)
     spec = dataclasses.replace(fp8jax.QuantSpec.parse("e4m3:group16"), scale_format="bf16")
     np.testing.assert_array_equal(y, fp8jax.quantize(h, spec).dequantize())
     np.testing.assert_array_equal(back(dy)[0], dy)
     # Any order, forward and reverse, as of the value itself.
-    cube = lambda h: jnp.sum(fp8jax.saveable(h, "h") ** 3)  # noqa: E731
+    cube = lambda h: jnp.sum(fp8jax.save_quantized(h, "h") ** 3)  # noqa: E731
     np.testing.assert_array_equal(jax.grad(lambda h: jnp.sum(jax.grad(cube)(h)))(h), 6 * y)
-    np.testing.assert_array_equal(jax.jvp(lambda h: fp8jax.saveable(h, "h"), (h,), (dy,))[1], dy)
-    assert np.isnan(np.asarray(fp8jax.saveable(h.at[3, 5].set(jnp.inf), "h"))[3]).any()
+    np.testing.assert_array_equal(jax.jvp(lambda h: fp8jax.save_quantized(h, "h"), (h,), (dy,))[1], dy)
+    assert np.isnan(np.asarray(fp8jax.save_quantized(h.at[3, 5].set(jnp.inf), "h"))[3]).any()
 
 
 def test_a_checkpoint_changes_no_gradient():
@@ -87,7 +87,7 @@ def test_what_our_operations_save_has_names():
 
     def layer(recipe, x, w, v):
         g, u = fp8jax.norm_linear(x, None, (w, w), recipe=recipe)
-        return fp8jax.glu_linear(g, u, v, recipe=recipe)
+        return fp8jax.glu_down_proj(g, u, v, recipe=recipe)
 
     def widths(recipe, *names):
         kept = residuals(checkpointed(functools.partial(layer, recipe), *names), X, W, V)
@@ -103,21 +103,21 @@ def test_what_our_operations_save_has_names():
 
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="rounds to nearest, not 'int8:block32\\+stochastic'"):
-        fp8jax.saveable(X, "h", "int8:block32+stochastic")
+        fp8jax.save_quantized(X, "h", "int8:block32+stochastic")
     for x, told in ((jnp.arange(4), "int32[4]"), (jnp.float32(1), "float32[]")):
         with pytest.raises(ValueError, match=re.escape(f"(..., channels) of a floating dtype, not {told}")):
-            fp8jax.saveable(x, "h")
+            fp8jax.save_quantized(x, "h")
 
 
 def test_a_group_has_as_many_octaves_as_the_format():
     """From a 57,344th of its largest value on; what is less becomes 0."""
     x = jnp.array([[1.0, 1 / 57000, -1 / 58000, 0.5] * 4])
-    assert np.sign(fp8jax.saveable(x, "h", "e4m3:group16+expand"))[0].tolist() == [1, 1, 0, 1] * 4
+    assert np.sign(fp8jax.save_quantized(x, "h", "e4m3:group16+expand"))[0].tolist() == [1, 1, 0, 1] * 4
 
 
 @pytest.mark.parametrize("make", [
-    lambda x: fp8jax.saveable(x, "x", "e4m3:group128+expand"),
-    lambda x: saved.decode(saved.keep(x, fp8jax.QuantSpec.parse("e4m3:group128+expand"))),
+    lambda x: fp8jax.save_quantized(x, "x", "e4m3:group128+expand"),
+    lambda x: saved.dequantize_residual(saved.quantize_residual(x, fp8jax.QuantSpec.parse("e4m3:group128+expand"))),
     lambda x: quantize(x, "e4m3:group128+expand")[0].dequantize(),
 ])  # fmt: skip
 def test_a_tiny_member_takes_no_codes_from_the_others_of_its_group(make):

@@ -44,7 +44,7 @@ def test_every_operand_has_the_scale_of_its_strategy(quantized):
 
 @pytest.mark.parametrize("saved", [{}, {"saved": "e4m3"}], ids=["the same codes", "saved apart"])
 def test_every_operand_has_the_scale_of_its_own_history(saved):
-    part = dataclasses.replace(PART, scaling="delayed", history=2, **saved)
+    part = dataclasses.replace(PART, scaling="delayed", amax_history_length=2, **saved)
     state = fp8jax.init_scaling(part)
     # Where a history's largest value is a quarter of a number, that saturates to the quarter.
     for wide, clipped in (

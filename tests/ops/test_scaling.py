@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax.core import formats, scaling
 
-RECIPE = dataclasses.replace(fp8jax.recipes.te_current().linear, scaling="delayed", history=3)
+RECIPE = dataclasses.replace(fp8jax.recipes.te_current().linear, scaling="delayed", amax_history_length=3)
 X = jax.random.normal(jax.random.key(0), (24, 32))
 W = 0.1 * jax.random.normal(jax.random.key(1), (32, 16))
 T = jax.random.normal(jax.random.key(2), (24, 16))
@@ -47,7 +47,7 @@ def test_two_stage_scaling_in_a_linear_is_current_scaling_within_bf16():
 
 
 def test_delayed_scales_come_from_the_largest_of_the_history():
-    strategy = scaling.Delayed(history=3, margin=1)
+    strategy = scaling.Delayed(amax_history_length=3, margin=1)
     state = strategy.init()
     x = jnp.array([2.0, -7.0])
     np.testing.assert_allclose(strategy.scale(state, x, formats.E4M3), 2 * 7 / 448, rtol=1e-6)
@@ -136,7 +136,7 @@ def test_a_linear_with_a_state_adds_its_bias_and_reads_weights_that_are_held(nam
     recipe = fp8jax.recipes.get(name)
     state, bias, key = fp8jax.init_scaling(recipe, W), jnp.arange(16.0), jax.random.key(3)
     slot = jnp.zeros([]) if "dy" in recipe.linear.states else None
-    key = key if recipe.linear.stochastic else None
+    key = key if recipe.linear.is_stochastic else None
 
     def run(w, **how):
         return fp8jax.scaled_linear(X, w, state, slot, recipe=recipe, key=key, **how)[0]

@@ -26,10 +26,12 @@ RECIPES = {
     "mx under a tensor's scale": Linear("e4m3:mx32", "e4m3", "e4m3:mx32"),
     "exact mx under a tensor's scale": Linear(EXACT, "e4m3", EXACT, x_wgrad=EXACT, dy_wgrad=EXACT),
     "OCP's mx": Linear(OCP, "e4m3", OCP, x_wgrad=OCP, dy_wgrad=OCP),
-    "saved expanded": Linear("e4m3", "e4m3", "e5m2", saved="e4m3:tensor+expand", x_wgrad="e4m3:token"),
-    "saved as it is": Linear("e4m3", "e4m3", "e5m2", saved=None, x_wgrad="e4m3"),
+    "saved expanded": Linear("e4m3", "e4m3", "e5m2", x_residual="e4m3:tensor+expand", x_wgrad="e4m3:token"),
+    "saved as it is": Linear("e4m3", "e4m3", "e5m2", x_residual=None, x_wgrad="e4m3"),
 }
-RECIPES = {name: linear for name, linear in RECIPES.items() if not any(s.observes for s in linear.states.values())}
+RECIPES = {
+    name: linear for name, linear in RECIPES.items() if not any(s.collects_stats for s in linear.states.values())
+}
 RUN = few(RECIPES, "bf16", "coat", "deepseek", "fast", "int8_block")
 
 
@@ -37,7 +39,7 @@ RUN = few(RECIPES, "bf16", "coat", "deepseek", "fast", "int8_block")
 def program(name):
     """The product and its gradients, compiled once for all tests of a recipe."""
     linear = RECIPES[name]
-    key = jax.random.key(1) if linear.stochastic else None
+    key = jax.random.key(1) if linear.is_stochastic else None
 
     def products(x, w, dy, sizes):
         y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=linear, key=key), x, w)
@@ -123,7 +125,7 @@ def rounded(x, kind, size):
 def test_scales_along_tokens_are_counted_from_each_groups_first_token(spec, kind, size):
     """Of a product with the identity the weight's gradient is that of the rounded rows."""
     rows = RNG.normal(size=(ROWS, INPUTS)).astype(np.float32) * np.exp(3 * RNG.normal(size=(ROWS, 1)))
-    linear = Linear("e4m3", "e4m3", "e4m3", saved=None, x_wgrad=spec, dy_wgrad=spec)
+    linear = Linear("e4m3", "e4m3", "e4m3", x_residual=None, x_wgrad=spec, dy_wgrad=spec)
     w, dy = jnp.ones((4, INPUTS, OUTPUTS)), jnp.asarray(DY)
     run = jax.jit(lambda x, w: fp8jax.ragged_dot(x, w, jnp.asarray(SIZES), recipe=linear))
     got = jax.vjp(run, jnp.asarray(rows, jnp.float32), w)[1](dy)[1]

@@ -66,7 +66,7 @@ def block(name, x, w):
     def loss(x, w):
         x = fp8jax.activation(fp8jax.rms_norm(x, None, recipe=name), recipe=name, activation="silu")
         x, gate, up = fp8jax.norm_linear(x, jnp.asarray(ROW), [w, w], recipe=name, residual=True)
-        return jnp.sum(fp8jax.glu_linear(gate, up, w.swapaxes(0, 1), x, recipe=name))
+        return jnp.sum(fp8jax.glu_down_proj(gate, up, w.swapaxes(0, 1), x, recipe=name))
 
     return jax.grad(loss, (0, 1))(x, w)
 
@@ -122,8 +122,8 @@ OPTIMIZERS = {
     "bf16": lambda: fp8jax.compressed_adamw(1e-3, mu="int8", nu="bf16", min_size=0),
     "lion": lambda: fp8jax.compress_state(optax.lion(1e-3), min_size=0),
     "fp8lm_adamw": lambda: fp8jax.fp8lm_adamw(1e-3, weight_decay=0.1),
-    "clipped": lambda: fp8jax.clipped(1.0, fp8jax.compressed_adamw(1e-3, min_size=0)),
-    "tracked": lambda: optax.chain(fp8jax.compressed_adamw(1e-3, min_size=0), fp8jax.track_weights()),
+    "clipped": lambda: fp8jax.with_clipping(1.0, fp8jax.compressed_adamw(1e-3, min_size=0)),
+    "tracked": lambda: optax.chain(fp8jax.compressed_adamw(1e-3, min_size=0), fp8jax.track_weight_amax()),
 }
 
 

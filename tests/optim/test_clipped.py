@@ -20,7 +20,7 @@ NORM = float(optax.tree.norm(GRADS))
 
 @pytest.fixture(scope="module", params=["bf16", "coat"])
 def tx(request):
-    return fp8jax.clipped(NORM / 4, fp8jax.optimizer(request.param, 1e-2, weight_decay=0.1))
+    return fp8jax.with_clipping(NORM / 4, fp8jax.optimizer(request.param, 1e-2, weight_decay=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def test_stochastic_rounding_is_told_through(tx):
 
 def test_what_cannot_be_clipped_is_refused():
     with pytest.raises(TypeError, match="with `step`"):
-        fp8jax.clipped(1.0, optax.adam(1e-3))
+        fp8jax.with_clipping(1.0, optax.adam(1e-3))
     for norm in (0.0, -1.0, np.nan):
         with pytest.raises(ValueError, match="max_norm must be positive"):
-            fp8jax.clipped(norm, fp8jax.compressed_adamw(1e-3))
+            fp8jax.with_clipping(norm, fp8jax.compressed_adamw(1e-3))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_what_cannot_be_clipped_is_refused():
 )
 def test_a_copy_of_a_fused_transformation_has_its_step(copy):
     tx = fp8jax.optimizer("bf16", 1e-2)
-    again = copy(fp8jax.clipped(1.0, tx))
+    again = copy(fp8jax.with_clipping(1.0, tx))
     params, _ = again.step(GRADS, again.init(PARAMS), PARAMS)
-    want = fp8jax.clipped(1.0, tx).step(GRADS, again.init(PARAMS), PARAMS)[0]
+    want = fp8jax.with_clipping(1.0, tx).step(GRADS, again.init(PARAMS), PARAMS)[0]
     jax.tree.map(np.testing.assert_array_equal, params, want)
     with pytest.raises(TypeError, match=r"not the update of a fused transformation.*give all three"):
         tx._replace(update=optax.sgd(1.0).update)

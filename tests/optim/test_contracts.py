@@ -183,7 +183,7 @@ def test_what_is_no_number_is_refused(make):
         for given in ("3e-4", None, [1e-3, "a"]):
             with pytest.raises(TypeError, match=f"{name} must be a number, not"):
                 make(**{"learning_rate": 1e-3, name: given})
-    for call in (fp8jax.clip_by_global_norm, lambda x: fp8jax.clipped(x, make(1e-3)), fp8jax.adam_limit):
+    for call in (fp8jax.clip_by_global_norm, lambda x: fp8jax.with_clipping(x, make(1e-3)), fp8jax.max_adam_step):
         with pytest.raises(TypeError, match="must be a number, not '1'"):
             call("1")
 
@@ -298,7 +298,7 @@ def test_each_parameter_has_noise_of_its_own(name):
 
 @both
 def test_the_clip_and_the_schedule_arrive(make):
-    tx = fp8jax.clipped(1.0, make(lambda count: jnp.where(count == 0, 0.5, 0.25), eps=1.0, weight_decay=0.0))
+    tx = fp8jax.with_clipping(1.0, make(lambda count: jnp.where(count == 0, 0.5, 0.25), eps=1.0, weight_decay=0.0))
     chain = optax.chain(optax.clip_by_global_norm(1.0), make(optax.piecewise_constant_schedule(0.5, {1: 0.5}), eps=1.0,
                                                              weight_decay=0.0))  # fmt: skip
     state, other = tx.init(PARAMS), chain.init(PARAMS)

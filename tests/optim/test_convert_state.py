@@ -129,7 +129,7 @@ def test_remainders_of_masters_have_as_many_bits_as_the_new_optimizers():
     makers = {n: fp8jax.compressed_adamw(RATE, min_size=0, master=f"bf16+int{n}", **SETTINGS) for n in (8, 16)}
     # The last one's remainder is the largest there is: rounded to 8 bits it would be one more than those.
     wanted = {"w": params()["w"].at[0, 0].set(1 + 2.0**-8 - 2.0**-23)}
-    high, rest = fp8jax.split_masters(wanted, "bf16+int16")
+    high, rest = fp8jax.split_master_weights(wanted, "bf16+int16")
     assert int(rest["w"][0, 0]) == 2**15 - 1
     state = optax.tree.set(makers[16].init(high), remainder=rest)
     shorter = fp8jax.convert_state(state, makers[8], high)

@@ -217,7 +217,7 @@ def test_flax_serialization_keeps_every_bit():
 def test_flax_may_be_imported_after_the_last_state_is_made(monkeypatch):
     state = fp8jax.compressed_adamw(1e-2, min_size=0).init({"w": jnp.ones((4, 128))})
     monkeypatch.setattr(flax, "serialization", serialization)
-    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if x is not flax_state._WhenImported])
+    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if x is not flax_state._ImportHook])
     monkeypatch.delitem(sys.modules, "flax.serialization")
     flax_state.install()
     later = importlib.import_module("flax.serialization")

@@ -40,7 +40,7 @@ def run(master):
     """Six steps, whose gradients become smaller by decades, in FP8 and with scales for each layer: all states."""
     tx = TX(stacked={"layers": 1, "w": 0}, master=master)
     params, grads = problem()
-    specs = {"layers": fp8jax.QuantSpec("e4m3", stacked=1), "w": fp8jax.QuantSpec("e4m3")}
+    specs = {"layers": fp8jax.QuantSpec("e4m3", layer_axes=1), "w": fp8jax.QuantSpec("e4m3")}
     grads = [{name: fp8jax.quantize(g, specs[name]) for name, g in each.items()} for each in grads]
     states, step = [(params, tx.init(params))], jax.jit(tx.step)
     for g in grads:
@@ -87,7 +87,7 @@ def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(master, digit):
                 assert (largest > fmt.max / 8).all()
             assert ((values(new.nu[name]) > 0) == (v > 0)).all()
         found = fp8jax.master_weights(new, params)
-        held = fp8jax.working_copy(new) if master is None else fp8jax.split_masters(found, master)[0]
+        held = fp8jax.params_from_master(new) if master is None else fp8jax.split_master_weights(found, master)[0]
         jax.tree.map(np.testing.assert_array_equal, params, held)
 
 
@@ -102,7 +102,7 @@ def test_update_goes_where_step_does():
     for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=2.0**-8 * 2 * RATE)
     jax.tree.map(np.testing.assert_array_equal, found, after)
-    jax.tree.map(np.testing.assert_array_equal, fp8jax.working_copy(after), stepped)
+    jax.tree.map(np.testing.assert_array_equal, fp8jax.params_from_master(after), stepped)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -189,7 +189,7 @@ def test_master_weights_keep_small_changes_on_average_when_they_are_rounded_stoc
         own = params
         for _ in range(40):
             own, state = step({"w": jnp.ones((64, 64))}, state, own)
-        moved[rounding] = float(jnp.mean(1 - fp8jax.working_copy(state, jnp.float32)["w"]))
+        moved[rounding] = float(jnp.mean(1 - fp8jax.params_from_master(state, jnp.float32)["w"]))
     assert moved["nearest"] == 0
     assert moved["stochastic"] == pytest.approx(40e-5, rel=0.15)  # e4m3 keeps the first moment of ones at 15/16
 

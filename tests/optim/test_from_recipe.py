@@ -18,7 +18,7 @@ def test_moments_are_stored_as_the_recipe_says(name):
     recipe = fp8jax.recipes.get(name)
     for given in (name, recipe):
         state = jax.eval_shape(fp8jax.optimizer(given, 1e-3).init, PARAMS)
-        if recipe.linear.tracked:
+        if recipe.linear.needs_weight_bounds:
             state, bounds = state
             assert bounds.bounds["w"].shape == ()
         for moment in ("mu", "nu"):
@@ -62,7 +62,7 @@ def test_every_setting_arrives():
 
 
 def test_stacked_layers_have_scales_of_their_own_where_a_recipe_has_one_a_tensor():
-    state = fp8jax.optimizer("fp8_lm", 1e-2, stacked=1, min_size=0).init({"w": jnp.ones((3, 8, 16))})
+    state = fp8jax.optimizer("fp8_lm", 1e-2, layer_axes=1, min_size=0).init({"w": jnp.ones((3, 8, 16))})
     assert state.mu["w"].scale.shape == (3, 1, 1)
 
 
@@ -80,23 +80,23 @@ def test_formats_of_masters_and_moments_arrive():
 def test_weights_of_a_recipe_with_automatic_scaling_are_followed():
     """As `tracked` does, with the limit of the same settings and the recipe's interval; or not."""
     moss = fp8jax.recipes.moss()
-    recipe = dataclasses.replace(moss, linear=dataclasses.replace(moss.linear, interval=2))
+    recipe = dataclasses.replace(moss, linear=dataclasses.replace(moss.linear, weight_amax_interval=2))
     settings = {"b1": 0.8, "b2": 0.9, "weight_decay": 0.3}
-    plain = fp8jax.optimizer(recipe, 1e-2, track=False, **settings)
-    by_hand = fp8jax.tracked(plain, fp8jax.adam_limit(1e-2, 0.8, 0.9, 0.3), 2)
+    plain = fp8jax.optimizer(recipe, 1e-2, track_weight_bounds=False, **settings)
+    by_hand = fp8jax.with_weight_bounds(plain, fp8jax.max_adam_step(1e-2, 0.8, 0.9, 0.3), 2)
     found = []
-    for tx in (fp8jax.optimizer(recipe, 1e-2, clip=0.5, **settings), fp8jax.clipped(0.5, by_hand)):
+    for tx in (fp8jax.optimizer(recipe, 1e-2, clip=0.5, **settings), fp8jax.with_clipping(0.5, by_hand)):
         params, state = PARAMS, tx.init(PARAMS)
         for _ in range(4):
             params, state = jax.jit(tx.step)(PARAMS, state, params)
-        found.append((params, fp8jax.weight_bounds(state)))
+        found.append((params, fp8jax.get_weight_amax_bounds(state)))
     chex.assert_trees_all_equal(*found)
     with pytest.raises(ValueError, match="follows no weights"):
-        fp8jax.weight_bounds(plain.init(PARAMS))
+        fp8jax.get_weight_amax_bounds(plain.init(PARAMS))
     advice = "give track=False, and fp8jax.track_weights"
     with pytest.raises(ValueError, match=rf"b1=0\.95 and b2=0\.9 .*{advice}"):
         fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9)
-    assert fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9, track=False)
+    assert fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9, track_weight_bounds=False)
     scaled = dataclasses.replace(
         moss, optimizer=fp8jax.recipes.fp8_lm().optimizer, weights=fp8jax.recipes.fp8_lm().weights
     )

@@ -21,7 +21,7 @@ X = jax.random.normal(jax.random.key(1), (16, 32))
 MADE = {
     "compressed_adamw": lambda: fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL),
     "fp8lm_adamw": lambda: fp8jax.fp8lm_adamw(1e-2, weight_decay=0.1, min_size=100),
-    "clipped": lambda: fp8jax.clipped(0.05, fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL)),
+    "clipped": lambda: fp8jax.with_clipping(0.05, fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL)),
     "bf16": lambda: fp8jax.optimizer("bf16", 1e-2, weight_decay=0.1, clip=0.05),
     "chain": lambda: optax.chain(
         optax.clip_by_global_norm(0.05), fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL)
@@ -210,7 +210,7 @@ def advanced(model, optimizer, grads):
 
 def bounded(model, optimizer, grads):
     optimizer.update(model, grads)
-    fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+    fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
 
 
 def ended(model, optimizer, grads):
@@ -231,7 +231,7 @@ def test_nnx_optimizer_ends_the_step_of_scalings(recipe, by_hand, chained):
     """As what is called by hand beside Flax's own optimizer, which does not; called beside ours it changes nothing."""
     tx = fp8jax.optimizer(recipe, 1e-2, b2=0.95)
     if chained:
-        tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weights())
+        tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weight_amax())
     first = nnx.state(scaled_run(recipe, fp8jax.nnx.Optimizer, tx, alone, steps=0)[0], fp8jax.nnx.ScalingVariable)
     runs = [scaled_run(recipe, fp8jax.nnx.Optimizer, tx, end)[0] for end in (alone, by_hand)]
     kinds = fp8jax.nnx.ScalingVariable, nnx.Param
@@ -251,7 +251,7 @@ def test_train_state_ends_the_step_of_scalings(recipe, chained):
     """As what is called by hand; parameters may be all that `init` makes, or the collection alone."""
     model, tx = fp8jax.linen.quantize(Net(), recipe), fp8jax.optimizer(recipe, 1e-2, b2=0.95)
     if chained:
-        tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weights())
+        tx = optax.chain(fp8jax.compressed_adamw(1e-2, b2=0.95), fp8jax.track_weight_amax())
     variables = model.init(jax.random.key(0), X)
     params, scaling = variables["params"], variables["fp8jax_scaling"]
     statistics = variables.get("fp8jax_statistics", {})
@@ -271,8 +271,8 @@ def test_train_state_ends_the_step_of_scalings(recipe, chained):
         after = state.apply_gradients(grads=inside(weights), statistics=seen, scaling=by_hand)
         if recipe == "moss":
             step = tx.update if chained else tx.step
-            new = fp8jax.weight_bounds(step(weights, opt_state, params)[1])
-            wanted = fp8jax.linen.set_weight_bounds(by_hand, new)
+            new = fp8jax.get_weight_amax_bounds(step(weights, opt_state, params)[1])
+            wanted = fp8jax.linen.update_weight_amax_bounds(by_hand, new)
         else:
             wanted = fp8jax.linen.advance_scaling(by_hand, seen, recipe)
         chex.assert_trees_all_close(after.scaling, wanted, rtol=1e-6)
@@ -311,16 +311,16 @@ def test_bounds_are_those_of_trained_weights_and_frozen_ones_keep_theirs():
     (model, optimizer), (before, _) = (
         scaled_run("moss", fp8jax.nnx.Optimizer, tx, alone, steps, second) for steps in (3, 0)
     )
-    ((_, bound),) = fp8jax.weight_bounds(optimizer.opt_state).items()
+    ((_, bound),) = fp8jax.get_weight_amax_bounds(optimizer.opt_state).items()
     kinds = [dict(nnx.to_flat_state(nnx.state(m, fp8jax.nnx.ScalingVariable))) for m in (model, before)]
     (frozen, trained) = sorted(kinds[0], key=str)
     assert kinds[0][trained][...] == bound > kinds[1][trained][...]
     assert kinds[0][frozen][...] == kinds[1][frozen][...]
-    of_other = optax.chain(optax.sgd(1e-2), fp8jax.track_weights()).init({"encoder": {"kernel": jnp.ones((4, 4))}})
+    of_other = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax()).init({"encoder": {"kernel": jnp.ones((4, 4))}})
     with pytest.raises(ValueError, match="no parameter layers/0/kernel: its state is another model's, or that of a p"):
         fp8jax.nnx.end_step(model, {}, of_other)
     model.embedding = nnx.Param(jnp.ones((4, 4)))  # one that trains it alone is of this model
-    of_own = optax.chain(optax.sgd(1e-2), fp8jax.track_weights()).init({"embedding": model.embedding[...]})
+    of_own = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax()).init({"embedding": model.embedding[...]})
     fp8jax.nnx.end_step(model, {}, of_own)
     assert [x[...] for x in kinds[0].values()] == jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))
 
@@ -329,12 +329,12 @@ def test_linen_s_step_gives_bounds_of_trained_weights_and_leaves_frozen_ones():
     variables = fp8jax.linen.quantize(Net(), "moss").init(jax.random.key(0), X)
     params, scaling = variables["params"], variables["fp8jax_scaling"]
     frozen, trained = sorted(params)
-    follows = {frozen: optax.set_to_zero(), trained: optax.chain(optax.sgd(1e-2), fp8jax.track_weights())}
+    follows = {frozen: optax.set_to_zero(), trained: optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax())}
     opt_state = optax.multi_transform(follows, {name: name for name in params}).init(params)
     after = fp8jax.linen.end_step(scaling, opt_state=opt_state)
     assert jax.tree.leaves(after[frozen]) == jax.tree.leaves(scaling[frozen]) == [0]
     assert jax.tree.leaves(after[trained]) == [jnp.abs(params[trained]["kernel"]).max()]
-    alone = optax.chain(optax.sgd(1e-2), fp8jax.track_weights()).init({"other": params[trained]})
+    alone = optax.chain(optax.sgd(1e-2), fp8jax.track_weight_amax()).init({"other": params[trained]})
     with pytest.raises(ValueError, match=f"the optimizer follows no parameter {frozen}/kernel"):
         fp8jax.linen.end_step(scaling, opt_state=alone)
 
@@ -375,10 +375,13 @@ def test_layers_with_one_weight_have_its_bound():
     model = fp8jax.nnx.quantize(nnx.Sequential(*layers), "moss")
     optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer("moss", 1e-2), wrt=nnx.Param)
     optimizer.update(model, nnx.grad(loss)(model))
-    ((_, bound),) = fp8jax.weight_bounds(optimizer.opt_state).items()
-    for follow in (lambda: None, lambda: fp8jax.nnx.set_weight_bounds(model, {("layers", "0", "kernel"): bound})):
+    ((_, bound),) = fp8jax.get_weight_amax_bounds(optimizer.opt_state).items()
+    for follow in (
+        lambda: None,
+        lambda: fp8jax.nnx.update_weight_amax_bounds(model, {("layers", "0", "kernel"): bound}),
+    ):
         follow()
         assert [float(x) for x in jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))] == 2 * [float(bound)]
-    fp8jax.nnx.measure_weights(model)
+    fp8jax.nnx.reset_weight_amax_bounds(model)
     largest = float(jnp.abs(model.layers[0].kernel[...]).max())
     assert [float(x) for x in jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))] == 2 * [largest]

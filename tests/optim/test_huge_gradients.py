@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fp8jax
-from fp8jax.ops.adamw_leaf import LARGEST_GRADIENT, within
+from fp8jax.ops.adamw_leaf import LARGEST_GRADIENT, scale_and_clip
 from tests.rows import few
 
 SMALL = {"min_size": 1}
@@ -22,7 +22,7 @@ MADE = {
     "fp8lm_adamw": lambda: fp8jax.fp8lm_adamw(1e-3, min_size=1),
     "fp8lm_adamw in groups": lambda: fp8jax.fp8lm_adamw(1e-3, min_size=1, group_size=32),
     "fp8lm_adamw in fp32": lambda: fp8jax.fp8lm_adamw(1e-3),
-    "clipped": lambda: fp8jax.clipped(1.0, fp8jax.compressed_adamw(1e-3, **SMALL)),
+    "clipped": lambda: fp8jax.with_clipping(1.0, fp8jax.compressed_adamw(1e-3, **SMALL)),
     **{
         f"compress_state of {tx.__name__}": lambda tx=tx: fp8jax.compress_state(tx(1e-3), **SMALL)
         for tx in (optax.adam, optax.rmsprop, optax.adabelief, optax.yogi, optax.lamb, optax.adafactor, optax.lion)
@@ -81,5 +81,5 @@ def test_gradients_are_bounded_after_their_factor_and_only_where_both_are_finite
             scaled = g.astype(np.float64) * (1.0 if factor is None else float(np.float32(factor)))
         finite = np.isfinite(g) & np.isfinite(1.0 if factor is None else factor)
         want = np.where(finite, np.clip(scaled, -limit, limit), scaled)
-        got = within(jnp.asarray(g), None if factor is None else jnp.float32(factor))
+        got = scale_and_clip(jnp.asarray(g), None if factor is None else jnp.float32(factor))
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-6)

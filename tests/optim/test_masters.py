@@ -64,9 +64,9 @@ def begin(tx, master, params=None):
     """High parts and a state that knows the rest of the parameters."""
     params = parameters() if params is None else params
     if master not in PARTS:
-        high = jax.tree.map(lambda x: x.astype(masters.Master(master).held.dtype), params)
+        high = jax.tree.map(lambda x: x.astype(masters.Master(master).param_format.dtype), params)
         return high, tx.init(high)
-    high, remainder = fp8jax.split_masters(params, master)
+    high, remainder = fp8jax.split_master_weights(params, master)
     return high, optax.tree.set(tx.init(high), remainder=remainder)
 
 
@@ -109,11 +109,11 @@ def in_fp32(name):
 
 
 values = jax.jit(fp8jax.master_weights)
-split = jax.jit(fp8jax.split_masters, static_argnums=1)
+split = jax.jit(fp8jax.split_master_weights, static_argnums=1)
 
 
 def held_in(master):
-    return masters.Master(master).held.dtype
+    return masters.Master(master).param_format.dtype
 
 
 @pytest.mark.parametrize("name", few(MADE, "compressed_adamw", "fp8lm_adamw"))
@@ -253,9 +253,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="master_rounding is of master weights in fp16; master 'bf16\\+int8' says"):
         MADE["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
     with pytest.raises(TypeError, match="a FP8LMHeldState has no master weights"):
-        fp8jax.working_copy(state)
+        fp8jax.params_from_master(state)
     with pytest.raises(ValueError, match="has no remainder"):
-        fp8jax.split_masters(params, "bf16+stochastic")
+        fp8jax.split_master_weights(params, "bf16+stochastic")
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -277,10 +277,10 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, and all are in float32: give params.astype"):
         rounded.update(wide, rounded.init(params), wide)
     if name in WITH_STEP:
-        block = fp8jax.release(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)
+        block = fp8jax.fused_backward(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)
         held = dataclasses.replace(block.init(params), params=wide)
         with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*split_masters"):
-            fp8jax.value_and_updates(block)(held, jnp.float32(1.0))
+            fp8jax.value_and_step(block)(held, jnp.float32(1.0))
 
 
 RECAST = ((jnp.float32, jnp.float32), (jnp.bfloat16, jnp.bfloat16))

@@ -87,14 +87,14 @@ def test_what_is_refused_says_what_to_take():
         with pytest.raises(ValueError, match="impl 'triton' has no nesterov: take impl='auto' or 'xla'"):
             tx(RATE, nesterov=True, impl="triton")
     tx = fp8jax.compressed_adamw(RATE, b2=0.95, nesterov=True)
-    tracked = fp8jax.tracked(tx, fp8jax.adam_limit(RATE, b2=0.95))
+    tracked = fp8jax.with_weight_bounds(tx, fp8jax.max_adam_step(RATE, b2=0.95))
     with pytest.raises(ValueError, match=r"chain fp8jax.track_weights\(\) without a limit"):
         tracked.update(PARAMS, tracked.init(PARAMS), PARAMS)
 
 
 def test_the_kernel_is_left_to_xla_with_a_reason():
     tx = fp8jax.compressed_adamw(RATE, nesterov=True, min_size=1)
-    with choice.target(capability=90), choice.listening() as seen:
+    with choice.target(capability=90), choice.record_choices() as seen:
         jax.eval_shape(tx.update, PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS)
     assert [c.impl for _, c in seen] == ["xla", "xla"]
     assert "the kernel has no nesterov" in str(seen)

@@ -82,7 +82,7 @@ def clipped_by_shares(held, norm, max_norm, gradients, layers=LAYERS):
     """What is held, clipped by the norm before; and the factor of this step, as it is where all layers are alike."""
     now = float(optax.tree.norm(gradients)) * np.sqrt(layers)
     clip = lambda one: one.clipped(max_norm, before=norm)  # noqa: E731
-    held = jax.tree.map(clip, held, is_leaf=lambda x: isinstance(x, fp8jax.Held))
+    held = jax.tree.map(clip, held, is_leaf=lambda x: isinstance(x, fp8jax.FusedBlockState))
     return held, now, float(min(1.0, max_norm / (now if norm else now / np.sqrt(layers))))
 
 
@@ -117,16 +117,16 @@ def near(a, b):
 )  # fmt: skip
 def test_moments_are_those_of_a_plain_step(name, ways):
     tx, (stack, *_), steps = OPTIMIZERS[name](), parameters(), 4
-    released = fp8jax.release(linear, tx)
+    released = fp8jax.fused_backward(linear, tx)
     if ways == "scan":
-        plain, held = stack, released.init(stack, "layers", stacked=True)
+        plain, held = stack, released.init(stack, "layers", has_layer_axis=True)
         loss = lambda held, gradients: released.scan(held, jnp.float32(0), gradients)  # noqa: E731
     else:
         plain = [layer_of(stack, i) for i in range(LAYERS)]
         held = [released.init(part, f"layers/{i}") for i, part in enumerate(plain)]
         loss = lambda held, gradients: sum(released(one, jnp.float32(0), gradients) for one in held)  # noqa: E731
     state = tx.init({"layers": plain})
-    step = jax.jit(fp8jax.value_and_updates(loss))
+    step = jax.jit(fp8jax.value_and_step(loss))
     whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, factor=factor))
     norm, factors = 0.0, []
     for i in range(steps):
@@ -134,7 +134,7 @@ def test_moments_are_those_of_a_plain_step(name, ways):
         held, norm, factor = clipped_by_shares(held, norm, MAX_NORM, gradients)
         factors.append(factor)
         _, held = step(held, gradients)
-        np.testing.assert_allclose(fp8jax.updates_norm(held), norm, rtol=1e-5)
+        np.testing.assert_allclose(fp8jax.grad_norm_from_states(held), norm, rtol=1e-5)
         repeated = (
             jax.tree.map(lambda g: jnp.stack([g] * LAYERS), gradients) if ways == "scan" else [gradients] * LAYERS
         )
@@ -147,7 +147,8 @@ def test_moments_are_those_of_a_plain_step(name, ways):
     near([h.params for h in held], of(plain))
     assert all(int(h.state.count) == int(state.count) == steps for h in held)
     assert (
-        float(jnp.abs(held[0].params["up"] - stack["up"][: held[0].layers or 0] if ways == "scan" else 1.0).max()) > 0
+        float(jnp.abs(held[0].params["up"] - stack["up"][: held[0].num_layers or 0] if ways == "scan" else 1.0).max())
+        > 0
     )
 
 
@@ -170,13 +171,13 @@ def plain_steps(tx, layer, steps):
 
 def released_steps(tx, layer, steps):
     stack, rest, shift = parameters()
-    released = fp8jax.release(layer, tx)
-    held, losses = released.init(stack, "layers", stacked=True), []
+    released = fp8jax.fused_backward(layer, tx)
+    held, losses = released.init(stack, "layers", has_layer_axis=True), []
 
     def loss(held, rest, shift, x, y):
         return error(released.scan(held, x, shift), rest, y)
 
-    step = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1, 2)), donate_argnums=0)
+    step = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1, 2)), donate_argnums=0)
     for i in range(steps):
         value, (held, *_) = step(held, rest, shift, *data(i))
         losses.append(float(value))
@@ -196,7 +197,7 @@ def test_blocks_of_any_kind(layer):
 def unrolled(tx):
     """Released blocks one by one, each under the name of its parameters in a tree of all."""
     stack, rest, shift = parameters()
-    released = fp8jax.release(block, tx)
+    released = fp8jax.fused_backward(block, tx)
     parts = [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(LAYERS)]
     held = [released.init(part, f"layers/{i}") for i, part in enumerate(parts)]
 
@@ -215,13 +216,13 @@ def test_other_gradients_are_those_of_jax(ways):
 
     expected = jax.jit(jax.grad(lambda *args: written(block, stack, *args, y), argnums=(0, 1, 2)))(rest, shift, x)
     if ways == "scan":
-        released = fp8jax.release(block, OPTIMIZERS["coat"]())
-        held = released.init(stack, stacked=True)
+        released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
+        held = released.init(stack, has_layer_axis=True)
         loss = lambda held, rest, shift, x: error(released.scan(held, x, shift), rest, y)  # noqa: E731
     else:
         whole, held, *_ = unrolled(OPTIMIZERS["coat"]())
         loss = lambda held, rest, shift, x: whole(held, rest, shift, x, y)  # noqa: E731
-    _, (_, *found) = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1, 2, 3)))(held, rest, shift, x)
+    _, (_, *found) = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1, 2, 3)))(held, rest, shift, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, list(expected))
 
 
@@ -232,15 +233,15 @@ def norm_of_all(stack, rest, shift, x, y):
 
 def test_clipping_in_two_passes_is_that_of_optax():
     tx, (stack, rest, shift), (x, y) = OPTIMIZERS["coat"](), parameters(), data(0)
-    released = fp8jax.release(block, tx)
-    held = released.init(stack, "layers", stacked=True)
+    released = fp8jax.fused_backward(block, tx)
+    held = released.init(stack, "layers", has_layer_axis=True)
     loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
-    norm = jax.jit(fp8jax.gradient_norm(loss, argnums=(0, 1)))(held, rest, shift, x, y)
+    norm = jax.jit(fp8jax.compute_grad_norm(loss, argnums=(0, 1)))(held, rest, shift, x, y)
     expected = jax.jit(norm_of_all)(stack, rest, shift, x, y)
     np.testing.assert_allclose(norm, expected, rtol=1e-5)
     limit = float(norm) / 3
-    updated = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1)))
-    _, (new, _) = updated(held.clipped(limit, norm), rest, shift, x, y)
+    updated = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1)))
+    _, (new, _) = updated(held.with_clipping(limit, norm), rest, shift, x, y)
     grads = jax.jit(jax.grad(lambda stack: written(block, stack, rest, shift, x, y)))(stack)
     state = tx.init({"layers": stack})
     step = jax.jit(lambda *args: tx.step(*args, factor=limit / norm))
@@ -249,18 +250,18 @@ def test_clipping_in_two_passes_is_that_of_optax():
     moments = new.mu["up"].dequantize(), state.mu["layers"]["up"].dequantize()
     # A few codes are at a tie, or one exponent and so a group of 128 of these 24,576.
     assert np.mean(~np.isclose(*moments, rtol=1e-3, atol=1e-9)) < 0.02
-    assert float(held.clipped(2 * float(norm), norm).factor) == 1.0
+    assert float(held.with_clipping(2 * float(norm), norm).grad_scale) == 1.0
 
 
 def test_the_norm_of_a_step_comes_back_with_it():
     _, rest, shift = parameters()
     loss, held, *_ = unrolled(OPTIMIZERS["bf16"]())
     expected = norm_of_all(parameters()[0], rest, shift, *data(0))
-    halved = [one.clipped(float(expected) / 2, expected) for one in held]
-    _, updates = fp8jax.value_and_updates(loss, argnums=(0, 1))(halved, rest, shift, *data(0))
-    np.testing.assert_allclose(fp8jax.updates_norm(updates), expected, rtol=1e-5)
+    halved = [one.with_clipping(float(expected) / 2, expected) for one in held]
+    _, updates = fp8jax.value_and_step(loss, argnums=(0, 1))(halved, rest, shift, *data(0))
+    np.testing.assert_allclose(fp8jax.grad_norm_from_states(updates), expected, rtol=1e-5)
     half = np.linspace(1, 2, 99).astype(jnp.bfloat16)  # squared and summed in fp32
-    np.testing.assert_allclose(fp8jax.updates_norm([half]), np.linalg.norm(half.astype(np.float64)), rtol=1e-6)
+    np.testing.assert_allclose(fp8jax.grad_norm_from_states([half]), np.linalg.norm(half.astype(np.float64)), rtol=1e-6)
     assert [int(one.state.count) for one in updates[0]] == [1] * LAYERS
 
 
@@ -275,17 +276,17 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
         return x + jnp.sum(params["w"]) * size[params["i"].astype(jnp.int32)] / 4
 
     stack = weights | {"i": jnp.arange(LAYERS, dtype=jnp.float32)}
-    scanned, single = fp8jax.release(layer, tx), fp8jax.release(layer, tx)
-    held = scanned.init(stack, "layers", stacked=True)
+    scanned, single = fp8jax.fused_backward(layer, tx), fp8jax.fused_backward(layer, tx)
+    held = scanned.init(stack, "layers", has_layer_axis=True)
     parts = [single.init(layer_of(stack, i), f"layers/{i}") for i in range(LAYERS)]
     x = jnp.float32(0)
-    take = jax.jit(fp8jax.value_and_updates(lambda held, size: scanned.scan(held, x, size)))
-    one_by_one = jax.jit(fp8jax.value_and_updates(lambda parts, size: sum(single(one, x, size) for one in parts)))
+    take = jax.jit(fp8jax.value_and_step(lambda held, size: scanned.scan(held, x, size)))
+    one_by_one = jax.jit(fp8jax.value_and_step(lambda parts, size: sum(single(one, x, size) for one in parts)))
     moments = np.zeros(LAYERS)
     for i, size in enumerate(sizes):
         before = norms[i - 1] if i else 0.0
-        _, held = take(held.clipped(limit, before=before), jnp.asarray(size, jnp.float32))
-        parts = [one.clipped(limit, before=before) for one in parts]
+        _, held = take(held.with_clipping(limit, before=before), jnp.asarray(size, jnp.float32))
+        parts = [one.with_clipping(limit, before=before) for one in parts]
         _, parts = one_by_one(parts, jnp.asarray(size, jnp.float32))
         share = [sizes[i - 1][j] / before if i and sizes[i - 1][j] else 1.0 for j in range(LAYERS)]
         clipped = [min(own, limit * part) for own, part in zip(size, share, strict=True)]
@@ -294,24 +295,27 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
             np.testing.assert_allclose(np.asarray(found), moments, rtol=1e-5)
         np.testing.assert_allclose(held.squares, size**2, rtol=1e-5)
         assert held.limits is None, "a step's limits are of it alone"
-    wrong = held.clipped(limit, before=0.0)
-    assert (np.asarray(wrong.limits) <= limit).all(), "no layer may have more than all"
-    assert held.clipped(limit, before=norms[-1]).clipped(limit, norm=1.0).limits is None
-    assert held.clipped(limit, norm=2 * limit).clipped(limit, before=norms[-1]).factor == 1
+    wrong = held.with_clipping(limit, before=0.0)
+    assert (np.asarray(wrong.max_norms) <= limit).all(), "no layer may have more than all"
+    assert held.with_clipping(limit, before=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
+    assert held.with_clipping(limit, norm=2 * limit).with_clipping(limit, before=norms[-1]).grad_scale == 1
     # Of sums of squares that overflowed no share is known; a layer without a gradient and without a share is not NaN.
-    for one in (held.clipped(limit, before=np.inf), dataclasses.replace(held, squares=held.squares + np.inf).clipped(
+    for one in (held.with_clipping(limit, before=np.inf), dataclasses.replace(held, squares=held.squares + np.inf).with_clipping(
         limit, before=np.inf)):  # fmt: skip
-        np.testing.assert_array_equal(one.limits, np.full(LAYERS, limit, np.float32))
-    nothing = dataclasses.replace(held, limits=jnp.zeros(LAYERS))
-    assert (float(nothing.factor_of(jnp.float32(0.0), 0)), float(nothing.factor_of(jnp.float32(4.0), 0))) == (1.0, 0.0)
-    exact = take(held.clipped(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
+        np.testing.assert_array_equal(one.max_norms, np.full(LAYERS, limit, np.float32))
+    nothing = dataclasses.replace(held, max_norms=jnp.zeros(LAYERS))
+    assert (float(nothing.get_grad_scale(jnp.float32(0.0), 0)), float(nothing.get_grad_scale(jnp.float32(4.0), 0))) == (
+        1.0,
+        0.0,
+    )
+    exact = take(held.with_clipping(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
     assert exact.factor == 1, "a step's factor is of it alone"
     for how in ({"norm": 1.0}, {"before": 1.0}):
         with pytest.raises(ValueError, match=r"max_norm must be positive, not -1\.0"):
-            held.clipped(-1.0, **how)
+            held.with_clipping(-1.0, **how)
     for how in ({}, {"norm": 1.0, "before": 1.0}):
         with pytest.raises(TypeError, match="takes norm=, of the next step's gradients, or before="):
-            held.clipped(limit, **how)
+            held.with_clipping(limit, **how)
 
 
 @pytest.mark.parametrize("ways", ["scan", "blocks"])
@@ -320,10 +324,10 @@ def test_the_norm_alone_takes_no_step(ways):
     stack, rest, shift = parameters()
     loss, held, *_ = unrolled(OPTIMIZERS["coat"]())
     if ways == "scan":
-        released = fp8jax.release(block, OPTIMIZERS["coat"]())
-        held = released.init(stack, stacked=True)
+        released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
+        held = released.init(stack, has_layer_axis=True)
         loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
-    program = jax.jit(fp8jax.gradient_norm(loss)).lower(held, rest, shift, *data(0)).compile().as_text()
+    program = jax.jit(fp8jax.compute_grad_norm(loss)).lower(held, rest, shift, *data(0)).compile().as_text()
     lines = [line for line in program.splitlines() if "f8e4m3" in line]
     assert all("parameter(" in line or "entry_computation_layout" in line or "ENTRY" in line for line in lines), lines
 
@@ -332,10 +336,10 @@ def test_layers_are_updated_in_place():
     """Of many layers, only one's gradients are held, and no second stack of anything."""
     layers = 16
     stack, rest, shift = parameters(layers)
-    released = fp8jax.release(jax.checkpoint(block), OPTIMIZERS["coat"]())
-    held = released.init(stack, stacked=True)
+    released = fp8jax.fused_backward(jax.checkpoint(block), OPTIMIZERS["coat"]())
+    held = released.init(stack, has_layer_axis=True)
     loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
-    step = jax.jit(fp8jax.value_and_updates(loss), donate_argnums=0)
+    step = jax.jit(fp8jax.value_and_step(loss), donate_argnums=0)
     memory = step.lower(held, rest, shift, *data(0)).compile().memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(stack))
@@ -348,47 +352,47 @@ def test_parameters_that_are_used_twice_or_never_are_told():
     x, y = data(0)
     twice = lambda held: loss([held[0], held[0], held[2]], rest, shift, x, y)  # noqa: E731
     with pytest.raises(ValueError, match=r"layers/1 are held, but the function does not use them"):
-        fp8jax.value_and_updates(twice)(held)
+        fp8jax.value_and_step(twice)(held)
     later = lambda rest, held: loss([held[0], held[0], held[2]], rest, shift, x, y)  # noqa: E731
     with pytest.raises(ValueError, match=r"layers/1 are held, but"):
-        fp8jax.value_and_updates(later, argnums=(-1, 0))(rest, held)
+        fp8jax.value_and_step(later, argnums=(-1, 0))(rest, held)
     shared = lambda held: loss([*held, held[0]], rest, shift, x, y)  # noqa: E731
-    value, _ = fp8jax.value_and_updates(shared)(held)
+    value, _ = fp8jax.value_and_step(shared)(held)
     assert np.isnan(value)
-    value, _ = fp8jax.value_and_updates(lambda held: (shared(held), 7.0), has_aux=True)(held)
+    value, _ = fp8jax.value_and_step(lambda held: (shared(held), 7.0), has_aux=True)(held)
     assert np.isnan(value[0])
     assert value[1] == 7.0
     # Nor has one new parameters that a condition passes by.
     passed = lambda held, go: jax.lax.cond(go, lambda: loss(held, rest, shift, x, y), lambda: 0.0)  # noqa: E731
-    value, _ = fp8jax.value_and_updates(passed)(held, jnp.array([True, False])[1])
+    value, _ = fp8jax.value_and_step(passed)(held, jnp.array([True, False])[1])
     assert np.isnan(value)
     for given, named in (((held, rest, shift), {}), ((rest, rest, shift), {"held": held})):
         with pytest.raises(ValueError, match=r"layers/0 are held, so their argument must be among argnums"):
-            fp8jax.value_and_updates(lambda *args, held=held: loss(held, *args[1:]), argnums=1)(*given, x, y, **named)
+            fp8jax.value_and_step(lambda *args, held=held: loss(held, *args[1:]), argnums=1)(*given, x, y, **named)
 
 
 def test_what_release_refuses():
     stack, *_ = parameters()
     with pytest.raises(TypeError, match="release takes compressed_adamw"):
-        fp8jax.release(block, optax.adamw(1e-3))
+        fp8jax.fused_backward(block, optax.adamw(1e-3))
     with pytest.raises(TypeError, match="without clip"):
-        fp8jax.release(block, fp8jax.optimizer("coat", 1e-3, clip=1.0))
+        fp8jax.fused_backward(block, fp8jax.optimizer("coat", 1e-3, clip=1.0))
     with pytest.raises(TypeError, match="with track=False where the recipe scales weights"):
-        fp8jax.release(block, fp8jax.optimizer("moss", 1e-3))
-    released = fp8jax.release(block, OPTIMIZERS["coat"]())
+        fp8jax.fused_backward(block, fp8jax.optimizer("moss", 1e-3))
+    released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
     with pytest.raises(ValueError, match="along their first axes"):
-        released.init(stack | {"bias": jnp.zeros((2, 8))}, stacked=True)
-    held, flat = released.init(stack, "all", stacked=True), released.init(stack)
+        released.init(stack | {"bias": jnp.zeros((2, 8))}, has_layer_axis=True)
+    held, flat = released.init(stack, "all", has_layer_axis=True), released.init(stack)
     with pytest.raises(ValueError, match="all stack 3 layers"):
         released(held, data(0)[0], 0.0)
     with pytest.raises(ValueError, match="not stacked"):
         released.scan(flat, data(0)[0], 0.0)
     with pytest.raises(TypeError, match="like x"):
-        fp8jax.release(lambda p, x: x[:1], OPTIMIZERS["coat"]()).scan(held, data(0)[0])
+        fp8jax.fused_backward(lambda p, x: x[:1], OPTIMIZERS["coat"]()).scan(held, data(0)[0])
     odd = fp8jax.compressed_adamw(1e-3, mu="bf16", nu="bf16", b2=0.999)
-    short = fp8jax.release(lambda p, x: x + p, odd)
-    held = short.init(jnp.ones((2, 3)), stacked=True)
-    step = fp8jax.value_and_updates(lambda held: short.scan(held, jnp.ones(3)).sum())
+    short = fp8jax.fused_backward(lambda p, x: x + p, odd)
+    held = short.init(jnp.ones((2, 3)), has_layer_axis=True)
+    step = fp8jax.value_and_step(lambda held: short.scan(held, jnp.ones(3)).sum())
     with pytest.raises(ValueError, match="multiple of eight"):
         step(held)
 
@@ -396,9 +400,9 @@ def test_what_release_refuses():
 def test_a_state_goes_on_outside_of_the_backward_pass_and_back():
     tx = OPTIMIZERS["stochastic second moments"]()
     _, held = released_steps(tx, block, 2)
-    released = fp8jax.release(block, tx)
-    equal(released.restore(held.params, held.state, "layers", stacked=True, squares=held.squares), held)
-    again = released.restore(held.params, held.state, "layers", stacked=True)
+    released = fp8jax.fused_backward(block, tx)
+    equal(released.restore(held.params, held.state, "layers", has_layer_axis=True, squares=held.squares), held)
+    again = released.restore(held.params, held.state, "layers", has_layer_axis=True)
     assert not again.squares.any(), "what the last gradients were is lost"
     equal(dataclasses.replace(again, squares=held.squares), held)
 
@@ -414,13 +418,15 @@ def test_a_mesh_changes_no_bit_of_moments():
     placed = jax.tree.map(
         lambda leaf: jax.device_put(leaf, sharded(None, "data") if leaf.ndim > 2 else sharded()), stack
     )
-    released = fp8jax.release(block, tx)
+    released = fp8jax.fused_backward(block, tx)
     loss = lambda held, rest, shift, x, y: error(released.scan(held, x, shift), rest, y)  # noqa: E731
-    step = jax.jit(fp8jax.value_and_updates(loss))
+    step = jax.jit(fp8jax.value_and_step(loss))
     x, y = data(0)
-    _, one = step(released.init(stack, stacked=True), rest, shift, x, y)
+    _, one = step(released.init(stack, has_layer_axis=True), rest, shift, x, y)
     spread = lambda x: jax.device_put(x, sharded("data"))  # noqa: E731
-    _, many = step(released.init(placed, stacked=True), *jax.device_put((rest, shift), sharded()), spread(x), spread(y))
+    _, many = step(
+        released.init(placed, has_layer_axis=True), *jax.device_put((rest, shift), sharded()), spread(x), spread(y)
+    )
     assert many.params["up"].sharding.spec[1] == "data"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), many.params, one.params)
 
@@ -430,10 +436,10 @@ def test_bf16_weights_move_on_average_as_far_as_fp32_ones():
     stack = {"w": jnp.ones((LAYERS, WIDTH, 2 * WIDTH), jnp.bfloat16)}
     gradients, moved = {"w": jnp.ones((WIDTH, 2 * WIDTH), jnp.bfloat16)}, {}
     for name, key in (("nearest", None), ("stochastic", jax.random.key(0))):
-        released = fp8jax.release(linear, fp8jax.optimizer("coat", 4e-5, min_size=1024, weight_decay=0), key=key)
-        held = released.init(stack, "layers", stacked=True), released.init(layer_of(stack, 0), "other")
+        released = fp8jax.fused_backward(linear, fp8jax.optimizer("coat", 4e-5, min_size=1024, weight_decay=0), key=key)
+        held = released.init(stack, "layers", has_layer_axis=True), released.init(layer_of(stack, 0), "other")
         loss = lambda held, r=released: r.scan(held[0], r(held[1], jnp.float32(0), gradients), gradients)  # noqa: E731
-        step = jax.jit(fp8jax.value_and_updates(loss))
+        step = jax.jit(fp8jax.value_and_step(loss))
         for _ in range(3):
             _, held = step(held)
         moved[name] = np.asarray(1 - jnp.concatenate([held[0].params["w"], held[1].params["w"][None]]), np.float32)

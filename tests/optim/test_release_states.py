@@ -16,18 +16,18 @@ HELD = {
     "bf16+int8": (jnp.bfloat16, lambda: fp8jax.compressed_adamw(3e-3, b2=0.95, master="bf16+int8", min_size=1024)),
     "bf16+int16": (jnp.bfloat16, lambda: fp8jax.compressed_adamw(3e-3, master="bf16+int16", min_size=1024)),
     "bf16+stochastic": (jnp.bfloat16, lambda: fp8jax.compressed_adamw(3e-3, master="bf16+stochastic", min_size=1024)),
-    "fp16, scaled": (jnp.bfloat16, lambda: fp8jax.fp8lm_adamw(3e-3, stacked=1, min_size=1024)),
+    "fp16, scaled": (jnp.bfloat16, lambda: fp8jax.fp8lm_adamw(3e-3, layer_axes=1, min_size=1024)),
     "fp16, scaled, stochastic": (
         jnp.bfloat16,
-        lambda: fp8jax.fp8lm_adamw(3e-3, stacked=1, master_rounding="stochastic", min_size=1024),
+        lambda: fp8jax.fp8lm_adamw(3e-3, layer_axes=1, master_rounding="stochastic", min_size=1024),
     ),
     "bf16+int16, scaled moments": (
         jnp.bfloat16,
-        lambda: fp8jax.fp8lm_adamw(3e-3, stacked=1, master="bf16+int16", min_size=1024),
+        lambda: fp8jax.fp8lm_adamw(3e-3, layer_axes=1, master="bf16+int16", min_size=1024),
     ),
     "bf16+stochastic, scaled moments": (
         jnp.bfloat16,
-        lambda: fp8jax.fp8lm_adamw(3e-3, stacked=1, master="bf16+stochastic", min_size=1024),
+        lambda: fp8jax.fp8lm_adamw(3e-3, layer_axes=1, master="bf16+stochastic", min_size=1024),
     ),
     "fp16, scaled in groups": (jnp.float32, lambda: fp8jax.fp8lm_adamw(3e-3, group_size=128, min_size=1024)),
 }
@@ -50,10 +50,10 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
     dtype, make = HELD[name]
     tx, steps = make(), 3
     stack = jax.tree.map(lambda x: x.astype(dtype), parameters()[0])
-    released = fp8jax.release(linear, tx)
-    held, plain, state = released.init(stack, "layers", stacked=True), stack, tx.init({"layers": stack})
+    released = fp8jax.fused_backward(linear, tx)
+    held, plain, state = released.init(stack, "layers", has_layer_axis=True), stack, tx.init({"layers": stack})
     assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(held))
-    step = jax.jit(fp8jax.value_and_updates(lambda held, g: released.scan(held, jnp.float32(0), g)))
+    step = jax.jit(fp8jax.value_and_step(lambda held, g: released.scan(held, jnp.float32(0), g)))
     whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, factor=factor))
     norm = 0.0
     for i in range(steps):
@@ -77,7 +77,7 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
         else:
             near(found, expected)
     near(held.params, plain)
-    equal(released.restore(held.params, own, "layers", stacked=True).stored, held.stored)
+    equal(released.restore(held.params, own, "layers", has_layer_axis=True).encoded_state, held.encoded_state)
 
 
 @pytest.mark.parametrize("name", [slow("de8 and ude8"), "bf16+int8", slow("bf16+stochastic")])
@@ -85,11 +85,11 @@ def test_blocks_one_by_one_give_it_too(name):
     dtype, make = HELD[name]
     tx = make()
     parts = [layer_of(jax.tree.map(lambda x: x.astype(dtype), parameters()[0]), i) for i in range(LAYERS)]
-    released = fp8jax.release(linear, tx)
+    released = fp8jax.fused_backward(linear, tx)
     held = [released.init(part, f"layers/{i}") for i, part in enumerate(parts)]
     loss = lambda held, g: sum(released(one, jnp.float32(0), g) for one in held)  # noqa: E731
     gradients = rounded_gradients(0, dtype)
-    _, held = jax.jit(fp8jax.value_and_updates(loss))(held, gradients)
+    _, held = jax.jit(fp8jax.value_and_step(loss))(held, gradients)
     grads = jax.tree.map(lambda g: g.astype(dtype), gradients)
     new, state = jax.jit(lambda *x: tx.step(*x))(
         {"layers": [grads] * LAYERS}, tx.init({"layers": parts}), {"layers": parts}
@@ -105,13 +105,13 @@ def test_states_lie_on_a_mesh_as_parameters_do(name):
     dtype, make = HELD[name]
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     stack = jax.tree.map(lambda x: x.astype(dtype), parameters()[0])
-    released = fp8jax.release(linear, make())
+    released = fp8jax.fused_backward(linear, make())
     where = lambda x: jax.sharding.NamedSharding(mesh, jax.P(None, "fsdp") if x.ndim > 2 else jax.P())  # noqa: E731
     placed = jax.tree.map(lambda x: jax.device_put(x, where(x)), stack)
-    step = jax.jit(fp8jax.value_and_updates(functools.partial(_loss, released)))
-    _, one = step(released.init(stack, "layers", stacked=True), given_gradients(0))
+    step = jax.jit(fp8jax.value_and_step(functools.partial(_loss, released)))
+    _, one = step(released.init(stack, "layers", has_layer_axis=True), given_gradients(0))
     _, many = step(
-        released.init(placed, "layers", stacked=True), jax.device_put(given_gradients(0), where(jnp.ones(())))
+        released.init(placed, "layers", has_layer_axis=True), jax.device_put(given_gradients(0), where(jnp.ones(())))
     )
     assert many.params["up"].sharding.spec[1] == "fsdp"
     near(many.params, one.params)

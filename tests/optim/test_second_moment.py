@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.core import formats, noise
-from fp8jax.core.qtensor import QTensor, quantize, quantize_by_position
+from fp8jax.core.qtensor import QTensor, quantize, quantize_stochastic
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, adamw_fused, choice
 from tests.rows import few
@@ -22,8 +22,8 @@ TX = functools.partial(fp8jax.compressed_adamw, 1e-3, min_size=0, impl="xla")
 
 
 def store(values, like, count):
-    words = noise.salted(noise.of_step(count), noise.salt("w"))
-    return quantize_by_position(values, like, words)
+    words = noise.fold_in_seed(noise.step_seed(count), noise.param_seed("w"))
+    return quantize_stochastic(values, like, words)
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "ude8", "int8"])

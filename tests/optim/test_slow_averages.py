@@ -72,7 +72,7 @@ def test_slow_averages_are_right_on_average_and_do_not_stall(kind):
 def test_a_phase_shifts_noise_around_the_unit_interval():
     odd = 2 * np.arange(0, 2**16, 997) + 1
     a, b = (x / 2.0**17 for x in np.meshgrid(odd, odd[::-1]))
-    got = np.asarray(noise.shifted(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)), np.float64)
+    got = np.asarray(noise.add_phase(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)), np.float64)
     np.testing.assert_array_equal(got, (a + b - 2.0**-17) % 1)
     assert got.min() > 0
     assert (got * 2**17 % 2 == 1).all()

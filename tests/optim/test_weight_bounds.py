@@ -48,7 +48,7 @@ def run(tx, params, grads):
         else:
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
-        bounds = {path[0]: bound for path, bound in fp8jax.weight_bounds(state).items()}
+        bounds = {path[0]: bound for path, bound in fp8jax.get_weight_amax_bounds(state).items()}
         largest = [{k: jnp.max(jnp.abs(tree[k]), (-2, -1)) for k in ("w", "v")} for tree in (params, updates)]
         return (params, state), (largest[0], bounds, largest[1])
 
@@ -57,26 +57,28 @@ def run(tx, params, grads):
 
 def groups():
     """Two learning rates, one of them with a limit and one measured, one without decay."""
-    limit = fp8jax.adam_limit(SCHEDULE, 0.9, 0.95)
+    limit = fp8jax.max_adam_step(SCHEDULE, 0.9, 0.95)
     return optax.multi_transform(
         {
-            "a": fp8jax.tracked(fp8jax.compressed_adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.0), limit, INTERVAL),
-            "b": optax.chain(optax.lion(1e-3, weight_decay=0.1), fp8jax.track_weights(INTERVAL)),
+            "a": fp8jax.with_weight_bounds(
+                fp8jax.compressed_adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.0), limit, INTERVAL
+            ),
+            "b": optax.chain(optax.lion(1e-3, weight_decay=0.1), fp8jax.track_weight_amax(INTERVAL)),
         },
         {"w": "a", "v": "b", "b": "b"},
     )
 
 
 def adamw(b2, make=optax.adamw, rate=SCHEDULE, decay=0.1, **how):
-    limit = fp8jax.adam_limit(rate, 0.9, b2, decay)
+    limit = fp8jax.max_adam_step(rate, 0.9, b2, decay)
     clip = optax.clip_by_global_norm(1e3)
-    return optax.chain(clip, make(rate, 0.9, b2, weight_decay=decay, **how), fp8jax.track_weights(INTERVAL, limit))
+    return optax.chain(clip, make(rate, 0.9, b2, weight_decay=decay, **how), fp8jax.track_weight_amax(INTERVAL, limit))
 
 
 def fused(b2, **how):
-    limit = fp8jax.adam_limit(SCHEDULE, 0.9, b2, 0.1)
+    limit = fp8jax.max_adam_step(SCHEDULE, 0.9, b2, 0.1)
     tx = fp8jax.compressed_adamw(SCHEDULE, 0.9, b2, weight_decay=0.1, min_size=0, **how)
-    return fp8jax.clipped(1e3, fp8jax.tracked(tx, limit, INTERVAL))
+    return fp8jax.with_clipping(1e3, fp8jax.with_weight_bounds(tx, limit, INTERVAL))
 
 
 CASES = {
@@ -89,7 +91,7 @@ CASES = {
     "noise": (adamw(0.95, fp8jax.compressed_adamw, min_size=0, master="bf16+stochastic"), 0.95, jnp.bfloat16),
     "adamw": (adamw(0.999), 0.999, jnp.float32),
     "quantized moments": (adamw(0.95, fp8jax.compressed_adamw, min_size=0), 0.95, jnp.float32),
-    "sgd, measured": (optax.chain(optax.sgd(1e-3, 0.9), fp8jax.track_weights(INTERVAL)), 0.95, jnp.float32),
+    "sgd, measured": (optax.chain(optax.sgd(1e-3, 0.9), fp8jax.track_weight_amax(INTERVAL)), 0.95, jnp.float32),
     "bf16": (adamw(0.95), 0.95, jnp.bfloat16),
     "groups": (groups(), 0.95, jnp.float32),
 }
@@ -113,9 +115,9 @@ def test_no_weight_exceeds_its_bound(case):
 def test_a_bound_follows_a_master_whose_weight_has_not_moved(fused):
     """Steps of a fiftieth of a bf16's distance: 200 of them move the weight, and none does alone."""
     rate, ones = 1e-4, {"w": jnp.ones((8, 8), jnp.bfloat16)}
-    tx = fp8jax.tracked(
+    tx = fp8jax.with_weight_bounds(
         fp8jax.compressed_adamw(rate, 0.9, 0.95, weight_decay=0.0, min_size=0, master="bf16+int8"),
-        fp8jax.adam_limit(rate, 0.9, 0.95),
+        fp8jax.max_adam_step(rate, 0.9, 0.95),
         interval=50,
     )
     grads, step = {"w": -ones["w"]}, jax.jit(tx.step if fused else functools.partial(by_updates, tx))
@@ -138,7 +140,7 @@ def test_bounds_hold_where_the_format_has_no_bits_left():
     """Rates of a warm-up from zero weights: masters of fp16 that round to its smallest number, half as large again."""
     rate, zeros = 4e-8, {"w": jnp.zeros((8, 8), jnp.float16)}
     adamw = fp8jax.compressed_adamw(rate, 0.9, 0.95, eps=0.0, weight_decay=0.0, min_size=0, master="fp16+int8")
-    tx, grads = fp8jax.tracked(adamw, fp8jax.adam_limit(rate, 0.9, 0.95), 2), {"w": jnp.ones((8, 8))}
+    tx, grads = fp8jax.with_weight_bounds(adamw, fp8jax.max_adam_step(rate, 0.9, 0.95), 2), {"w": jnp.ones((8, 8))}
     params, state = zeros, tx.init(zeros)
     for _ in range(3):
         params, state = tx.step(grads, state, params)
@@ -150,9 +152,9 @@ def test_bounds_hold_where_the_format_has_no_bits_left():
 def test_what_moves_rounded_weights_is_not_cut_to_a_limit(master):
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     adamw = fp8jax.compressed_adamw(1e-4, 0.9, 0.95, min_size=0, master=master)
-    limit = fp8jax.adam_limit(1e-4, 0.9, 0.95)
+    limit = fp8jax.max_adam_step(1e-4, 0.9, 0.95)
     found = [params, params]
-    for i, tx in enumerate((adamw, optax.chain(adamw, fp8jax.track_weights(limit=limit)))):
+    for i, tx in enumerate((adamw, optax.chain(adamw, fp8jax.track_weight_amax(limit=limit)))):
         state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(20):
             updates, state = update(params, state, found[i])
@@ -162,21 +164,21 @@ def test_what_moves_rounded_weights_is_not_cut_to_a_limit(master):
 
 
 def test_loaded_weights_with_masters_have_the_bounds_of_these():
-    tx = fp8jax.tracked(
-        fp8jax.compressed_adamw(1e-4, 0.9, 0.95, min_size=0, master="bf16+int8"), fp8jax.adam_limit(1e-4, 0.9, 0.95)
+    tx = fp8jax.with_weight_bounds(
+        fp8jax.compressed_adamw(1e-4, 0.9, 0.95, min_size=0, master="bf16+int8"), fp8jax.max_adam_step(1e-4, 0.9, 0.95)
     )
-    high, remainder = fp8jax.split_masters({"w": jnp.full((8, 8), 1.003)}, "bf16+int8")
+    high, remainder = fp8jax.split_master_weights({"w": jnp.full((8, 8), 1.003)}, "bf16+int8")
     state = optax.tree.set(tx.init(high), remainder=remainder)
-    state, params = fp8jax.measure_weights(state, high), high
+    state, params = fp8jax.reset_weight_amax_bounds(state, high), high
     assert params["w"].max() < fp8jax.master_weights(state, params)["w"].max() <= state[1].bounds["w"]
 
 
 def test_the_limit_is_reached_and_more_than_a_learning_rate():
     # Of bare Adam: gradients that grow as (b2 / b1)^i after silence; the learning rate is 1.
     for b2, least in ((0.999, 6.5), (0.95, 1.16)):
-        limit = fp8jax.adam_limit(1.0, 0.9, b2)
+        limit = fp8jax.max_adam_step(1.0, 0.9, b2)
         at = np.asarray(limit(jnp.arange(STEPS), jnp.zeros(STEPS)))
-        tx = optax.chain(optax.adam(1.0, 0.9, b2), fp8jax.track_weights(INTERVAL))
+        tx = optax.chain(optax.adam(1.0, 0.9, b2), fp8jax.track_weight_amax(INTERVAL))
         _, _, updates = jax.tree.map(np.asarray, run(tx, PARAMS, gradients(0.9, b2)))
         found = updates["w"].max(-1)
         assert (found <= at).all()
@@ -187,14 +189,14 @@ def test_the_limit_is_reached_and_more_than_a_learning_rate():
 
 def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut():
     with pytest.raises(ValueError, match=r"b1=0.99 and b2=0.95 one step of Adam can be of any size"):
-        fp8jax.adam_limit(1e-3, 0.99, 0.95)
+        fp8jax.max_adam_step(1e-3, 0.99, 0.95)
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\)"):
-        fp8jax.adam_limit(1e-3, 1.0)
+        fp8jax.max_adam_step(1e-3, 1.0)
     with pytest.raises(ValueError, match="name both in static_args"):
-        jax.eval_shape(lambda b2: fp8jax.adam_limit(1e-3, b2=b2)(1, 0.0), 0.95)
+        jax.eval_shape(lambda b2: fp8jax.max_adam_step(1e-3, b2=b2)(1, 0.0), 0.95)
     with pytest.raises(ValueError, match="interval must be a positive number of steps, not 0"):
-        fp8jax.track_weights(0)
-    tx = fp8jax.track_weights(limit=lambda count, bounds: 0.5 + 0 * bounds)
+        fp8jax.track_weight_amax(0)
+    tx = fp8jax.track_weight_amax(limit=lambda count, bounds: 0.5 + 0 * bounds)
     params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
     updates = {"w": jnp.array([[0.1, 0.7, -9], [jnp.nan, jnp.inf, 0.5]]), "b": jnp.full(3, 9.0)}
     cut, state = tx.update(updates, tx.init(params), params)
@@ -206,24 +208,24 @@ def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut
 
 
 def test_parameters_that_are_loaded_are_measured_again():
-    tx = optax.chain(optax.adam(1e-3), fp8jax.track_weights())
+    tx = optax.chain(optax.adam(1e-3), fp8jax.track_weight_amax())
     state = tx.init(PARAMS)
     loaded = jax.tree.map(lambda p: 7 * p, PARAMS)
-    state = fp8jax.measure_weights(state, loaded)
-    for path, bound in fp8jax.weight_bounds(state).items():
-        np.testing.assert_array_equal(bound, Automatic().measure(loaded[path[0]]))
+    state = fp8jax.reset_weight_amax_bounds(state, loaded)
+    for path, bound in fp8jax.get_weight_amax_bounds(state).items():
+        np.testing.assert_array_equal(bound, Automatic().measure_amax(loaded[path[0]]))
     with pytest.raises(ValueError, match="v is followed by track_weights and missing"):
-        fp8jax.measure_weights(state, {"w": loaded["w"]})
+        fp8jax.reset_weight_amax_bounds(state, {"w": loaded["w"]})
     with pytest.raises(ValueError, match="put fp8jax"):
-        fp8jax.weight_bounds(optax.adam(1e-3).init(PARAMS))
+        fp8jax.get_weight_amax_bounds(optax.adam(1e-3).init(PARAMS))
     with pytest.raises(ValueError, match="two trackers follow"):
-        fp8jax.weight_bounds((state, state))
+        fp8jax.get_weight_amax_bounds((state, state))
 
 
 def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bounds():
-    limit = fp8jax.adam_limit(0.01, 0.9, 0.95, 0.1)
+    limit = fp8jax.max_adam_step(0.01, 0.9, 0.95, 0.1)
     adamw = fp8jax.compressed_adamw(0.01, 0.9, 0.95, weight_decay=0.1, mu="fp32", nu="fp32")
-    tx = fp8jax.tracked(adamw, limit, 2)
+    tx = fp8jax.with_weight_bounds(adamw, limit, 2)
     grads = jax.tree.map(lambda g: g[7], gradients(0.9, 0.95, 8)) | {"b": jnp.ones(6)}
     state = tx.init(PARAMS)
     params, after = jax.jit(tx.step)(grads, state, PARAMS)
@@ -237,9 +239,9 @@ def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bo
 
 def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
     """A second moment that is far too small for its first one, as codes may leave it."""
-    limit = fp8jax.adam_limit(1.0, 0.9, 0.95)
+    limit = fp8jax.max_adam_step(1.0, 0.9, 0.95)
     adamw = fp8jax.compressed_adamw(1.0, 0.9, 0.95, weight_decay=0.0, mu="fp32", nu="fp32")
-    tx = fp8jax.tracked(adamw, limit)
+    tx = fp8jax.with_weight_bounds(adamw, limit)
     adam, bounds = tx.init(PARAMS)
     adam = adam._replace(mu=jax.tree.map(jnp.ones_like, PARAMS), nu=jax.tree.map(lambda p: 1e-6 + 0 * p, PARAMS))
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -257,21 +259,21 @@ def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
 
 
 def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
-    limit = fp8jax.adam_limit(1e-3, 0.9, 0.95)
+    limit = fp8jax.max_adam_step(1e-3, 0.9, 0.95)
     with pytest.raises(TypeError, match="put track_weights last in a chain"):
-        fp8jax.tracked(optax.adamw(1e-3), limit)
+        fp8jax.with_weight_bounds(optax.adamw(1e-3), limit)
     with pytest.raises(TypeError, match="track_weights takes any"):
-        fp8jax.tracked(fp8jax.compressed_adamw(1e-3), lambda count, bounds: bounds)
-    tx = fp8jax.tracked(fp8jax.compressed_adamw(1e-3, b2=0.95), limit)
+        fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3), lambda count, bounds: bounds)
+    tx = fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3, b2=0.95), limit)
     with pytest.raises(ValueError, match="leave out key"):
         tx.step(PARAMS, tx.init(PARAMS), PARAMS, key=jax.random.key(0))
-    tx = fp8jax.tracked(fp8jax.compressed_adamw(1e-3, b2=0.95, master="bf16+stochastic"), limit)
+    tx = fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3, b2=0.95, master="bf16+stochastic"), limit)
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     with pytest.raises(ValueError, match=r"master .bf16.stochastic. rounds weights up as well as down"):
         tx.step(params, tx.init(params), params)
-    tx = fp8jax.tracked(fp8jax.fp8lm_adamw(1e-3, b2=0.95, master="bf16+int8"), limit)
+    tx = fp8jax.with_weight_bounds(fp8jax.fp8lm_adamw(1e-3, b2=0.95, master="bf16+int8"), limit)
     for move in (tx.step, tx.update):
         with pytest.raises(ValueError, match="fp8lm_adamw cuts no directions"):
             move(params, tx.init(params), params)
     with pytest.raises(ValueError, match="interval must be a positive number"):
-        fp8jax.tracked(fp8jax.compressed_adamw(1e-3), limit, 0)
+        fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3), limit, 0)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from fp8jax.rewrite.read import read
-from fp8jax.rewrite.run import Running, schedule
+from fp8jax.rewrite.run import Interpreter, schedule
 
 
 def again(fn: Callable, *, apart: bool = False) -> Callable:
@@ -14,8 +14,8 @@ def again(fn: Callable, *, apart: bool = False) -> Callable:
 
     def call(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
-        plan = schedule(read(closed, [None] * len(jax.tree.leaves(args))), apart=apart)
-        return jax.tree.unflatten(jax.tree.structure(shapes), Running(plan, jax.tree.leaves(args), {}).outputs())
+        plan = schedule(read(closed, [None] * len(jax.tree.leaves(args))), inline_all=apart)
+        return jax.tree.unflatten(jax.tree.structure(shapes), Interpreter(plan, jax.tree.leaves(args), {}).run())
 
     return call
 

@@ -64,9 +64,9 @@ def by_hand(params, x, recipe):
 
     (x, *y), heads = layers(x, "n1", "qkv"), (*x.shape[:2], HEADS, WIDTH // HEADS)
     attended = flash(*(a.reshape(heads) for a in y))
-    x = x + fp8jax.attention_output(attended, params["o"]["kernel"], recipe=recipe)
+    x = x + fp8jax.attention_out_proj(attended, params["o"]["kernel"], recipe=recipe)
     x, gate, up = layers(x, "n2", ("gate", "up"))
-    return fp8jax.glu_linear(gate, up, params["down"]["kernel"], x, recipe=recipe)
+    return fp8jax.glu_down_proj(gate, up, params["down"]["kernel"], x, recipe=recipe)
 
 
 def gradients(fn, params, x):
@@ -137,7 +137,7 @@ def test_scanned_and_checkpointed_layers_of_linen():
     swapped = lambda params, tokens: quantized.apply({"params": params}, tokens)  # noqa: E731
     params = variables["params"]
     # The head is found by what becomes of its result: the whole model reads no rule on its name.
-    (head,) = [e for e in fast.explain(params, tokens).left if e.product]
+    (head,) = [e for e in fast.explain(params, tokens).skipped if e.is_product]
     assert (head.path, "output head" in head.reason) == ("out", True)
     assert kept(fast, params, tokens) == kept(swapped, params, tokens)
     (loss, grads), (wanted, others) = gradients(fast, params, tokens), gradients(swapped, params, tokens)
@@ -165,7 +165,7 @@ def test_stochastic_rounding_draws_the_same():
 
 def test_products_are_of_eight_bits():
     fast = fp8jax.transform(as_written, "coat")
-    assert [e.path for e in fast.explain(PARAMS, X).quantized if not e.product] == ["n1", "n2", "down"]
+    assert [e.path for e in fast.explain(PARAMS, X).quantized if not e.is_product] == ["n1", "n2", "down"]
     found = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
     assert found.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
     assert found.count(("float8_e5m2", "float8_e4m3fn")) == found.count(("float8_e4m3fn", "float8_e5m2")) == 7
@@ -183,7 +183,7 @@ def test_a_norm_outside_and_its_products_inside_are_one(around):
 
     here, there = (functools.partial(layers, around=f) for f in (lambda f: f, around))
     fast = fp8jax.transform(there, "coat")
-    assert [e.reads for e in fast.explain(p, X).quantized if e.product] == ["RMSNorm", "RMSNorm"]
+    assert [e.input_producer for e in fast.explain(p, X).quantized if e.is_product] == ["RMSNorm", "RMSNorm"]
     assert_equal(gradients(fast, p, X), gradients(fp8jax.transform(here, "coat"), p, X))
 
 

@@ -34,8 +34,8 @@ def test_operations_are_within_the_error_of_their_recipe(recipe):
     if recipe == "coat":
         kinds = ["RMSNorm", *kinds[:2], "silu(gate) * up", *kinds[2:]]
     assert [d.entry.kind for d in found.deviations] == kinds
-    assert found.first is None, found
-    assert all(d.forward > 0 and d.gradient > 0 for d in found.deviations if d.entry.product)
+    assert found.first_failure is None, found
+    assert all(d.forward_error > 0 and d.gradient_error > 0 for d in found.deviations if d.entry.is_product)
     assert "every operation is within its recipe's error" in str(found)
 
 
@@ -44,13 +44,13 @@ def test_the_first_that_is_further_off_is_named(monkeypatch):
     find = activations.find
     monkeypatch.setattr(activations, "find", lambda v: (a := find(v)) and a._replace(name="gelu"))
     found = fp8jax.transform(layers, "coat").check(P, X)
-    assert found.first is not None
-    assert (found.first.entry.path, found.first.entry.kind) == ("down", "gelu(gate) * up")
+    assert found.first_failure is not None
+    assert (found.first_failure.entry.path, found.first_failure.entry.kind) == ("down", "gelu(gate) * up")
     assert "unexplained: down gelu(gate) * up: forward" in str(found)
     assert "test_check.py" in str(found)
     find_norm = norms.find
     monkeypatch.setattr(norms, "find", lambda v: (n := find_norm(v)) and n._replace(eps=0.1))
-    first = fp8jax.transform(layers, "coat").check(P, X).first
+    first = fp8jax.transform(layers, "coat").check(P, X).first_failure
     assert first is not None
     assert first.entry.kind == "RMSNorm"
 
@@ -59,10 +59,10 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     """The forward values are right, and the derivative is another one."""
     from fp8jax.ops import activation
 
-    backward = activation.Activation.backward
+    backward = activation.ActivationBackward.backward
     wrong = lambda *args: (tuple(1.5 * ct for ct in backward(*args)[0]), ())  # noqa: E731
-    monkeypatch.setattr(activation.Activation, "backward", wrong)
-    first = fp8jax.transform(layers, "coat").check(P, X).first
+    monkeypatch.setattr(activation.ActivationBackward, "backward", wrong)
+    first = fp8jax.transform(layers, "coat").check(P, X).first_failure
     assert first is not None
     assert first.entry.kind == "silu(gate) * up"
-    assert first.forward < first.forward_allowed
+    assert first.forward_error < first.forward_tolerance

@@ -88,7 +88,9 @@ def test_matrices_of_the_model_that_data_meet_are_no_data():
         fn = lambda p, x, first=first: jnp.mean((first(p, x) @ p["down"]) ** 2)  # noqa: E731
         explained = fp8jax.transform(fn, "te_current").explain(P, X)
         assert [e.path for e in explained.quantized] == [*taken, "down"], of
-        assert [e.reason for e in explained.left] == ([f"data meet what is computed from {of.strip()}"] if of else [])
+        assert [e.reason for e in explained.skipped] == (
+            [f"data meet what is computed from {of.strip()}"] if of else []
+        )
 
 
 def test_attention_to_a_memory_that_a_loss_closes_over():
@@ -116,7 +118,7 @@ def test_constants_of_a_head_or_a_norm_stay_its_constants():
 
     explained = fp8jax.transform(loss, "coat").explain(P, X)
     assert [e.kind for e in explained.quantized] == ["RMSNorm", "dot_general", "dot_general"]
-    assert [e.reason for e in explained.left] == ["a router, gate or head: softmax reads its result"]
+    assert [e.reason for e in explained.skipped] == ["a router, gate or head: softmax reads its result"]
 
 
 def test_one_array_in_place_of_parameters_is_a_batch_by_mistake():
@@ -186,9 +188,9 @@ def test_products_of_parameters_that_a_loss_stacks_are_taken(form, wanted):
         stacked = tree(jnp.stack)(by_block)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), stacked, grads)
     explained = fp8jax.transform(FORMS[form], "coat").explain(BLOCKS, X)
-    assert not explained.left
+    assert not explained.skipped
     assert {e.path for e in explained.quantized} <= {f"block_0/{name}" for name in P}
-    assert all("concatenated with block_1/" in e.reason for e in explained.quantized if e.product)
+    assert all("concatenated with block_1/" in e.reason for e in explained.quantized if e.is_product)
 
 
 def test_packed_projections_of_two_parameters_are_one_product():
@@ -211,7 +213,7 @@ def test_rules_for_stacked_parameters():
     each = [fp8jax.Rule("block_[01]/.*", "te_current"), fp8jax.Rule("block_2/.*", "te_current")]
     assert len(fp8jax.transform(fn, each).explain(BLOCKS, X).quantized) == 2
     explained = fp8jax.transform(fn, [fp8jax.Rule(".*/up", None), "te_current"]).explain(BLOCKS, X)
-    assert [e.path for e in explained.left if e.product] == ["block_0/up"]
+    assert [e.path for e in explained.skipped if e.is_product] == ["block_0/up"]
     with pytest.raises(ValueError, match=r"block_0/up and block_1/up are concatenated .*Give both the same rule"):
         fp8jax.transform(fn, [fp8jax.Rule("block_1/.*", None), "te_current"])(BLOCKS, X)
 
@@ -225,5 +227,5 @@ def test_scalings_with_a_state_refuse_stacked_parameters_by_name(recipe):
 def test_frozen_weights_that_are_stacked_are_told():
     frozen = {name: {k: fp8jax.freeze(w) if w.ndim > 1 else w for k, w in p.items()} for name, p in BLOCKS.items()}
     fast = fp8jax.transform(lambda p, x: loop(tree(jnp.stack)(p), x) + mlp(P | {"up": p["block_0"]["up"]}, x), "coat")
-    left = [e.reason for e in fast.explain(frozen, X).left if e.product]
+    left = [e.reason for e in fast.explain(frozen, X).skipped if e.is_product]
     assert any("what is computed from block_0/up and block_1/up" in each and "frozen as" in each for each in left)

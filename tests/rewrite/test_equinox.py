@@ -77,7 +77,7 @@ def test_numbers_and_functions_are_settings():
 def test_rules_go_by_the_paths_of_fields():
     rules = [fp8jax.Rule("layers/0", None), "te_current"]
     explained = fp8jax.filter_transform(lambda x, model: loss(model, x), rules, params=1).explain(X, Net())
-    assert [e.path for e in explained.left if e.product] == ["layers/0"]
+    assert [e.path for e in explained.skipped if e.is_product] == ["layers/0"]
     assert [e.path for e in explained.quantized] == ["layers/1"]
     with pytest.raises(TypeError, match="takes a function"):
         fp8jax.filter_transform(3, "te_current")

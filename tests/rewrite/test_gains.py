@@ -58,7 +58,9 @@ def test_what_is_small_is_left_in_16_bits_and_told(known):
     themselves, but less than a norm's result in 16 bits, beside its codes, would cost."""
     told = explained(SHAPES, 2048, 5632, 16384)
     assert taken(told) == {*"qkvo", "gate", "up", "down"}
-    assert "; gains about " in next(entry.reason for entry in told.quantized if entry.path == "down" and entry.product)
+    assert "; gains about " in next(
+        entry.reason for entry in told.quantized if entry.path == "down" and entry.is_product
+    )
     assert " us with q, v" in next(entry.reason for entry in told.quantized if entry.path == "k")
     small = explained(SHAPES, 1024, 4096, 16384, kv=1024)
     assert taken(small) == {*"qkv", "gate", "up", "down"}
@@ -72,7 +74,7 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
     told = explained("te_current", 1024, 4096, 16384, kv=1024)
     assert len(taken(told)) == 7
     assert "; o gains nothing at 16,384 tokens: give Rule('o', None), or take fp8jax.recipes.for_shapes" in str(told)
-    total = sum(entry.gain * entry.times for entry in told.entries if entry.gain is not None)
+    total = sum(entry.gain * entry.runs_per_step for entry in told.entries if entry.gain is not None)
     assert f"8 bits gain about {1e3 * total:.2g} ms a step in 7 products, by rates of an H100;" in str(told)
     assert "gains nothing" not in str(explained("te_current", 2048, 5632, 16384))
     assert "8 bits lose about " in str(explained("te_current", 1024, 4096, 128))
@@ -80,15 +82,15 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
 
 def test_what_each_product_gains_is_told_less_its_part_of_the_codes(known):
     linear = fp8jax.recipes.te_current().linear
-    entries = {entry.path: entry for entry in explained("te_current", 1024, 4096, 16384).entries if entry.product}
+    entries = {entry.path: entry for entry in explained("te_current", 1024, 4096, 16384).entries if entry.is_product}
     for path, inputs, outputs, made, readers in (
         ("q", 1024, 1024, "norm", 3), ("k", 1024, 256, "norm", 3), ("gate", 1024, 4096, "norm", 2),
         ("down", 4096, 1024, "activation", 1), ("o", 1024, 1024, "", 1),
     ):  # fmt: skip
-        codes = gains.codes(16384, inputs, linear, RATES, made=made) / readers
-        want = gains.gain(16384, inputs, outputs, linear, RATES) - codes
+        codes = gains.quantization_cost(16384, inputs, linear, RATES, producer=made) / readers
+        want = gains.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
         assert entries[path].gain == pytest.approx(want), path
-        assert (entries[path].times, entries[path].tokens) == (1, 16384)
+        assert (entries[path].runs_per_step, entries[path].tokens) == (1, 16384)
 
 
 def test_one_of_two_that_read_an_array_may_be_left_and_loops_and_stacks_are_known(known):
@@ -118,8 +120,10 @@ def test_one_of_two_that_read_an_array_may_be_left_and_loops_and_stacks_are_know
     assert taken(told(both, SHAPES, x, **shapes)) == set()
     assert taken(told(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {*shapes}
     assert taken(told(both, [fp8jax.Rule("thin", None), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == set()
-    (loop,) = (entry for entry in told(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries if entry.product)
-    assert loop.times == 3
+    (loop,) = (
+        entry for entry in told(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries if entry.is_product
+    )
+    assert loop.runs_per_step == 3
     gained = [entry.gain for entry in told(stacked, "te_current", (4, 4096, 512), w=(4, 512, 512)).entries]
     assert gained
     assert not any(gained)
@@ -130,31 +134,35 @@ def test_a_device_without_rates_is_taken_for_an_h100(known):
     told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
     assert taken(told) == {*"qkv", "gate", "up", "down"}
     assert "by rates of an H100, assumed here" in str(told)
-    assert gains.of_device() == (RATES, True)
+    assert gains.current_rates() == (RATES, True)
     with choice.target(capability=90):
-        assert gains.of_device() == (RATES, False)
+        assert gains.current_rates() == (RATES, False)
 
 
 def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     linear = fp8jax.recipes.te_current().linear
     free = RATES._replace(memory=1e30, launch=0.0)
     products = 6 * 4096.0**3 * (1 / 735e12 - (1 / 1450e12 + 2 / 1330e12) / 3)
-    assert gains.gain(4096, 4096, 4096, linear, free) == pytest.approx(products)
-    assert gains.gain(1, 1, 1, linear, free._replace(launch=1e-6)) == pytest.approx(-8e-6, rel=1e-6)
+    assert gains.estimate_gain(4096, 4096, 4096, linear, free) == pytest.approx(products)
+    assert gains.estimate_gain(1, 1, 1, linear, free._replace(launch=1e-6)) == pytest.approx(-8e-6, rel=1e-6)
     slow = RATES._replace(sixteen=1e30, fast=1e30, promoted=1e30, launch=0.0)
     # 14 bytes a weight and 6 an element of the result; 2.2 or 8 of the input, once for all that read it.
-    assert gains.gain(100, 10, 7, linear, slow) == pytest.approx(-(14 * 70 + 6 * 700) / 2.9e12)
-    assert gains.gain(100, 10, 7, linear, slow, biased=True) == pytest.approx(-(14 * 70 + 2 * 700) / 2.9e12)
+    assert gains.estimate_gain(100, 10, 7, linear, slow) == pytest.approx(-(14 * 70 + 6 * 700) / 2.9e12)
+    assert gains.estimate_gain(100, 10, 7, linear, slow, has_bias=True) == pytest.approx(-(14 * 70 + 2 * 700) / 2.9e12)
     for made, each in (("norm", -13.8), ("activation", -2.8), ("", 8)):
-        assert gains.codes(100, 10, linear, slow, made=made) == pytest.approx(each * 1000 / 2.9e12)
-    assert gains.codes(100, 10, linear, RATES, made="") == pytest.approx(8 * 1000 / 2.9e12 + 6.4e-6)
-    assert gains.beside(100, 10, slow, made="norm") == pytest.approx(2 * 1000 / 2.9e12)
-    assert gains.beside(100, 10, slow, made="") == 0
+        assert gains.quantization_cost(100, 10, linear, slow, producer=made) == pytest.approx(each * 1000 / 2.9e12)
+    assert gains.quantization_cost(100, 10, linear, RATES, producer="") == pytest.approx(8 * 1000 / 2.9e12 + 6.4e-6)
+    assert gains.copy_cost(100, 10, slow, producer="norm") == pytest.approx(2 * 1000 / 2.9e12)
+    assert gains.copy_cost(100, 10, slow, producer="") == 0
     # Two-level scales of inputs and gradients need no maximum of the whole first.
-    assert gains.gain(100, 10, 7, fp8jax.recipes.moss().linear, slow) == pytest.approx(-(14 * 70 + 4 * 700) / 2.9e12)
-    assert gains.codes(100, 10, fp8jax.recipes.moss().linear, slow, made="") == pytest.approx(6 * 1000 / 2.9e12)
+    assert gains.estimate_gain(100, 10, 7, fp8jax.recipes.moss().linear, slow) == pytest.approx(
+        -(14 * 70 + 4 * 700) / 2.9e12
+    )
+    assert gains.quantization_cost(100, 10, fp8jax.recipes.moss().linear, slow, producer="") == pytest.approx(
+        6 * 1000 / 2.9e12
+    )
     for other in ("deepseek", "switchback", "jetfire"):  # groups, int8
-        assert gains.gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
+        assert gains.estimate_gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     ],
 )
 def test_layers_that_read_one_array_are_weighed_together(each, codes, beside, best):
-    assert gains.best(each, codes, beside) == best
+    assert gains.select_layers(each, codes, beside) == best
     ways = {w: sum(each[i] for i in w) - codes - (beside if len(w) < len(each) else 0) for w in [(0,), (0, 1), (1,)]
             if max(w) < len(each)}  # fmt: skip
     assert max([0.0, *ways.values()]) == pytest.approx(max(ways.get(best, 0.0), 0.0))
@@ -247,7 +255,7 @@ def test_a_bias_counts(known):
     for bias in (False, True):
         model = fp8jax.nnx.quantize(nnx.eval_shape(lambda bias=bias: Biased(512, nnx.Rngs(0), bias)), "te_current")
         entries = explain._plan_nnx(model, (jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),), {}).entries
-        gained[bias] = {entry.path: entry.gain for entry in entries if entry.product}
+        gained[bias] = {entry.path: entry.gain for entry in entries if entry.is_product}
     for path, outputs in (("proj", 512), ("up", 2048)):
         assert gained[True][path] - gained[False][path] == pytest.approx(4 * 4096 * outputs / 2.9e12)
 
@@ -260,8 +268,12 @@ def test_flax_models_decide_by_layer(known, recipe):
     model = nnx.eval_shape(lambda: Block(1024, nnx.Rngs(0)))
     for report in (fp8jax.explain(model, wanted, x), fp8jax.explain(LinenBlock(1024), wanted, x)):
         # An activation makes no codes whose scales are of earlier steps.
-        assert {layer.path for layer in report.quantized} == ({"up"} if recipe == "te_delayed" else {"up", "down"})
-        assert "gains nothing at 16,384 tokens" in next(each.reason for each in report.skipped if each.path == "proj")
+        assert {layer.path for layer in report.quantized_layers} == (
+            {"up"} if recipe == "te_delayed" else {"up", "down"}
+        )
+        assert "gains nothing at 16,384 tokens" in next(
+            each.reason for each in report.skipped_layers if each.path == "proj"
+        )
     small = Block(32, nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (8, 32), jnp.bfloat16)
     np.testing.assert_array_equal(fp8jax.nnx.quantize(small, wanted)(x), small(x))
@@ -307,7 +319,7 @@ def test_settings_and_the_table():
         fp8jax.recipes.Linear(select="some")
     with pytest.raises(TypeError, match="takes a whole recipe"):
         fp8jax.recipes.for_shapes(fp8jax.recipes.te_current().linear)
-    for entry in json.loads(gains.TABLE.read_text()):
+    for entry in json.loads(gains.RATES_PATH.read_text()):
         assert set(gains.Rates._fields) <= set(entry)
         assert 1 < entry["fast"] / entry["sixteen"] < 3
         assert 1e-7 < entry["launch"] < 2e-5

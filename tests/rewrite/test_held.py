@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from fp8jax.ops.linear import content_key
+from fp8jax.ops.linear import key_from_data
 from tests.distance import relative
 from tests.programs import dots, outputs
 from tests.rows import slow
@@ -46,9 +46,9 @@ def by_hand(base, adapters, x, recipe):
     def layer(x, parts):
         p, up, down = parts
         h = norm(x, p["norm"]["scale"])
-        h = fp8jax.lora.linear(h, p["up"]["kernel"], up, recipe=recipe, key=content_key(h))
+        h = fp8jax.lora.linear(h, p["up"]["kernel"], up, recipe=recipe, key=key_from_data(h))
         h = jax.nn.silu(h)
-        return x + fp8jax.lora.linear(h, p["down"]["kernel"], down, recipe=recipe, key=content_key(h)), None
+        return x + fp8jax.lora.linear(h, p["down"]["kernel"], down, recipe=recipe, key=key_from_data(h)), None
 
     each = base["layers"], adapters["layers/up/kernel"], adapters["layers/down/kernel"]
     x, _ = jax.lax.scan(jax.checkpoint(layer), x, each)

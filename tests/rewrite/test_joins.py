@@ -20,7 +20,7 @@ B = {f"{n}_bias": jax.random.normal(jax.random.key(9 + i), (w,)) for i, (n, w) i
 
 def joining(name="te_current"):
     recipe = fp8jax.recipes.get(name)
-    return dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, joins=True))
+    return dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, fuse_parallel_matmuls=True))
 
 
 def mixed(q, k, v, x):

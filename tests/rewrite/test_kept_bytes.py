@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.rewrite import explanation
-from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.rules import LayerChoice
 from tests.programs import residuals
 
@@ -64,10 +64,10 @@ RECIPES = "coat", "te_current", "moss", "deepseek", "jetfire"
 def test_bytes_are_those_of_what_is_kept(recipe):
     fast = fp8jax.transform(mlp, recipe)
     explained = fast.explain(P, X)
-    total = sum(entry.bytes for entry in explained.quantized)
+    total = sum(entry.residual_bytes for entry in explained.quantized)
     assert total == kept_codes(fast, P) > 0
     # Of one input that two products read it is the first one's.
-    assert [e.bytes for e in explained.quantized if e.path == "up"] == [0]
+    assert [e.residual_bytes for e in explained.quantized if e.path == "up"] == [0]
     assert f"kept of inputs for the backward pass: {total / 1024:.4g} KiB" in str(explained)
 
 
@@ -86,7 +86,7 @@ attended.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (dy * (1 - y * y),))
 @pytest.mark.parametrize("context", [fp8jax.recipes.coat().context, FAITHFUL])
 def test_what_is_kept_in_any_case_or_made_again_has_no_bytes(fn, context):
     fast = fp8jax.transform(fn, dataclasses.replace(fp8jax.recipes.coat(), context=context))
-    assert sum(entry.bytes for entry in fast.explain(P, X).quantized) == kept_codes(fast, P)
+    assert sum(entry.residual_bytes for entry in fast.explain(P, X).quantized) == kept_codes(fast, P)
 
 
 def test_bytes_in_loops_count_each_turn_and_none_is_told_under_a_checkpoint():
@@ -99,7 +99,7 @@ def test_bytes_in_loops_count_each_turn_and_none_is_told_under_a_checkpoint():
     nested = fp8jax.transform(lambda p, x: jax.lax.scan(lambda x, p: (stacked(p, x), None), x, p)[0], "coat")
     assert bytes_of(nested, twice) == [6 * n for n in bytes_of(one, P)]
     again = fp8jax.transform(jax.checkpoint(mlp), "coat").explain(P, X)
-    assert {e.bytes for e in again.quantized} == {None}
+    assert {e.residual_bytes for e in again.quantized} == {None}
     assert "kept of inputs" not in str(again)
 
 
@@ -113,7 +113,7 @@ def test_bytes_of_a_model_are_in_its_report():
 def test_sentences_add_up_what_a_plan_says_of_its_parts():
     """Of made-up parts: bytes, gains by how often each runs, and which lose, the first six of them by name."""
     made = functools.partial(
-        Entry, kind="dot_general", shape=(64, 96), reason="", line="", product=True, rates="an H100"
+        PlanEntry, kind="dot_general", shape=(64, 96), reason="", line="", product=True, rates="an H100"
     )
     taken = LayerChoice(fp8jax.recipes.te_current().linear, "")
     parts = [
@@ -122,23 +122,25 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
         made("norm", choice=None, bytes=1, product=False, rates=""),
         made("head", choice=None, again=True),
     ]
-    told = explanation.kept_bytes(parts)
+    told = explanation.residual_bytes_note(parts)
     own = "; what is not listed keeps its own"
     assert told == f"kept of inputs for the backward pass: 2.5 KiB, most of it by a 1.5 KiB, b 1023 B, norm 1 B{own}"
-    told = explanation.kept_bytes([part._replace(bytes=3 << 30) for part in parts[:2]] + [parts[0]] * 3)
+    told = explanation.residual_bytes_note(
+        [part._replace(residual_bytes=3 << 30) for part in parts[:2]] + [parts[0]] * 3
+    )
     assert told.endswith(f"6 GiB, most of it by b 3 GiB, a 3 GiB, a 1.5 KiB{own}")
     gained = "8 bits gain about 2.8 ms a step in 2 products, by rates of an H100"
-    assert explanation.gained(parts) == (
+    assert explanation.gains_note(parts) == (
         f"{gained}; b gains nothing at 512 tokens: give Rule('b', None), or take fp8jax.recipes.for_shapes(recipe)"
     )
-    assert explanation.gained(parts[:1]) == gained.replace("2.8", "3").replace("2 products", "1 products")
-    assert explanation.gained(parts[2:3]) == explanation.kept_bytes(parts[3:]) == ""
+    assert explanation.gains_note(parts[:1]) == gained.replace("2.8", "3").replace("2 products", "1 products")
+    assert explanation.gains_note(parts[2:3]) == explanation.residual_bytes_note(parts[3:]) == ""
     many = [parts[1]._replace(path=f"p{i}", tokens=1024) for i in range(8)] + parts[:2]
     named = "p0, p1, p2, p3, p4, p5 and 3 more gain nothing at 512 or 1,024 tokens: give Rule('p0', None)"
-    assert named in explanation.gained(many)
-    assert "p4, p5 gain nothing at 1,024 tokens" in explanation.gained(many[:6])
-    assert "p0 gains nothing at 1,024 tokens" in explanation.gained(many[:1] * 2)
-    assert "by a 1 KiB" in explanation.kept_bytes([parts[0]._replace(bytes=1024)])
+    assert named in explanation.gains_note(many)
+    assert "p4, p5 gain nothing at 1,024 tokens" in explanation.gains_note(many[:6])
+    assert "p0 gains nothing at 1,024 tokens" in explanation.gains_note(many[:1] * 2)
+    assert "by a 1 KiB" in explanation.residual_bytes_note([parts[0]._replace(residual_bytes=1024)])
     said = str(explanation.Explanation(tuple(parts)))
     assert "1 of 2 products are computed again in the backward pass" in said
     assert [line.split()[0] for line in said.splitlines() if line[:4] in ("a   ", "b   ", "norm", "head")] == [

@@ -16,7 +16,7 @@ from tests.programs import dots
 
 WIDTH, INNER = 16, 32
 DELAYED = dataclasses.replace(
-    fp8jax.recipes.te_delayed(), linear=dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+    fp8jax.recipes.te_delayed(), linear=dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 )
 P = {"up": 0.2 * jax.random.normal(jax.random.key(0), (WIDTH, INNER)), "down": jnp.ones((INNER, WIDTH)) / 8}
 X = jax.random.normal(jax.random.key(1), (4, 6, WIDTH))
@@ -158,31 +158,33 @@ def test_thresholds_count_blocks():
 def test_uses_are_merged_as_their_scaling_asks():
     """Of two uses, one in a loop of three turns: counts add up, magnitudes do not."""
     linears = DELAYED.linear, fp8jax.recipes.int8_fallback().linear
-    uses = [states.Use("w", 0, (states.Level(False, 3),)), states.Use("w", 1, ())]
+    uses = [states.WeightUse("w", 0, (states.LoopLevel(False, 3),)), states.WeightUse("w", 1, ())]
     for linear, scalar, want in ((linears[0], True, 7.0), (linears[1], False, 1 + 2 + 7 + 5)):
         unit = jnp.float32(1) if scalar else jnp.ones(2)
         seen = {(uses[0].key, "x"): jnp.stack([1 * unit, 2 * unit, 7 * unit]), (uses[1].key, "x"): 5 * unit}
-        merged = states.merged_uses(seen, dict.fromkeys(uses, linear))
+        merged = states.merge_use_stats(seen, dict.fromkeys(uses, linear))
         np.testing.assert_array_equal(merged["w"]["x"], want * unit)
     seen = {(uses[0].key, "dy"): jnp.array([1.0, 2.0, 7.0]), (uses[1].key, "dy"): jnp.float32(5)}
-    assert states.merged_uses(seen, dict.fromkeys(uses, linears[0]))["w"]["dy"] == 7
+    assert states.merge_use_stats(seen, dict.fromkeys(uses, linears[0]))["w"]["dy"] == 7
     held = states.ParameterState(
         linears[0], (), states.init(dict.fromkeys(uses, linears[0]), P | {"w": P["up"]})["w"].state
     )
 
     def gradient(slot):
-        given = states.held_by_use({"w": held._replace(slot=slot)}, dict.fromkeys(uses, linears[0]))
+        given = states.use_inputs_from_parameter_states(
+            {"w": held._replace(amax_slot=slot)}, dict.fromkeys(uses, linears[0])
+        )
         return 2 * given[uses[0].key].slots.dy.sum() + 5 * given[uses[1].key].slots.dy
 
     assert jax.grad(gradient)(jnp.float32(0)) == 5
-    tracked = states.init({states.Use("w", 0, ()): linears[0]}, {"w": P["up"]})
+    tracked = states.init({states.WeightUse("w", 0, ()): linears[0]}, {"w": P["up"]})
     each = jax.tree.map(lambda slot: jnp.stack([slot + 1, slot + 5]), tracked)  # what two devices have seen
     new = jax.vmap(lambda seen: states.advance(tracked, seen, "devices"), axis_name="devices")(each)
     np.testing.assert_array_equal(new["w"].state.x[:, 0], [5, 5])
     with pytest.raises(ValueError, match="the model holds no state of delayed scaling for w"):
-        states.held_by_use({"w": held._replace(state=None)}, dict.fromkeys(uses, linears[0]))
+        states.use_inputs_from_parameter_states({"w": held._replace(state=None)}, dict.fromkeys(uses, linears[0]))
     with pytest.raises(ValueError, match="have different recipes"):
-        states.init({states.Use("w", i, ()): linear for i, linear in enumerate(linears)}, {"w": P["up"]})
+        states.init({states.WeightUse("w", i, ()): linear for i, linear in enumerate(linears)}, {"w": P["up"]})
 
 
 def test_bounds_of_weights_come_from_the_optimizer():
@@ -191,14 +193,14 @@ def test_bounds_of_weights_come_from_the_optimizer():
     states = fast.init(STACKED, X)
     np.testing.assert_array_equal(states["up"].state.w, np.zeros(len(STACKED["up"])))
     bounds = {(n,): jnp.float32(times * largest(STACKED[n], (1, 2))) for n, times in (("up", 7), ("down", 1))}
-    new = fast.set_weight_bounds(states, bounds)
+    new = fast.update_weight_amax_bounds(states, bounds)
     np.testing.assert_array_equal(new["up"].state.w, bounds["up",])
     assert (fast(STACKED, X, states=new) != fast(STACKED, X, states=states)).any()
     np.testing.assert_array_equal(fast(STACKED, X), fast(STACKED, X, states=states))
     # A bound that is given stays beside one that is measured.
     np.testing.assert_array_equal(fast(STACKED, X, states={**states, "up": new["up"]}), fast(STACKED, X, states=new))
     with pytest.raises(ValueError, match="the optimizer follows no parameter down"):
-        fast.set_weight_bounds(states, {("up",): bounds["up",]})
+        fast.update_weight_amax_bounds(states, {("up",): bounds["up",]})
 
 
 def test_recipes_without_a_state():

@@ -74,11 +74,11 @@ def test_layers_of_plain_arrays_in_a_scan():
     fast = assert_near(decoder, p, tokens, rules="coat")
     explained = fast.explain(p, tokens)
     assert [e.path for e in explained.quantized] == ["layers/n", "layers/q", "layers/o"]
-    assert [(e.path, e.kind) for e in explained.left] == [("out", "dot_general")]
+    assert [(e.path, e.kind) for e in explained.skipped] == [("out", "dot_general")]
     assert "an output head: the function returns its result" in str(explained)
     # A loss inside of the function hides its outputs; its softmax finds the head.
     entropy = lambda p, t: -jnp.mean(jax.nn.log_softmax(decoder(p, t).astype(jnp.float32))[..., 0])  # noqa: E731
-    (head,) = fp8jax.transform(entropy, "coat").explain(p, tokens).left
+    (head,) = fp8jax.transform(entropy, "coat").explain(p, tokens).skipped
     assert (head.path, head.reason) == ("out", "a router, gate or head: softmax reads its result")
 
 
@@ -172,7 +172,7 @@ def test_rules_match_paths_of_parameters():
 
     first, *rest = (fp8jax.Rule("a/.*", None), fp8jax.Rule("b/mlp/up", "deepseek"), "te_current")
     explained = fp8jax.transform(fn, [first, *rest]).explain(p, X)
-    assert [e.path for e in explained.left] == ["a/up", "a/down"]
+    assert [e.path for e in explained.skipped] == ["a/up", "a/down"]
     assert [(e.path, e.choice.linear.x) for e in explained.quantized] == [
         ("b/mlp/up", "e4m3:group128"),
         ("b/mlp/down", "e4m3"),
@@ -181,7 +181,10 @@ def test_rules_match_paths_of_parameters():
     haiku = {"net/~/up": {"w": P["up"], "b": jnp.zeros(INNER)}, "net/~/down": {"w": P["down"]}}
     net = lambda p, x: jnp.tanh(x @ p["net/~/up"]["w"] + p["net/~/up"]["b"]) @ p["net/~/down"]["w"]  # noqa: E731
     explained = fp8jax.transform(net, [fp8jax.Rule("net/~/up", None), "coat"]).explain(haiku, X.astype(jnp.float32))
-    assert ([e.path for e in explained.left], [e.path for e in explained.quantized]) == (["net/~/up"], ["net/~/down"])
+    assert ([e.path for e in explained.skipped], [e.path for e in explained.quantized]) == (
+        ["net/~/up"],
+        ["net/~/down"],
+    )
     with pytest.raises(ValueError, match="no layer is left for 'nothing' to match; the layers are a/down, a/up, b/mlp"):
         fp8jax.transform(fn, [fp8jax.Rule("nothing", "coat"), "coat"])(p, X)
 
@@ -194,7 +197,7 @@ def test_routers_are_left():
         return mlp(p, x) * best.astype(x.dtype)
 
     explained = fp8jax.transform(fn, "te_current").explain(p, X)
-    assert [(e.path, e.reason.partition(":")[0]) for e in explained.left] == [("choose", "a router, gate or head")]
+    assert [(e.path, e.reason.partition(":")[0]) for e in explained.skipped] == [("choose", "a router, gate or head")]
     # A rule that names it has its way.
     asked = fp8jax.transform(fn, [fp8jax.Rule("choose", "te_current"), "te_current"])
     assert len(asked.explain(p, X).quantized) == 3
@@ -257,8 +260,8 @@ def test_gradients_that_a_function_takes_itself_are_as_written():
     assert eight_bit(fast, P, X) == 2
     force = lambda p, x: mlp(p, jax.grad(lambda x: jnp.sum(mlp(p, x)).astype(jnp.float32))(x))  # noqa: E731
     plan = fp8jax.transform(force, "te_current").explain(P, X)
-    assert {e.reason[:18] for e in plan.left} == {"part of a gradient"}
-    reasons = [e.reason.partition(" that the")[0] for e in fast.explain(P, X).left]
+    assert {e.reason[:18] for e in plan.skipped} == {"part of a gradient"}
+    reasons = [e.reason.partition(" that the")[0] for e in fast.explain(P, X).skipped]
     assert reasons == [*["part of a gradient"] * 3, *(f"data change or pick the matrix {name}" for name in P)]
     want, got = (jax.grad(loss(f))(P, X) for f in (both, fast))
     assert 0 < relative(got, want) < 0.15
@@ -274,7 +277,7 @@ def test_what_has_a_derivative_of_its_own_is_as_written():
     )
     fn = lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype)  # noqa: E731
     fast = fp8jax.transform(fn, "te_current")
-    (left,) = fast.explain(P, X).left
+    (left,) = fast.explain(P, X).skipped
     assert (left.path, left.reason) == ("up", "inside custom_vjp_call, which has a derivative of its own")
     np.testing.assert_array_equal(jax.grad(loss(fast))(P, X)["up"], 1)
 
@@ -295,7 +298,7 @@ def test_adapters_of_sixteen_bits_beside_a_base_of_eight():
         return jnp.tanh(x @ c["up"] + x @ c["lora_a"] @ c["lora_b"] * 2) @ c["down"]
 
     fast = assert_near(fn, p, X, rules=[fp8jax.Rule(".*lora.*", None), "coat"])
-    assert [e.path for e in fast.explain(p, X).left] == ["lora_a", "lora_b"]
+    assert [e.path for e in fast.explain(p, X).skipped] == ["lora_a", "lora_b"]
 
 
 def test_matrices_that_are_scaled():
@@ -309,7 +312,7 @@ def test_matrices_that_are_scaled():
     assert [e.path for e in fast.explain(p, X).quantized] == ["up", "down"]
     # What is a sum of parameters is no matrix that a rule could name.
     merged = lambda p, x: x @ (p["up"] + p["down"].T).astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
-    (left,) = fp8jax.transform(merged, "coat").explain(P, X).left
+    (left,) = fp8jax.transform(merged, "coat").explain(P, X).skipped
     assert (left.reason, left.shape) == ("data meet what is computed from up and down", (WIDTH, INNER))
 
 
@@ -385,7 +388,7 @@ def test_matrices_that_no_rule_can_name_are_told(matrix, why):
     product = jax.checkpoint(lambda x, w: x @ w.astype(x.dtype))
     fn = lambda p, x: jnp.sum(jnp.sin(product(x, matrix(p, x)))) + mlp(p, x)  # noqa: E731
     explained = fp8jax.transform(fn, "te_current").explain(p, X)
-    assert [e.reason for e in explained.left] == [why]
+    assert [e.reason for e in explained.skipped] == [why]
     assert [e.path for e in explained.quantized] == ["up", "down"]
 
 
@@ -396,7 +399,7 @@ def test_products_of_data_are_nothing_to_tell_of():
         rows, places = p["table"][jnp.argmax(x, -1) % 8], x[0] + p["table"]
         return mlp(p, (x @ rows.mT + places @ places.T).astype(x.dtype) @ x)
 
-    assert not fp8jax.transform(fn, "te_current").explain(p, X).left
+    assert not fp8jax.transform(fn, "te_current").explain(p, X).skipped
 
 
 def test_what_turns_of_a_loop_replace_is_data():
@@ -549,7 +552,7 @@ def test_programs_that_are_not_read_are_told():
 
     product.def_vmap(lambda size, batched, w, x: (product(w, x), True))
     fast = fp8jax.transform(lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype), "te_current")
-    (left,) = fast.explain(P, X).left
+    (left,) = fast.explain(P, X).skipped
     assert (left.path, left.reason) == ("up", "inside custom_vmap_call, which is not read")
 
 
@@ -566,11 +569,11 @@ def test_experts_by_groups_of_tokens():
 
     fast = fp8jax.transform(experts, "coat")
     explained = fast.explain(p, X)
-    assert [e.path for e in explained.quantized if e.product] == ["up", "down"]
-    assert {e.reason for e in explained.quantized if e.product} == {
+    assert [e.path for e in explained.quantized if e.is_product] == ["up", "down"]
+    assert {e.reason for e in explained.quantized if e.is_product} == {
         "the recipe; multiplies the values of the codes in bfloat16"
     }
-    assert [e.path for e in explained.left] == ["choose"]
+    assert [e.path for e in explained.skipped] == ["choose"]
     want, got = (jax.jit(jax.grad(loss(f)))(p, X) for f in (experts, fast))
     assert 0 < relative(got, want) < 0.25
     kept = residuals(jax.jit(functools.partial(fast, p)), X)
@@ -634,13 +637,13 @@ def test_a_product_of_someone_elses(monkeypatch):
     image = X.reshape(1, 4, 8, WIDTH)
     with pytest.raises(ValueError, match=r"first \(fp8jax has no conv_general_dilated\)"):
         fp8jax.transform(convolved, "te_current")(p, image)
-    monkeypatch.setitem(operations.OTHERS, "conv_general_dilated", Pointwise)
+    monkeypatch.setitem(operations.NON_DOT_OPERATIONS, "conv_general_dilated", Pointwise)
     fast = assert_near(convolved, p, image, products=1)
     explained = fast.explain(p, image)
-    (entry,), (left,) = explained.quantized, explained.left
-    assert (entry.path, entry.bytes) == ("first", image.size + 4)
+    (entry,), (left,) = explained.quantized, explained.skipped
+    assert (entry.path, entry.residual_bytes) == ("first", image.size + 4)
     assert left.reason == "fp8jax has no conv_general_dilated of this form"
-    assert fast.check(p, image).first is None
+    assert fast.check(p, image).first_failure is None
 
 
 @pytest.mark.usefixtures("young_heap")
@@ -714,7 +717,7 @@ def test_several_arguments_of_parameters():
     fn = lambda base, extra, x: mlp({**base, **extra}, x)  # noqa: E731
     fast = fp8jax.transform(fn, [fp8jax.Rule("1/.*", None), "te_current"], params=(0, 1))
     explained = fast.explain({"up": P["up"]}, {"down": P["down"]}, X)
-    assert ([e.path for e in explained.quantized], [e.path for e in explained.left]) == (["0/up"], ["1/down"])
+    assert ([e.path for e in explained.quantized], [e.path for e in explained.skipped]) == (["0/up"], ["1/down"])
 
 
 def test_nothing_is_computed_to_explain():
@@ -749,8 +752,8 @@ def test_all_products_that_ask_for_a_precision_are_in_one_error_and_explain_mark
         assert "fp8jax.Rule('loop|up', None)" in str(told.value)
     explained = fast.explain(p, x)
     assert [e.path for e in explained.quantized] == ["down"]
-    assert [(e.path, e.unsupported) for e in explained.left] == [("loop", True), ("up", True)]
-    assert all("asks for precision" in e.reason for e in explained.left)
+    assert [(e.path, e.is_unsupported) for e in explained.skipped] == [("loop", True), ("up", True)]
+    assert all("asks for precision" in e.reason for e in explained.skipped)
     assert len(fp8jax.transform(asks, [fp8jax.Rule("loop|up", None), "te_current"]).explain(p, x).quantized) == 1
     many = {f"layers/{i}/up": P["up"] for i in range(6)}
     six = lambda p, x: sum(jnp.sum(jnp.dot(x, w, precision="highest")) for w in p.values())  # noqa: E731
