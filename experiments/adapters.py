@@ -18,8 +18,8 @@ from flax import nnx
 import fp8jax
 from experiments.config import Lora, UserError
 from experiments.models.llama import Llama
-from fp8jax.ops.linear import key_from_data
-from fp8jax.ops.lora import apply_adapter
+from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.products.lora import apply_adapter
 
 LAYERS = "layers"
 

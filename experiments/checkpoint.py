@@ -30,7 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments import hosts
 from experiments.config import DiskError, UserError, check_same
-from fp8jax.ops.digests import digest as digest
+from fp8jax.ops.products.peft_files import digest as digest
 
 _State = TypeVar("_State")
 

@@ -3,7 +3,7 @@
 import os
 
 # XLA's own Triton products off: its autotuner tries them for every shape, and with them on it calls cuBLASLt with
-# widened operands, so that fp8jax takes its own kernels (fp8jax.ops.matmul_hopper).
+# widened operands, so that fp8jax takes its own kernels (fp8jax.ops.matmul.hopper).
 RECOMMENDED = "--xla_gpu_enable_triton_gemm=false"
 
 

@@ -25,8 +25,8 @@ from experiments.tables import flash
 from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.dist.collectives import Collective
-from fp8jax.ops import choice
-from fp8jax.ops.chunks import num_chunks
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.losses.cross_entropy import num_chunks
 
 with needed() as missing:
     from flax import nnx

@@ -25,7 +25,7 @@ from experiments.models.llama import Llama, LlamaConfig
 from experiments.released import LAYERS, ReleasedOptimizer, layer_of
 from experiments.sections import Lora
 from fp8jax.dist import Factors
-from fp8jax.ops.global_norm import global_norm
+from fp8jax.ops.optimizers.global_norm import global_norm
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 

@@ -33,8 +33,8 @@ from experiments.errors import UserError
 from experiments.flags import recommend
 from experiments.signals import Stopped, StopSignals
 from fp8jax.modules.compiled import describe
-from fp8jax.ops import kernels
-from fp8jax.ops.choice import record_choices, record_residuals, summary
+from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch.choice import record_choices, record_residuals, summary
 
 with packages.needed() as no_parser:
     from experiments.config import Config, check_same, flag, flatten_fields, parse
@@ -327,7 +327,7 @@ def _train_recipe(
 
 def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
     """Lines on what computes the operations of a step and what they save, with a warning where no kernel runs."""
-    advice = kernels.advice() if told else None
+    advice = missing_kernels.advice() if told else None
     warning = [] if advice is None else [f"WARNING: {advice}"]
     return [*warning, *summary(told), *(f"saved {line}" for line in kept)]
 

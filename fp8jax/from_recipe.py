@@ -11,11 +11,11 @@ from jax import Array
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.weights import SCALED_MASTER
-from fp8jax.optim.adam_limit import max_adam_step
-from fp8jax.optim.clipped import with_clipping
+from fp8jax.optim.clipping import with_clipping
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NO_LAYER_AXES, fp8lm_adamw
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.max_adam_step import max_adam_step
 from fp8jax.optim.weight_bounds import with_weight_bounds
 
 # A parameter with quantized moments has four more arrays (scales and exponents), which take the host some 20 us a step.

@@ -76,7 +76,7 @@ def moss_mx() -> Recipe:
     """MOSS's two-level microscaled products (Zhang et al., 2025, section 3.1), as they are: codes are not folded.
 
     Each group of 32 along a contraction has a power of two under its row's fp32 scale, and the kernel applies it to the
-    group's partial sum in registers (`pallas_kernels/matmul_mx_mosaic.py`). On an H200 such a product takes 1.8 times
+    group's partial sum in registers (`pallas_kernels/matmul/matmul_mx_mosaic.py`). On an H200 such a product takes 1.8 times
     as long as one with a scale a tensor (results/pages/gemm.md), and layers keep 1.03 bytes an element. Where the
     values of a row lie within 2^14 of each other `moss` is as exact: this is for rows that do not, and for the
     comparison. The weight's gradient, whose sums are over tokens, reads inputs that are quantized again, with a scale a

@@ -22,7 +22,7 @@ def matmul(
     out_dtype: Any = jnp.bfloat16,
     fast: bool = True,
 ) -> jax.Array:
-    """Reference of `pallas_kernels.matmul_mosaic.matmul`; fp32 sums whether `fast` or not."""
+    """Reference of `pallas_kernels.matmul.matmul_mosaic.matmul`; fp32 sums whether `fast` or not."""
     out = _product(a.astype(jnp.float32), b.astype(jnp.float32))
     out = _epilogue(out, scale, row_scale, column_scale, bias, residual)
     return out.astype(out_dtype)
@@ -38,7 +38,7 @@ def matmul_block(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
-    """Reference of `pallas_kernels.matmul_block_mosaic.matmul_block`."""
+    """Reference of `pallas_kernels.matmul.matmul_block_mosaic.matmul_block`."""
     k, n = a.shape[1], b.shape[0]
     if b_scale.shape[0] != n:
         b_scale = jnp.repeat(b_scale, 128, axis=0)[:n]
@@ -59,7 +59,7 @@ def matmul_mx(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
-    """Reference of `pallas_kernels.matmul_mx_mosaic.matmul_mx`."""
+    """Reference of `pallas_kernels.matmul.matmul_mx_mosaic.matmul_mx`."""
     power = lax.bitcast_convert_type(a_exponent.astype(jnp.int32) << 23, jnp.float32)
     left = a.astype(jnp.float32) * jnp.repeat(power, 32, axis=1)[:, : a.shape[1]]
     out = _product(left, b.astype(jnp.float32))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 
 # For loops of many steps: unlike most programs of the tests they run longer than they compile.
 jit_long = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})

@@ -12,7 +12,7 @@ from typing import Any
 import fp8jax
 from fp8jax.modules.report import Report
 from fp8jax.optim.compressed_adamw import FusedTransformation
-from fp8jax.optim.release import Released
+from fp8jax.optim.fused_backward import Released
 from fp8jax.rewrite.transform import Transformed
 
 from . import names

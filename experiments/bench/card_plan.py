@@ -13,7 +13,7 @@ import jax
 import fp8jax
 from experiments import plan
 from experiments.models.shape import LlamaConfig
-from fp8jax.ops.chunks import num_chunks
+from fp8jax.ops.losses.cross_entropy import num_chunks
 
 # Arrays of a token in bf16 that live where the most of a layer's backward pass do. With contexts in 8 bits, those as
 # wide as the MLP beside what the layer keeps: gradients of its three and codes of two, along rows and columns. Without,

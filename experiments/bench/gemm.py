@@ -36,10 +36,10 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import cases, timing
-from pallas_kernels.fold_triton import fold_codes
-from pallas_kernels.matmul_block_mosaic import matmul_block
-from pallas_kernels.matmul_mosaic import matmul
-from pallas_kernels.matmul_mx_mosaic import matmul_mx
+from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
+from pallas_kernels.matmul.matmul_mosaic import matmul
+from pallas_kernels.matmul.matmul_mx_mosaic import matmul_mx
+from pallas_kernels.quantization.fold_triton import fold_codes
 
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 

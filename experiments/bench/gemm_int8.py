@@ -28,8 +28,8 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import cases, timing
-from pallas_kernels.matmul_int8_mosaic import BLOCK, FallbackResidual, matmul_int8_block
-from pallas_kernels.matmul_mosaic import matmul
+from pallas_kernels.matmul.matmul_int8_mosaic import BLOCK, FallbackResidual, matmul_int8_block
+from pallas_kernels.matmul.matmul_mosaic import matmul
 
 SHAPES = [cases.GEMMS[i] for i in (0, 1, 2, 4, 6, 9)]
 RATES = (0.1, 0.2, 0.3, 0.5)

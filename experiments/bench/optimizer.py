@@ -25,7 +25,7 @@ import triton.language as tl
 
 import fp8jax
 from experiments.bench import timing
-from pallas_kernels import call_triton
+from pallas_kernels.dispatch import call_triton
 
 LEAVES, ROWS, WIDTH, GROUP = 8, 16384, 4096, 128
 RATE, B1, B2, DECAY = 1e-3, 0.9, 0.999, 0.1

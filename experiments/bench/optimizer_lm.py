@@ -14,7 +14,7 @@ import triton.language as tl
 
 import fp8jax
 from experiments.bench import optimizer, timing
-from pallas_kernels import call_triton
+from pallas_kernels.dispatch import call_triton
 
 # Read: gradient, twice, master weight, working copy, both moments. Written: these but for the gradient.
 TRAFFIC = {name: 2 * size + 2 * (2 + 2 + 1 + 2) for name, size in (("fp8 gradients", 1), ("bf16 gradients", 2))}

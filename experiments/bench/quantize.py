@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 import fp8jax
 from experiments.bench import cases, timing
-from fp8jax.ops import quantize as op
-from fp8jax.ops.microscaled import fold_rows
+from fp8jax.ops.quantization import quantize as op
+from fp8jax.ops.quantization.microscaling import fold_rows
 
 COPY = "device copy"
 

@@ -16,8 +16,8 @@ from jax import lax
 
 import fp8jax
 from experiments.bench import timing
-from fp8jax.ops import gains
-from fp8jax.ops.matmul import matmul
+from fp8jax.ops.matmul.matmul import matmul
+from fp8jax.ops.products import cost_model
 
 CHAIN = 256
 
@@ -48,7 +48,7 @@ def arms(shape: tuple[int, int, int]) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="rates", description=__doc__)
     parser.add_argument("--device", help='what of the GPU\'s name the table knows it by (default: "H100" and the like)')
-    parser.add_argument("--table", type=Path, default=gains.RATES_PATH)
+    parser.add_argument("--table", type=Path, default=cost_model.RATES_PATH)
     options = parser.parse_args(argv)
     timing.need_gpu()
     shape = (128, 64, 64) if timing.dry() else (16384, 4096, 4096)

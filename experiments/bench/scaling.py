@@ -22,7 +22,7 @@ import fp8jax
 from experiments.bench import cases, timing
 from fp8jax.core import formats
 from fp8jax.core.scaling import Automatic, Current, Delayed, to_scale
-from fp8jax.ops.quantize import quantize
+from fp8jax.ops.quantization.quantize import quantize
 from fp8jax.optim.weight_bounds import WeightBounds
 
 JIT, DELAYED, AUTOMATIC = "just in time", "delayed", "automatic"

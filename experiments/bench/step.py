@@ -36,7 +36,7 @@ from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
 from experiments.task import Task
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 
 VOCAB = 32_000
 # Steps, of a factor of 1.3 each, in which thresholds of blocks that fall back find their share: all do at first.

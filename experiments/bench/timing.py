@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import record
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 
 Row = dict[str, Any]
 L2_BYTES = 50 << 20

@@ -18,7 +18,7 @@ import safetensors
 
 from experiments.config import UserError
 from experiments.reading import parse_json, read_bytes, read_text
-from fp8jax.ops import digests
+from fp8jax.ops.products import peft_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of `__metadata__` in the first file of weights that `write_entry` writes and `check` reads; and the field of
@@ -36,7 +36,7 @@ _DTYPES = {
 class Stored:
     """A tensor on disk: its file, its name and dtype as the file says them, its shape, and where its bytes begin.
 
-    `digest` is that of `fp8jax.ops.digests`, or "" in a file without digests.
+    `digest` is that of `fp8jax.ops.products.peft_files`, or "" in a file without digests.
     """
 
     file: Path
@@ -71,7 +71,7 @@ class Stored:
         if values.size != count:
             raise UserError(f"{self.file} ends within {self.name}: it is not the file that was opened; load it again")
         values = values.reshape(self.shape)
-        if self.digest and digests.digest(values) != self.digest:
+        if self.digest and peft_files.digest(values) != self.digest:
             raise UserError(f"{self.file} is damaged: the values of {self.name} do not match their digest")
         return values
 
@@ -151,7 +151,7 @@ def _header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", None)
-        found = digests.read(metadata, header)
+        found = peft_files.read(metadata, header)
     except Exception as error:  # SafetensorError, OSError, and ValueError of digests
         raise UserError(f"{path} is damaged or no safetensors file ({str(error).splitlines()[0]})") from None
     return {

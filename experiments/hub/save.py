@@ -21,7 +21,7 @@ from experiments.hub import families, files, load, quantized
 from experiments.hub.families import Tensor
 from experiments.hub.quantized import EightBits
 from experiments.models.shape import LlamaConfig
-from fp8jax.ops import digests
+from fp8jax.ops.products import peft_files
 
 # What is copied of a checkpoint beside its weights and its config.json.
 BESIDE = (
@@ -255,7 +255,7 @@ def _write(folder: Path, shards: list[list[Written]], entry: dict[str, str]) -> 
         for name in arrays:
             places[name] = file
         try:
-            metadata = {"format": "pt", **(entry if i == 0 else {}), **digests.entries(arrays)}
+            metadata = {"format": "pt", **(entry if i == 0 else {}), **peft_files.entries(arrays)}
             save_file(arrays, folder / file, metadata=metadata)
         except Exception as error:  # SafetensorError of the file system
             raise OSError(str(error)) from error

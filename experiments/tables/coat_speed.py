@@ -19,7 +19,7 @@ from experiments.bench import layer, timing
 from experiments.models.llama import LlamaConfig
 from experiments.tables import coat_memory, common
 from experiments.tables.common import Row
-from fp8jax.ops.quantize import quantize
+from fp8jax.ops.quantization.quantize import quantize
 
 BATCH, LENGTHS, HIDDEN = 4, (2048, 4096), (2048, 4096)
 BF16, TE, FAITHFUL, LEAN = layer.BF16, "te_current", coat_memory.FAITHFUL, coat_memory.LEAN

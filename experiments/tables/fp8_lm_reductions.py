@@ -21,7 +21,7 @@ from experiments.tables import common, fp8_lm_gradients
 from experiments.tables.common import Row
 from experiments.tables.fp8_lm_gradients import Reduced
 from fp8jax.core.comm import Comm
-from fp8jax.dist.factor import MAX_SATURATED_FRACTION, Factors
+from fp8jax.dist.auto_scale import MAX_SATURATED_FRACTION, Factors
 from fp8jax.dist.reduce import all_reduce_gradients
 
 VIRTUAL = 8

@@ -3,7 +3,7 @@
 A Llama is trained on text in bf16 (or taken from OUT where it was trained before); then one batch goes through it in
 fp32, with integers of any number of bits in place of chosen tensors: table 1, figures 2(b), 3(b), 3(c), 4(a), 4(b),
 5(a), 5(b), 6(a) and 7(a). Quantization here is written once more, for any number of bits; 8-bit blocks and their
-residuals are also compared with those of `fp8jax.ops.fallback`.
+residuals are also compared with those of `fp8jax.ops.quantization.fallback`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from experiments.models.llama import apply_rope, attend, rope_tables
 from experiments.tables import common, lookup
 from experiments.tables.common import Row
 from fp8jax.core import blocks
-from fp8jax.ops import fallback
+from fp8jax.ops.quantization import fallback
 
 RUN, STEPS, LENGTH, BATCH = "tables_glu", 500, 128, 8
 FLAGS = (
@@ -227,7 +227,9 @@ def table(
         both = with_fallback(down, levels(bits / 2), (128, 128), 1.0, 0)
         note("Figure 3(b)", "fallback, two halves of so many bits", bits, "RMSE", rmse(both))
     pair, _ = fallback.quantize(down, "int8:block128", 0.0)
-    rows.append(Row("fp8jax.ops.fallback, all blocks", "RMSE", rmse(pair.dequantize()), table="Figure 3(b)"))
+    rows.append(
+        Row("fp8jax.ops.quantization.fallback, all blocks", "RMSE", rmse(pair.dequantize()), table="Figure 3(b)")
+    )
     picked = top_share(measures(down, pair.base.dequantize(), (128, 128))[0], 0.2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=3)

@@ -27,7 +27,7 @@ from experiments.evaluate import Evaluation
 from experiments.scoring import Score
 from experiments.tables import common
 from experiments.tables.common import Row
-from fp8jax.ops import product
+from fp8jax.ops.products import product
 
 RUN, STEPS, SEEDS, TOKENS = "tables_leak", 500, 3, 2048
 FLAGS = (

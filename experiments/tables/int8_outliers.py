@@ -21,7 +21,7 @@ from experiments.tables import common, int8_diverges, int8_fallback, lookup
 from experiments.tables.common import Row
 from experiments.tables.int8_fallback import Knobs, levels, rounded
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fallback
+from fp8jax.ops.quantization import fallback
 
 FACTORS = (1, 16, 64, 256, 1024)
 # The side of the blocks stands for 128 of a model four times as wide, a quarter of it for the paper's small ones of 32.
@@ -42,7 +42,7 @@ def population(count: int, ratio: float, side: int = WIDTH, seed: int = 0) -> np
 
 
 def over_sixteen(x: Any, side: int) -> float:
-    """Error of `fp8jax.ops.fallback`, all blocks falling back, over that of 16-bit integers: below 1 in Figure 3(b)."""
+    """Error of `fp8jax.ops.quantization.fallback`, all blocks falling back, over that of 16-bit integers: below 1 in Figure 3(b)."""
     x = jnp.asarray(x)
     pair, _ = fallback.quantize(x, QuantSpec("int8", "block", side), 0.0)
     whole = rounded(x, levels(16), (side, side))

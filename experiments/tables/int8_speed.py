@@ -21,8 +21,8 @@ from experiments.models.llama import Block, LlamaConfig, rope_tables
 from experiments.models.plain import PlainGPTBlock
 from experiments.tables import common
 from experiments.tables.common import Row
-from fp8jax.ops import choice
-from fp8jax.ops.matmul import matmul
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.matmul.matmul import matmul
 
 HIDDEN, BATCH, LENGTH = (1024, 2048, 4096, 8192), 16, 1024
 BF16, RECIPES = "bf16", ("jetfire", "int8_block", "int8_fallback", "fast")

@@ -20,7 +20,7 @@ from experiments.config import UserError
 from experiments.tables import coat_memory, common, flash
 from experiments.tables.common import Row
 from experiments.tables.moss_capture import Captured, capture
-from fp8jax.ops.microscaled import fold_rows
+from fp8jax.ops.quantization.microscaling import fold_rows
 from fp8jax.recipes import Linear
 
 RUN, STEPS, EARLY, SEQUENCES = "tables_moss", 300, 60, 8

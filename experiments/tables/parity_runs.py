@@ -26,7 +26,7 @@ from experiments.optimizer import with_master
 from experiments.task import Task, TrainState
 from experiments.tokenizer import Bytes
 from fp8jax.core import formats
-from fp8jax.ops import product
+from fp8jax.ops.products import product
 
 STRIDE = 10
 

@@ -31,7 +31,7 @@ class Linear:
     along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
     transposed, which needs scales that a transposed matrix keeps ("tensor", "block"). Microscaled operands under a
     level 1 ("mx") have their powers of two folded into their codes, which leaves a scale a row. For the weight's
-    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.microscaled` says how.
+    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.quantization.microscaling` says how.
 
     Attributes:
         x: input in the forward product, (tokens, inputs).
@@ -207,7 +207,7 @@ class Linear:
     @functools.cached_property
     def shares_token_scales(self) -> bool:
         """Whether the weight's gradient has scales of tokens to share out among its operands, both then under one scale
-        (`fp8jax.ops.microscaled`)."""
+        (`fp8jax.ops.quantization.microscaling`)."""
         specs = self.spec("x_wgrad"), self.spec("dy_wgrad")
         return self.x_wgrad == self.dy_wgrad == SAME and any(s is not None and s.is_folded for s in specs)
 

@@ -245,7 +245,7 @@ class Threshold(Stateful):
     """The delay threshold of INT8 fallback (arXiv 2503.08040, appendix D and algorithm 2).
 
     Blocks of the input have their own scales; one whose largest magnitude exceeds the threshold gets a residual besides
-    (`fp8jax.ops.fallback`). The threshold starts at 1. After a step in which less than the lowest share of all blocks
+    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After a step in which less than the lowest share of all blocks
     fell back, over all microbatches and replicas, it is divided by a factor, after more than the highest share
     multiplied. State: fp32 scalar. An observation is two counts, of blocks that fell back and of all.
 

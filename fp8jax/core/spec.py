@@ -170,7 +170,7 @@ class QuantSpec:
     def folded_spec(self) -> "QuantSpec":
         """What linear layers multiply and keep: of codes that fold, those with one scale a row; else as this says.
 
-        `fp8jax.ops.microscaled` makes them.
+        `fp8jax.ops.quantization.microscaling` makes them.
         """
         return QuantSpec(self.format, "token", axis=self.axis) if self.is_folded else self
 

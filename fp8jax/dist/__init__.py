@@ -1,8 +1,7 @@
 """Training on several devices: collectives in 8 bits, partitions and plans of memory."""
 
-from fp8jax.dist.crossings import sequence_collectives as sequence_collectives
-from fp8jax.dist.factor import Factors as Factors
-from fp8jax.dist.factor import init_factors as init_factors
+from fp8jax.dist.auto_scale import Factors as Factors
+from fp8jax.dist.auto_scale import init_factors as init_factors
 from fp8jax.dist.gather import gather_weights as gather_weights
 from fp8jax.dist.partition import Partition as Partition
 from fp8jax.dist.partition import partition as partition
@@ -14,9 +13,10 @@ from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradie
 from fp8jax.dist.sequence import gather_linear as gather_linear
 from fp8jax.dist.sequence import gather_sequence as gather_sequence
 from fp8jax.dist.sequence import scatter_sequence as scatter_sequence
-from fp8jax.dist.whole import fsdp_gather_weight as fsdp_gather_weight
-from fp8jax.dist.whole import gather_quantized as gather_quantized
-from fp8jax.dist.whole import regather_policy as regather_policy
+from fp8jax.dist.sequence_comm_cost import sequence_collectives as sequence_collectives
+from fp8jax.dist.weight_gather import fsdp_gather_weight as fsdp_gather_weight
+from fp8jax.dist.weight_gather import gather_quantized as gather_quantized
+from fp8jax.dist.weight_gather import regather_policy as regather_policy
 
 __all__ = [
     "Factors",

@@ -15,7 +15,7 @@ from fp8jax.core.comm import Comm
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist import manual, shared
+from fp8jax.dist import manual, shared_scales
 from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
 
 
@@ -85,8 +85,8 @@ def _gather(
     fmt, scale = formats.get(spec.format), None
     is_scale_shared = spec.block_shape(shape)[dim] >= shape[dim]
     if is_scale_shared:  # the scales of a shard are those of the whole
-        amax = blocks.reduce(shared.abs_with_nan_as_inf(w), spec.block_shape(w.shape), jnp.max, 0.0)
-        scale = shared.to_scale(shared.pmax_arrays([amax], axes)[0], fmt)
+        amax = blocks.reduce(shared_scales.abs_with_nan_as_inf(w), spec.block_shape(w.shape), jnp.max, 0.0)
+        scale = shared_scales.to_scale(shared_scales.pmax_arrays([amax], axes)[0], fmt)
         if spec.granularity == "mx" and spec.outer_scale == "none":
             scale = jnp.ones_like(scale)
     leaves = encoding.encode(w, spec, scale=scale)

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from fp8jax.ops.choice import varying_axes
+from fp8jax.ops.dispatch.choice import varying_axes
 
 Axes = str | tuple[str, ...]
 

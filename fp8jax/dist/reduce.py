@@ -14,11 +14,11 @@ from fp8jax.core.comm import Comm
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist import chunks, manual, shared
+from fp8jax.dist import chunks, manual, shared_scales
+from fp8jax.dist.auto_scale import Factors, next_factor
 from fp8jax.dist.chunks import Chunks
-from fp8jax.dist.factor import Factors, next_factor
-from fp8jax.ops import choice
-from fp8jax.ops.placement import auto_axis_sizes
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.dispatch.partition import auto_axis_sizes
 
 MIN_SIZE = 4096
 SUM_CAPABILITY = 90
@@ -203,7 +203,7 @@ class _Reduction:
         for bucket in chunks.buckets([self.leaves[i].size for i in quantized]):
             indices = [quantized[k] for k in bucket]
             arrays, specs = [self.leaves[i] for i in indices], [self.specs[i] for i in indices]
-            scales = shared.shared_scales(arrays, specs, self.axes)  # type: ignore[arg-type]
+            scales = shared_scales.shared_scales(arrays, specs, self.axes)  # type: ignore[arg-type]
             unscattered = []
             for i, x, spec, scale in zip(indices, arrays, specs, scales, strict=True):
                 assert spec is not None
@@ -213,7 +213,7 @@ class _Reduction:
                 elif dims[i] is not None:
                     results[i] = self._reduce_scatter(x, spec, scale, dims[i])  # type: ignore[arg-type]
                 else:
-                    unscattered.append((i, QTensor(shared.encode(x, spec, scale), scale, None, None, spec)))
+                    unscattered.append((i, QTensor(shared_scales.encode(x, spec, scale), scale, None, None, spec)))
             for (i, _), mean in zip(unscattered, self._reduce_two_phase([q for _, q in unscattered]), strict=True):
                 results[i] = mean
         if dequantize:
@@ -257,11 +257,11 @@ class _Reduction:
         for q, cut, raw in zip(quantized, layouts, chunks.split(received, sizes), strict=True):
             codes = chunks.to_codes(raw, fmt).reshape(self.replicas, *cut.chunk_shape)
             scale = cut.chunk_scales(q.scale, index)
-            means.append(shared.sum_codes(codes, fmt) * (scale * (1 / self.replicas)))
-        amax = [jnp.max(shared.abs_with_nan_as_inf(mean), axis=1) for mean in means]
+            means.append(shared_scales.sum_codes(codes, fmt) * (scale * (1 / self.replicas)))
+        amax = [jnp.max(shared_scales.abs_with_nan_as_inf(mean), axis=1) for mean in means]
         if not layouts[0].has_whole_groups:
-            amax = shared.pmax_arrays(amax, self.axes)
-        scales = [shared.to_scale(x, fmt) for x in amax]
+            amax = shared_scales.pmax_arrays(amax, self.axes)
+        scales = [shared_scales.to_scale(x, fmt) for x in amax]
         mean_codes = [fmt.encode(mean * (1 / scale)[:, None]) for mean, scale in zip(means, scales, strict=True)]
         payload = [chunks.to_bytes(codes.reshape(-1)) for codes in mean_codes]
         if layouts[0].has_whole_groups:
@@ -277,7 +277,7 @@ class _Reduction:
 
     def _reduce_scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
         """A device's part of the mean: codes are sent to whom they concern, and summed there."""
-        return shared.reduce_scatter_codes(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
+        return shared_scales.reduce_scatter_codes(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
 
     def _reduce_one_phase(
         self, x: Array, spec: QuantSpec, scale: Array, mu: Array | None, dim: int | None
@@ -287,14 +287,14 @@ class _Reduction:
         factor = jnp.float32(1 / self.replicas) if mu is None else mu
         # No larger than what has a normal number as its reciprocal.
         scale = jnp.minimum(scale * (1 / factor), 2.0**126)
-        codes = shared.encode(x, spec, scale)
+        codes = shared_scales.encode(x, spec, scale)
         # NCCL's sums of FP8 saturate; XLA's on other devices give NaN or infinity.
         operand = codes if choice.on_cuda() else fmt.decode(codes)
         if dim is None:
             total = lax.psum(operand, self.axes)
         else:
             total = lax.psum_scatter(operand, self.axes, scatter_dimension=dim, tiled=True)
-            scale = shared.shard_scales(scale, dim, self.axes)
+            scale = shared_scales.shard_scales(scale, dim, self.axes)
         total = total if choice.on_cuda() else fmt.encode(total)
         values = fmt.decode(total)
         saturated_fraction = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)

@@ -14,12 +14,12 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist import manual, shared, travel
-from fp8jax.ops.linear import linears, require_stateless
-from fp8jax.ops.microscaled import fold_rows
-from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.quantize import quantize
-from fp8jax.ops.saved import NO_FACTS, ArrayFacts, from_bytes, to_bytes
+from fp8jax.dist import manual, shared_scales, wire_format
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, from_bytes, to_bytes
+from fp8jax.ops.products.linear import linears, require_stateless
+from fp8jax.ops.products.product import QuantizedWeight
+from fp8jax.ops.quantization.microscaling import fold_rows
+from fp8jax.ops.quantization.quantize import quantize
 
 _ADVICE = (
     "Map the block over the mesh: jax.shard_map(block, mesh=mesh, in_specs=..., out_specs=P(None, {axes})). Under jit "
@@ -30,9 +30,9 @@ _ADVICE = (
 def gather_sequence(
     x: Array,
     axes: manual.Axes,
-    wire_format: travel.WireFormatLike = "e4m3",
+    wire_format: wire_format.WireFormatLike = "e4m3",
     *,
-    gradients: travel.WireFormatLike | None = None,
+    gradients: wire_format.WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
     """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
@@ -82,7 +82,7 @@ def gather_linear(
     axes: manual.Axes,
     *,
     recipe: Recipe | Linear | str,
-    gradients: travel.WireFormatLike | None = None,
+    gradients: wire_format.WireFormatLike | None = None,
     dim: int = -2,
     key: Array | None = None,
     quantized: list[QuantizedWeight] | tuple[QuantizedWeight, ...] | None = None,
@@ -122,9 +122,9 @@ def gather_linear(
 def scatter_sequence(
     x: Array,
     axes: manual.Axes,
-    wire_format: travel.WireFormatLike = "e4m3:token",
+    wire_format: wire_format.WireFormatLike = "e4m3:token",
     *,
-    gradients: travel.WireFormatLike | None = None,
+    gradients: wire_format.WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
     """A device's part of the sequence of a sum over devices, whose parts travel as codes; inside `jax.shard_map`.
@@ -156,17 +156,17 @@ def scatter_sequence(
         raise ValueError(
             f"{caller}: {devices} devices do not divide dimension {dim} of an array {x.shape}; pad the sequence"
         )
-    backward_format = travel.operand_wire_format(caller, wire_format if gradients is None else gradients, "dy")
+    backward_format = wire_format.operand_wire_format(caller, wire_format if gradients is None else gradients, "dy")
     _check_shard_blocks(caller, backward_format, x.shape[dim] // devices, dim, x.ndim)
-    result: Array = _scatter((names, dim, travel.sum_wire_format(caller, wire_format), backward_format), x)
+    result: Array = _scatter((names, dim, wire_format.sum_wire_format(caller, wire_format), backward_format), x)
     return result
 
 
 class _GatherConfig(NamedTuple):
     axes: tuple[str, ...]
     dim: int
-    forward_format: travel.WireFormat
-    backward_format: travel.WireFormat
+    forward_format: wire_format.WireFormat
+    backward_format: wire_format.WireFormat
     dtype: Any
     shape: tuple[int, ...]
 
@@ -175,15 +175,15 @@ def _gather_with_codes(
     caller: str,
     x: Array,
     axes: manual.Axes,
-    wire_format: travel.WireFormatLike,
-    gradients: travel.WireFormatLike | None,
+    wire_format: wire_format.WireFormatLike,
+    gradients: wire_format.WireFormatLike | None,
     dim: int,
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
     """The whole array; and how products quantize it, with its codes as bytes, where codes travelled."""
     devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
     forward_format, backward_format = (
-        travel.operand_wire_format(caller, wire_format, "x"),
-        travel.sum_wire_format(caller, wire_format if gradients is None else gradients),
+        wire_format.operand_wire_format(caller, wire_format, "x"),
+        wire_format.sum_wire_format(caller, wire_format if gradients is None else gradients),
     )
     _check_shard_blocks(caller, forward_format, x.shape[dim], dim, x.ndim)
     names, shape = manual.axis_names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
@@ -215,7 +215,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(static: tuple[tuple[str, ...], int, travel.WireFormat, travel.WireFormat], x: Array) -> Array:
+def _scatter(static: tuple[tuple[str, ...], int, wire_format.WireFormat, wire_format.WireFormat], x: Array) -> Array:
     axes, dim, wire_format, _ = static
     return _reduce_scatter(x, wire_format, axes, dim)
 
@@ -236,15 +236,15 @@ def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
 _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _reduce_scatter(x: Array, wire_format: travel.WireFormat, axes: tuple[str, ...], dim: int) -> Array:
+def _reduce_scatter(x: Array, wire_format: wire_format.WireFormat, axes: tuple[str, ...], dim: int) -> Array:
     """A device's part of the sum of everybody's arrays."""
     if wire_format.spec is None:
         return lax.psum_scatter(wire_format.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
-    (scale,) = shared.shared_scales([x], [wire_format.spec], axes)
-    return shared.reduce_scatter_codes(x, wire_format.spec, scale, dim, axes).astype(x.dtype)
+    (scale,) = shared_scales.shared_scales([x], [wire_format.spec], axes)
+    return shared_scales.reduce_scatter_codes(x, wire_format.spec, scale, dim, axes).astype(x.dtype)
 
 
-def _quantize_shard(x: Array, wire_format: travel.WireFormat, axes: tuple[str, ...]) -> QTensor:
+def _quantize_shard(x: Array, wire_format: wire_format.WireFormat, axes: tuple[str, ...]) -> QTensor:
     """The codes of a device's part, as bytes, that a product of the whole has: (tokens, channels)."""
     spec, matrix = wire_format.spec, x.reshape(-1, x.shape[-1])
     assert spec is not None
@@ -257,8 +257,8 @@ def _quantize_shard(x: Array, wire_format: travel.WireFormat, axes: tuple[str, .
         amax = scaling.compute_amax(matrix)
         if fmt.inf is None:  # one scale tells of NaN, which NCCL leaves out of maxima
             amax = jnp.where(jnp.all(jnp.isfinite(matrix)), amax, jnp.inf)
-        (amax,) = shared.pmax_arrays([amax], axes)
-        scale = shared.to_scale(jnp.where(jnp.isinf(amax), amax, wire_format.strategy.reduce_amax(amax)), fmt)
+        (amax,) = shared_scales.pmax_arrays([amax], axes)
+        scale = shared_scales.to_scale(jnp.where(jnp.isinf(amax), amax, wire_format.strategy.reduce_amax(amax)), fmt)
     if spec.is_folded:
         rows = None if scale is None else jnp.broadcast_to(scale, (matrix.shape[0], 1))
         return to_bytes(fold_rows(matrix, spec, rows))
@@ -285,7 +285,7 @@ def _normalize_dim(caller: str, x: Array, dim: int) -> int:
     return dim % x.ndim
 
 
-def _check_shard_blocks(caller: str, wire_format: travel.WireFormat, length: int, dim: int, ndim: int) -> None:
+def _check_shard_blocks(caller: str, wire_format: wire_format.WireFormat, length: int, dim: int, ndim: int) -> None:
     """Raises ValueError where a device's part ends within a block."""
     if wire_format.spec is None or wire_format.spec.granularity != "block":
         return

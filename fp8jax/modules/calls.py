@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fp8jax.modules.matrices import is_matrix
-from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.planned import PlannedCall
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.transform import Transformed

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fp8jax.core.program_text import Line, computations_of, runs_of
-from fp8jax.ops.choice import Choice
+from fp8jax.ops.dispatch.choice import Choice
 
 _EIGHT_BITS = re.compile(r"float8\w*|u?int8|f8\w+|[su]8")
 _OPERAND = re.compile(r"(?:(?P<type>\w+)\[[^\]]*\]\S* )?%(?P<name>[\w.$-]+)")
@@ -122,7 +122,7 @@ def describe_widened(
 
     Args:
         products: what `read` found.
-        told: what was said of the choices while the program was traced (`fp8jax.ops.choice.listening`).
+        told: what was said of the choices while the program was traced (`fp8jax.ops.dispatch.choice.listening`).
         backend: what it was compiled for.
     """
     reasons = list(dict.fromkeys(c.reason for name, c in choices if name == "matmul" and c.impl == "xla"))
@@ -140,7 +140,7 @@ def describe_widened(
 
 _INT8_ROWS = "int8 codes with scales of tensors or rows are multiplied as they are on every GPU"
 _REMEDY_BY_REASON = (
-    ("switched off", "trace it without fp8jax.ops.choice.target(kernels=False)"),
+    ("switched off", "trace it without fp8jax.ops.dispatch.choice.target(kernels=False)"),
     ("asked for", "leave impl='xla' out"),
     ("XLA_FLAGS=", "set that before JAX starts"),
     ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
@@ -160,7 +160,9 @@ def _explain_widening(reasons: list[str], backend: str) -> tuple[str, str]:
         reason = "XLA did not make cuBLASLt's FP8 product of what was written for it"
         return reason, "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
     text = " and ".join(decode_reasons)
-    return text, next((remedy for sign, remedy in _REMEDY_BY_REASON if sign in text), "see fp8jax.ops.matmul.matmul")
+    return text, next(
+        (remedy for sign, remedy in _REMEDY_BY_REASON if sign in text), "see fp8jax.ops.matmul.matmul.matmul"
+    )
 
 
 def describe(compiled: Any, choices: Iterable[tuple[str, Choice]] = (), backend: str = "cuda") -> list[str]:

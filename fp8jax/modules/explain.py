@@ -18,7 +18,7 @@ from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.matrices import is_matrix, wrong_model_message
 from fp8jax.modules.program import Program, abstract, inspect_program, mean_square, split_abstract
 from fp8jax.modules.report import ContextEntry, Layer, Report
-from fp8jax.ops import kernels
+from fp8jax.ops.dispatch import missing_kernels
 from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import gains_note, residual_bytes_note
@@ -124,7 +124,7 @@ def _make_report(
     planned_ids = set(map(id, entries))
     unplanned = tuple(_unplanned_entry(modules, entry) for entry in plan.list_entries() if id(entry) not in planned_ids)
     figures = tuple(
-        filter(None, (plan.share.text, residual_bytes_note(entries), gains_note(entries), kernels.advice()))
+        filter(None, (plan.share.text, residual_bytes_note(entries), gains_note(entries), missing_kernels.advice()))
     )
     refusal_notes = (f"a call raises ValueError: {plan.error}",) if plan.error else ()
     return Report(tuple(unique_layers.values())[::-1], program, context_entries, refusal_notes, figures, unplanned)

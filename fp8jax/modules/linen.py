@@ -14,7 +14,7 @@ from fp8jax.core import products
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules.matrices import wrong_model_message
 from fp8jax.modules.methods_linen import Place, QuantizedRoot, init_method, plan_method, transform_method
-from fp8jax.ops.linear import dot_general, key_from_data
+from fp8jax.ops.products.linear import dot_general, key_from_data
 from fp8jax.recipes import linear_part
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set

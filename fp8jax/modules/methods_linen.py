@@ -40,9 +40,9 @@ from fp8jax.modules.scaled_linen import (
     missing_collections_message,
     missing_layer_message,
 )
-from fp8jax.ops.scaled import ScalingState, collects_stats
+from fp8jax.ops.products.scaled_linear import ScalingState, collects_stats
 from fp8jax.rewrite import training
-from fp8jax.rewrite.held import frozen_leaf_predicate, is_frozen
+from fp8jax.rewrite.frozen_params import frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.states import ParameterState, Stats, TrackedScaling, WeightUse, scaling_names

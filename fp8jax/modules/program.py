@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fp8jax.core.tables import sentence
 from fp8jax.modules.compiled import Product as Product
 from fp8jax.modules.compiled import describe_widened, parse_products
-from fp8jax.ops.choice import Choice, record_choices, record_residuals, summary
+from fp8jax.ops.dispatch.choice import Choice, record_choices, record_residuals, summary
 from fp8jax.rewrite.primitives import PRODUCTS
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from fp8jax.core.recipe import Context, Linear, describe_folding
 from fp8jax.core.tables import sentence, table
 from fp8jax.modules.program import Program
-from fp8jax.rewrite.held import FrozenInfo
+from fp8jax.rewrite.frozen_params import FrozenInfo
 
 
 @dataclasses.dataclass(frozen=True)

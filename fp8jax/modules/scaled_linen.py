@@ -17,7 +17,7 @@ from fp8jax.modules.scaled import (
     get_observed_operands,
     get_weight_path,
 )
-from fp8jax.ops.scaled import ScalingState, collects_stats
+from fp8jax.ops.products.scaled_linear import ScalingState, collects_stats
 from fp8jax.rewrite import training
 from fp8jax.rewrite.bounds import bound_per_layer
 from fp8jax.rewrite.rules import Rules, as_rule_set

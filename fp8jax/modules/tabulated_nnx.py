@@ -18,7 +18,7 @@ from fp8jax.modules.functional import ModuleMethod
 from fp8jax.modules.untrained import FrozenParam
 from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import PlanEntry
-from fp8jax.rewrite.held import as_array
+from fp8jax.rewrite.frozen_params import as_array
 from fp8jax.rewrite.rules import RuleSet
 
 # The attribute by which Flax marks the modules of a copy.

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from fp8jax.ops.lora import AdaptedWeight, Adapter
+from fp8jax.ops.products.lora import AdaptedWeight, Adapter
 
 
 class FrozenParam(nnx.Variable):

@@ -13,9 +13,9 @@ from jax import Array
 from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import adamw, alike
-from fp8jax.ops.adamw_leaf import scale_and_clip
-from fp8jax.optim import checks, masters, variables
+from fp8jax.ops.optimizers import adamw, map_leaves
+from fp8jax.ops.optimizers.adamw_leaf import scale_and_clip
+from fp8jax.optim import checks, flax_variables, master_weights
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
@@ -127,7 +127,7 @@ def compress_state(
     )
     if nu_rounding not in ("stochastic", "nearest"):
         raise ValueError(f"nu_rounding must be 'stochastic' or 'nearest', not {nu_rounding!r}")
-    master_format = masters.parse_master(master)
+    master_format = master_weights.parse_master(master)
     rules = {
         key: _resolve_storage(key, format_or_spec, static_group_size, expand)
         for key, format_or_spec in (moments or {}).items()
@@ -196,15 +196,17 @@ def compress_state(
                 seed = step_seed
             rows.append((leaf, value, None if seed is None else noise.fold_in_seed(seed, _salt(path))))
         stored_moments = iter(
-            alike.map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
+            map_leaves.map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
         )
         new_state = plan.treedef.unflatten(
             [next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
         )
         return changes, CountedState(count, new_state) if is_counted else new_state
 
-    functions = (init, update) if master_format is None else masters.with_master_weights(init, update, master_format)
-    return optax.GradientTransformationExtraArgs(*variables.with_unboxed_variables(*functions))
+    functions = (
+        (init, update) if master_format is None else master_weights.with_master_weights(init, update, master_format)
+    )
+    return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(*functions))
 
 
 class _MomentPlan(NamedTuple):
@@ -246,7 +248,9 @@ class _MomentPlan(NamedTuple):
 
     def decode_state(self) -> optax.OptState:
         """The state with every moment in fp32."""
-        decoded = iter(alike.map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
+        decoded = iter(
+            map_leaves.map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)])
+        )
         pairs = zip(self.leaves, self.storages, strict=True)
         return self.treedef.unflatten(
             [

@@ -14,9 +14,9 @@ from fp8jax.core import formats
 from fp8jax.core.masters import Master
 from fp8jax.core.recipe import Optimizer
 from fp8jax.core.spec import check_expand
-from fp8jax.ops import adamw
-from fp8jax.ops.choice import check_impl
-from fp8jax.optim import checks, masters, moments, variables
+from fp8jax.ops.dispatch.choice import check_impl
+from fp8jax.ops.optimizers import adamw
+from fp8jax.optim import checks, flax_variables, master_weights, moments
 from fp8jax.optim.fused import FusedTransformation as FusedTransformation
 
 # NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
@@ -94,7 +94,7 @@ def scale_by_compressed_adam(
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why.
+            run. `fp8jax.ops.dispatch.choice.listening` tells which a parameter gets, and why.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
@@ -127,7 +127,7 @@ def scale_by_compressed_adam(
         del extra_args
         return update_moments(adamw.update, updates, state, params, decays=False)
 
-    return optax.GradientTransformationExtraArgs(*variables.with_unboxed_variables(init, update))
+    return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(init, update))
 
 
 def compressed_adamw(
@@ -179,7 +179,7 @@ def compressed_adamw(
             fp32 parameters beside them are their own masters.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
+            run. `fp8jax.ops.dispatch.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
             program on a GPU whose arrays lie on two automatic meshes: "xla" there.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
@@ -221,7 +221,7 @@ def compressed_adamw(
     column) are left out: a first moment whose update is under 1/40 of the group's largest is stored as 0, and the
     second moment of a member without gradients stops to fall some 45 steps after the last one. Live members, however
     small, keep theirs; one that gets gradients more rarely than that, among others, is updated as if they came every
-    45 steps (`fp8jax.ops.members.settled`).
+    45 steps (`fp8jax.ops.optimizers.dead_elements.settled`).
 
     A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
     transformation to skip such steps. A finite one beyond 2^62 (4.6e18) counts as 2^62, because its square would
@@ -242,7 +242,7 @@ def compressed_adamw(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
-    master_format = masters.parse_master(master)
+    master_format = master_weights.parse_master(master)
     storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype, master_format)
     init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
     checks.check_learning_rate(learning_rate)
@@ -293,7 +293,7 @@ def compressed_adamw(
         scalars = {"factor": grad_scale, "applied": apply_if, "max_direction": max_direction}
         return apply_adamw(adamw.step, grads, state, params, key=key, part=tree_slice, **scalars)
 
-    return FusedTransformation(*variables.with_unboxed_variables(init, update, step))
+    return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
 
 
 def _make_adam(
@@ -349,7 +349,7 @@ def _make_adam(
         def zeros(moment: str) -> optax.Updates:
             return jax.tree.map(lambda p: moments.zeros(p, storage_by_moment[moment], static_min_size), params)
 
-        remainder = masters.init_remainders(params, master)
+        remainder = master_weights.init_remainders(params, master)
         return moments.replicate_scalars(
             params, _make_state(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"), remainder)
         )
@@ -385,7 +385,7 @@ def _make_adam(
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         scalars = (count, rate, weight_decay, grad_scale, apply_if, max_direction)
         adam = adamw.Adam(b1, b2, eps, eps_root, *scalars, nesterov)
-        weights = masters.join_remainders(params, remainder, master)
+        weights = master_weights.join_remainders(params, remainder, master)
         options |= {
             "impl": impl,
             "nu_stochastic": stochastic,
@@ -394,7 +394,7 @@ def _make_adam(
         result, mus, nus = apply_fn(grads, state.mu, state.nu, weights, adam, part=tree_slice, **options)
         if apply_if is not None:
             count = jnp.where(apply_if, count, state.count)
-        result, new_remainder = (result, None) if remainder is None else masters.split_tree(result)
+        result, new_remainder = (result, None) if remainder is None else master_weights.split_tree(result)
         return result, _make_state(count, mus, nus, new_remainder)
 
     return init, update_moments

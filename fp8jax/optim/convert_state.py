@@ -10,8 +10,8 @@ import optax
 
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.ops import adamw, fp8lm
-from fp8jax.optim import fp8lm_adamw, moments, variables
+from fp8jax.ops.optimizers import adamw, fp8lm
+from fp8jax.optim import flax_variables, fp8lm_adamw, moments
 from fp8jax.optim.compress_state import CountedState
 
 _ADAM_FIELDS = ("count", "mu", "nu")
@@ -55,7 +55,7 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     if not hasattr(tx, "init"):
         raise TypeError(f"convert_state takes (state, tx, params), where tx is an optimizer, not a {type(tx).__name__}")
     template = tx.init(params)
-    (old, _), (new, count_mask) = (_strip_counts(variables.unbox(x)) for x in (state, template))
+    (old, _), (new, count_mask) = (_strip_counts(flax_variables.unbox(x)) for x in (state, template))
     olds, news = (jax.tree_util.tree_leaves_with_path(x, is_leaf=moments.is_quantized) for x in (old, new))
     has_fp8lm = any(map(fp8lm_adamw.is_fp8lm_state, _iter_namedtuples(new)))
     if not has_fp8lm and [path for path, _ in olds] == [path for path, _ in news]:

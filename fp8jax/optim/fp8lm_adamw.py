@@ -13,10 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import adamw, fp8lm
-from fp8jax.ops.adamw_leaf import Form, apply_change
-from fp8jax.ops.choice import check_impl
-from fp8jax.optim import checks, masters, moments, variables
+from fp8jax.ops.dispatch.choice import check_impl
+from fp8jax.ops.optimizers import adamw, fp8lm
+from fp8jax.ops.optimizers.adamw_leaf import Form, apply_change
+from fp8jax.optim import checks, flax_variables, master_weights, moments
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation
 
@@ -180,7 +180,7 @@ def fp8lm_adamw(
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
         raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
-    master_format = masters.parse_master(master)
+    master_format = master_weights.parse_master(master)
     if master_format is not None and master_rounding != "nearest":
         raise ValueError(
             f"master_rounding is of master weights in fp16; master {master!r} says how its own are rounded"
@@ -230,7 +230,7 @@ def fp8lm_adamw(
         moment_trees = {"mu": zeros("mu"), "nu": zeros("nu")}
         weight_trees = {} if master_format else {"master": jax.tree.map(init_master, params, depths)}
         amax_tree = jax.tree.map(stack_amax, *(weight_trees | moment_trees).values(), is_leaf=moments.is_quantized)
-        weight_trees = weight_trees or {"remainder": masters.init_remainders(params, master_format)}
+        weight_trees = weight_trees or {"remainder": master_weights.init_remainders(params, master_format)}
         return moments.replicate_scalars(
             params, state_class(count=jnp.zeros([], jnp.int32), largest=amax_tree, **weight_trees, **moment_trees)
         )
@@ -254,7 +254,7 @@ def fp8lm_adamw(
             weights, master_tree = params, state.master
         else:
             weights, master_tree = (
-                masters.join_remainders(params, state.remainder, master_format),
+                master_weights.join_remainders(params, state.remainder, master_format),
                 jax.tree.map(lambda _: None, params),
             )
         state_trees = {"master": master_tree, "mu": state.mu, "nu": state.nu, "largest": state.largest}
@@ -292,7 +292,7 @@ def fp8lm_adamw(
         moment_trees = dict(zip(("mu", "nu", "largest"), new_moments, strict=True))
         if master_format is None:
             return result, FP8LMState(count=adam.count, master=new_master, **moment_trees)
-        result, remainder = (result, None) if state.remainder is None else masters.split_tree(result)
+        result, remainder = (result, None) if state.remainder is None else master_weights.split_tree(result)
         return result, FP8LMRemainderState(count=adam.count, remainder=remainder, **moment_trees)
 
     def make_adam(state: Any, **step_options: Any) -> adamw.Adam:
@@ -333,7 +333,7 @@ def fp8lm_adamw(
             new_state = new_state._replace(count=jnp.where(apply_if, new_state.count, state.count))
         return new, new_state
 
-    return FusedTransformation(*variables.with_unboxed_variables(init, update, step))
+    return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
 
 
 def is_fp8lm_state(node: Any) -> bool:

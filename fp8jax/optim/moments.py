@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax.core import blocks, expansion, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.adamw import Moment
+from fp8jax.ops.optimizers.adamw import Moment
 
 # What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
 # gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.

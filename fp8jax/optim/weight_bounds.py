@@ -12,10 +12,10 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.optim import masters, moments, variables
-from fp8jax.optim.adam_limit import MaxAdamStep
+from fp8jax.optim import flax_variables, master_weights, moments
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.masters import MasterRoundingMargin
+from fp8jax.optim.master_weights import MasterRoundingMargin
+from fp8jax.optim.max_adam_step import MaxAdamStep
 
 Limit: TypeAlias = Callable[[Array, Array], Array]
 
@@ -121,7 +121,7 @@ def with_weight_bounds(
         return inner, _map_bounds(bounds, lambda name, bound: _with_rounding_margin(bound, margins.get(name)))
 
     def get_max_direction(state: tuple[optax.OptState, WeightBounds]) -> Array:
-        return limit.max_direction(variables.unbox(state[1].count))
+        return limit.max_direction(flax_variables.unbox(state[1].count))
 
     def update_within_limit(
         updates: optax.Updates,
@@ -169,7 +169,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         return x if axis_name is None else lax.pmax(x, axis_name)
 
     def init(params: optax.Params) -> WeightBounds:
-        params = variables.unbox(params)
+        params = flax_variables.unbox(params)
         bounds = jax.tree.map(lambda p: measure(p) if _is_tracked(p) else optax.MaskedNode(), params)
         return moments.replicate_scalars(params, WeightBounds(jnp.zeros([], jnp.int32), bounds))
 
@@ -244,7 +244,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
             new_state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), new_state, state)
         return params, new_state
 
-    return variables.with_unboxed_variables(init, update, advance_bounds)
+    return flax_variables.with_unboxed_variables(init, update, advance_bounds)
 
 
 def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
@@ -303,7 +303,7 @@ def reset_weight_amax_bounds(
 def _find_rounding_margins(state: Any, params: optax.Params) -> dict[tuple[str, ...], MasterRoundingMargin]:
     """The parameters whose masters are in two parts, one of them in the optimizer's state."""
     remainders: dict[tuple[str, ...], Array] = {}
-    for node in masters.iter_namedtuples(state):
+    for node in master_weights.iter_namedtuples(state):
         remainders |= _flatten_by_path(getattr(node, "remainder", None))
     return {
         name: MasterRoundingMargin.from_dtypes(high.dtype, remainders[name].dtype)
@@ -322,7 +322,7 @@ def _map_bounds(state: WeightBounds, make_bound: Callable[[tuple[str, ...], Arra
     def replace_bound(path: Any, bound: Any) -> Any:
         return jax.tree.map(lambda bound: make_bound(_path_names(path), bound), bound)
 
-    return state._replace(bounds=jax.tree.map_with_path(replace_bound, state.bounds, is_leaf=variables.is_box))
+    return state._replace(bounds=jax.tree.map_with_path(replace_bound, state.bounds, is_leaf=flax_variables.is_box))
 
 
 def _is_tracked(x: Any) -> bool:
@@ -343,8 +343,8 @@ def _find_trackers(opt_state: Any) -> list[WeightBounds]:
 
 def _flatten_by_path(tree: Any) -> dict[tuple[str, ...], Array]:
     """The arrays of a tree by the names on their paths; boxes are looked through."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=variables.is_box)
-    return {_path_names(path): variables.unbox(leaf) for path, leaf in leaves}
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=flax_variables.is_box)
+    return {_path_names(path): flax_variables.unbox(leaf) for path, leaf in leaves}
 
 
 def _path_names(path: Any) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fp8jax.ops.fused_reference import ACTIVATIONS
+from fp8jax.ops.quantization.fused_reference import ACTIVATIONS
 from fp8jax.rewrite.graph import Value, strip_upcasts
 from fp8jax.rewrite.primitives import PROBE_IDENTITY
 from fp8jax.rewrite.probes import FUNCTIONS, NoMatchError, evaluate

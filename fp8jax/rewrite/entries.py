@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
+from fp8jax.rewrite.frozen_params import FrozenInfo
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
-from fp8jax.rewrite.held import FrozenInfo
 from fp8jax.rewrite.rules import LayerChoice
 
 _UNKNOWN = LayerChoice(None, "")
@@ -27,7 +27,7 @@ class PlanEntry(NamedTuple):
         readers: of a norm or an activation, the products that read it and save no codes of it, each with the dtype.
         alone: there are no others.
         gain: seconds that a product gains each time in 8 bits, by rates; None where none say, or it is left.
-        rates: those of which device (`fp8jax.ops.gains`).
+        rates: those of which device (`fp8jax.ops.products.cost_model`).
         loses: it would be better left in 16 bits.
         tokens: of it, on a device. times: how often it runs in a step.
         held: what a product has in the place of a parameter.

@@ -68,7 +68,7 @@ class Weight:
         stored: the value in its own dtype, and in the order of its elements in memory.
         layout: the equations that give it another shape; casts are none.
         moved: they take a part of it, or change the order of its elements.
-        held: what is in its place, if that is no array; see `fp8jax.rewrite.held`.
+        held: what is in its place, if that is no array; see `fp8jax.rewrite.frozen_params`.
         further_paths: those of the other parameters of a concatenation.
     """
 

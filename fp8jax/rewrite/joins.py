@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.saved import StoredWeight
+from fp8jax.ops.autodiff.residuals import StoredWeight
 from fp8jax.rewrite import biases
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.activation import activate
-from fp8jax.ops.beside import should_split_output
-from fp8jax.ops.inputs import Input
-from fp8jax.ops.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
-from fp8jax.ops.norm import normalize
-from fp8jax.ops.product import recipe_dot
-from fp8jax.ops.ragged import ragged_dot
-from fp8jax.ops.saved import ALREADY_SAVED, ArrayFacts, StoredWeight
-from fp8jax.ops.scaled import ScalingStats, scaled_linear
-from fp8jax.ops.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts, StoredWeight
+from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
+from fp8jax.ops.nonlinear.activation import activate
+from fp8jax.ops.nonlinear.norm import normalize
+from fp8jax.ops.products.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
+from fp8jax.ops.products.operands import Input
+from fp8jax.ops.products.product import recipe_dot
+from fp8jax.ops.products.ragged import ragged_dot
+from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
+from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
 from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot

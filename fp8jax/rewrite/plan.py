@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, held, joins, norms, primitives, weighing
-from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, joins, norms, primitives
+from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
+from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
 from fp8jax.rewrite.graph import (
     Graph,
     Node,
@@ -20,9 +21,6 @@ from fp8jax.rewrite.graph import (
     strip_layout,
 )
 from fp8jax.rewrite.heads import MIN_OUTPUTS, NARROW_REASON, OUTPUT_HEAD_REASON, Flow, count_outputs
-from fp8jax.rewrite.held import FrozenMatmulOperation
-from fp8jax.rewrite.kept import saves_output
-from fp8jax.rewrite.kept_bytes import residual_bytes
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
     ActivationOperation,
@@ -33,9 +31,11 @@ from fp8jax.rewrite.operations import (
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, SLICING_PRIMITIVES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
+from fp8jax.rewrite.residual_bytes import residual_bytes
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
 from fp8jax.rewrite.shares import UnquantizedShare, flops, unquantized_share
 from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.vjp_residuals import saves_output
 
 _UNKNOWN = LayerChoice(None, "")
 # Layers by their paths, each with the other paths that rules may match.
@@ -185,10 +185,10 @@ def _replace_all(
     }
     for (group_graph, source), group in groups.items():
         producer = _producer(source, counts)
-        is_cost_selected = weighing.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
+        is_cost_selected = cost_selection.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
         if rules.rewrites_nonlinear and (not is_cost_selected or any(p.is_quantized for p in group)):
             norm_paths |= _replace_producer(producer, group, rules, entries, call_info)
-        weighing.annotate_gains(producer, group, entries, sole_readers[group_graph])
+        cost_selection.annotate_gains(producer, group, entries, sole_readers[group_graph])
         for p in group:
             if p.weight.frozen is not None:
                 entries[p.node] = _replace_frozen(p, entries[p.node])
@@ -305,7 +305,7 @@ def _following_split(node: Node, sole_readers: Mapping[Value, Node]) -> tuple[No
 
 def _replace_frozen(p: WeightMatmul, entry: PlanEntry) -> PlanEntry:
     """Puts the product with what is held in place of one, or says that it reads the values."""
-    if not held.replace_product(p.node, p.side, p.weight, p.choice.linear, p.path, canonical_value(p.data)):
+    if not frozen_params.replace_product(p.node, p.side, p.weight, p.choice.linear, p.path, canonical_value(p.data)):
         was_quantized = p.is_quantized
         p.choice = LayerChoice(None, f"{p.weight.frozen}, but not read as (inputs, outputs): values of 16 bits")
         return entry._replace(choice=p.choice, reason=p.choice.reason, is_unsupported=was_quantized)

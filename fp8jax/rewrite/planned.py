@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite.caller import user_stacklevel
+from fp8jax.rewrite.call_info import user_stacklevel
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
 from fp8jax.rewrite.states import (

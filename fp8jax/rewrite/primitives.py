@@ -17,8 +17,8 @@ from jax import lax
 from jax._src import source_info_util
 from jax.extend import core
 
-from fp8jax.ops.policies import saves_products, with_products
-from fp8jax.rewrite.caller import is_library
+from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
+from fp8jax.rewrite.call_info import is_library
 
 # What changes no value but its dtype; shapes; places on devices, names and the like.
 CASTS = ("convert_element_type",)

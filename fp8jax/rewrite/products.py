@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import Graph, Node, Value, data_modified_path, source_parameters
 from fp8jax.rewrite.operations import NON_DOT_OPERATIONS

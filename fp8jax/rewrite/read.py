@@ -34,7 +34,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
     Args:
         closed: the program, with its constants.
         paths: for each input the path of the parameter that it is; None for data.
-        held: for each what is in its place, `fp8jax.rewrite.held.kind`; none for arrays.
+        held: for each what is in its place, `fp8jax.rewrite.frozen_params.kind`; none for arrays.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
-from fp8jax.ops import kernels
-from fp8jax.ops.fused import emits_codes
+from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.quantization.fused_outputs import emits_codes
 from fp8jax.recipes import resolve
 from fp8jax.rewrite.heads import NARROW_REASON, OUTPUT_HEAD_REASON
 
@@ -78,9 +78,9 @@ def rewrites_nonlinear(recipe: Recipe) -> bool:
     """Whether a recipe has norms and activations before and between its layers computed otherwise than as written.
 
     They keep codes, or on a GPU make those that layers read. On a GPU without kernels they are as written
-    (`fp8jax.ops.kernels`).
+    (`fp8jax.ops.dispatch.missing_kernels`).
     """
-    if kernels.keeps_nonlinear_unchanged():
+    if missing_kernels.keeps_nonlinear_unchanged():
         return False
     return recipe.context.residual is not None or emits_codes(recipe)
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import gradients
-from fp8jax.ops.choice import on_cuda
-from fp8jax.ops.linear import key_from_data
-from fp8jax.ops.partition import on_one_device
-from fp8jax.ops.saved import NO_FACTS, ArrayFacts, InputFacts
+from fp8jax.ops.autodiff import gradient_facts
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts
+from fp8jax.ops.dispatch.choice import on_cuda
+from fp8jax.ops.dispatch.partition import on_one_device
+from fp8jax.ops.products.linear import key_from_data
 from fp8jax.rewrite import primitives
+from fp8jax.rewrite.frozen_params import as_array, run_unchanged
 from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value
-from fp8jax.rewrite.held import as_array, run_unchanged
 from fp8jax.rewrite.operations import convert_facts
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse
@@ -88,7 +88,7 @@ class Interpreter:
         origins: what operations have said of their results, for those that read them.
         states: what each use of a parameter is given, by path and number.
         level: how many counted loops and meshes stand around.
-        unrolled, once: as of `fp8jax.ops.gradients.Gradients`.
+        unrolled, once: as of `fp8jax.ops.autodiff.gradient_facts.Gradients`.
         seen: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
             pass; None where it is the gradient of slots.
     """
@@ -106,7 +106,7 @@ class Interpreter:
         outside_loops: bool | None = None,
     ) -> None:
         self._is_loop_body, self.unrolled = is_loop_body, is_unrolled
-        self.once = not gradients.is_in_loop() if outside_loops is None else outside_loops
+        self.once = not gradient_facts.is_in_loop() if outside_loops is None else outside_loops
         self._schedule, self.states, self._loop_depth, self._position = schedule, use_inputs, loop_depth, 0
         self.stats: dict[tuple[Any, str], Any] | None = {} if collect_stats else None
         self._arrays: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
@@ -157,7 +157,7 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph."""
-        with gradients.scope(self.unrolled, self.once):
+        with gradient_facts.scope(self.unrolled, self.once):
             return self._run()
 
     def _run(self) -> list[Any]:

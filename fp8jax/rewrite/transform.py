@@ -10,13 +10,13 @@ import numpy as np
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
-from fp8jax.ops import kernels
+from fp8jax.ops.dispatch import missing_kernels
 from fp8jax.rewrite import training, unplanned
 from fp8jax.rewrite.bounds import with_complete_bounds, with_weight_bounds
-from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
-from fp8jax.rewrite.held import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
+from fp8jax.rewrite.frozen_params import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
 from fp8jax.rewrite.read import read
@@ -189,7 +189,7 @@ class Transformed:
             ValueError: as the call, but for a precision that products ask for: it lists these.
         """
         plan = self.plan_call(*args, **kwargs).plan
-        return Explanation(plan.entries, plan.list_entries(), plan.share.text, kernels.advice())
+        return Explanation(plan.entries, plan.list_entries(), plan.share.text, missing_kernels.advice())
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -233,7 +233,7 @@ class Transformed:
         structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
-            kernels.warn_if_missing()
+            missing_kernels.warn_if_missing()
 
         def run(arrays: list[Any], use_inputs: Any, noting: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}

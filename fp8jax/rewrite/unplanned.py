@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax.numpy as jnp
 
 from fp8jax.rewrite import activations, norms, primitives
-from fp8jax.rewrite.caller import CallInfo
+from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node, Value, strip_layout
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES

@@ -14,7 +14,8 @@ import pytest
 import fp8jax
 from fp8jax.core import formats
 from fp8jax.core.formats import Format
-from fp8jax.ops import matmul, saved
+from fp8jax.ops.autodiff import residuals
+from fp8jax.ops.matmul import matmul
 from fp8jax.recipes import Linear
 
 NEW = {
@@ -87,7 +88,7 @@ def test_what_is_kept_for_the_backward_pass_has_their_values(name):
     x, spec = jax.random.normal(jax.random.key(0), (32, 64)), fp8jax.QuantSpec(name, "group", 16)
     want = np.asarray(fp8jax.quantize(x, spec).dequantize())
     np.testing.assert_array_equal(
-        jax.jit(lambda x: saved.dequantize_residual(saved.quantize_residual(x, spec)))(x), want
+        jax.jit(lambda x: residuals.dequantize_residual(residuals.quantize_residual(x, spec)))(x), want
     )
     value, slope = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(fp8jax.save_quantized(x, "kept", spec))))(x)
     assert float(value) == pytest.approx(np.sin(want.astype(np.float64)).sum(), abs=1e-2)

@@ -18,7 +18,7 @@ import fp8jax
 from fp8jax import QuantSpec, quantize
 from fp8jax.core import expansion, formats
 from fp8jax.core.qtensor import quantize_with_scale
-from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from tests.programs import count
 from tests.rows import few, slow
 

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.dist import Factors, all_reduce_gradients, init_factors, reduce_scatter_gradients
+from fp8jax.dist.auto_scale import next_factor
 from fp8jax.dist.chunks import buckets
-from fp8jax.dist.factor import next_factor
 from fp8jax.dist.reduce import resolve
-from fp8jax.dist.shared import sum_codes
-from fp8jax.ops import choice
+from fp8jax.dist.shared_scales import sum_codes
+from fp8jax.ops.dispatch import choice
 from fp8jax.recipes import Comm
 from tests.dist import programs
 
@@ -418,8 +418,8 @@ def test_axes_that_are_left_to_xla_are_told(mesh, recwarn):
 
 
 def test_one_phase_is_refused_where_nccl_cannot_sum(mesh, monkeypatch):
-    monkeypatch.setattr("fp8jax.ops.choice.on_cuda", lambda: True)
-    monkeypatch.setattr("fp8jax.ops.choice.capability", lambda: 89)
+    monkeypatch.setattr("fp8jax.ops.dispatch.choice.on_cuda", lambda: True)
+    monkeypatch.setattr("fp8jax.ops.dispatch.choice.capability", lambda: 89)
     with pytest.raises(ValueError, match=r"this GPU has 8\.9; take 'two_phase'"):
         jax.eval_shape(on_each(mesh, functools.partial(
             all_reduce_gradients, axes=AXES, comm=Comm("e4m3", "one_phase"))), {"w": jnp.ones((8, 64))})  # fmt: skip

@@ -12,10 +12,10 @@ from jax.sharding import AxisType
 
 import fp8jax
 from fp8jax.core.scaling import find_scaling
-from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence, sequence_collectives, travel
+from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence, sequence_collectives, wire_format
 from fp8jax.dist.collectives import Collective, collectives
-from fp8jax.ops import operand
-from fp8jax.ops.saved import from_bytes
+from fp8jax.ops.autodiff.residuals import from_bytes
+from fp8jax.ops.products import operands
 from tests.dist import blocks, programs
 from tests.distance import order, relative
 from tests.programs import outputs
@@ -49,7 +49,7 @@ def mapped(function, ins=CUT, out=WHOLE, devices=8, check=False):
 
 def operand_of(x, spec, strategy="current"):
     """The values of a product's operand, made of the whole array on one device."""
-    q = operand.make_codes(x.reshape(-1, x.shape[-1]), spec, find_scaling(strategy))
+    q = operands.make_codes(x.reshape(-1, x.shape[-1]), spec, find_scaling(strategy))
     return from_bytes(q).dequantize(x.dtype).reshape(x.shape)
 
 
@@ -106,8 +106,8 @@ def test_products_round_what_was_gathered_to_the_same_codes_again(name):
         spec = part.spec(side)
         if spec is None or spec.rounding == "stochastic":
             continue
-        once = operand.make_codes(x, spec, part.stateless_scaling(side))
-        again = operand.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.stateless_scaling(side))
+        once = operands.make_codes(x, spec, part.stateless_scaling(side))
+        again = operands.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.stateless_scaling(side))
         if once.microscale is None:
             np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
         else:  # a power of two above a group's largest value is another one where bf16 rounds that up
@@ -291,9 +291,14 @@ def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
 
 
 def test_what_travels_of_each_setting():
-    operand, total = functools.partial(travel.operand_wire_format, "f"), functools.partial(travel.sum_wire_format, "f")
-    assert [operand(name, "x") for name in travel.PLAIN] == [travel.WireFormat(None, name) for name in travel.PLAIN]
-    assert operand("jetfire", "dy") == travel.WireFormat(None)  # rounded stochastically where it is multiplied
+    operand, total = (
+        functools.partial(wire_format.operand_wire_format, "f"),
+        functools.partial(wire_format.sum_wire_format, "f"),
+    )
+    assert [operand(name, "x") for name in wire_format.PLAIN] == [
+        wire_format.WireFormat(None, name) for name in wire_format.PLAIN
+    ]
+    assert operand("jetfire", "dy") == wire_format.WireFormat(None)  # rounded stochastically where it is multiplied
     assert operand("auto", "x").dtype is None
     delayed = dataclasses.replace(fp8jax.recipes.te_current().linear, x="e4m3", dy="e5m2", margin=1)
     assert [operand(delayed, side).spec.format for side in ("x", "dy")] == ["e4m3", "e5m2"]

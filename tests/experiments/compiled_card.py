@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from experiments.bench import card, timing
 from experiments.bench.release import VOCAB
 from experiments.models import sizes
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 from tests.kernels import h200
 
 

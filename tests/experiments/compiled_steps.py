@@ -26,7 +26,7 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.core.program_text import computations_of
 from fp8jax.dist.collectives import collectives
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 from fp8jax.recipes import Comm
 from tests.kernels import h200
 

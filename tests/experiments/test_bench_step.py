@@ -16,7 +16,7 @@ from flax import nnx
 from experiments.bench import arms, step, step_torch, timing
 from experiments.models.llama import Llama, LlamaConfig
 from fp8jax import recipes
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)

@@ -14,7 +14,7 @@ from experiments import form, mesh, packing, train
 from experiments.config import Config, UserError
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
-from fp8jax.ops import chunks as of_tokens
+from fp8jax.ops.losses import cross_entropy as of_tokens
 from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
 from tests.programs import dots

@@ -14,7 +14,7 @@ from experiments.config import UserError
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.scoring import Score
 from experiments.tables import int8_diverges, int8_fallback, int8_leak, int8_outliers, int8_speed
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 
 WIDE = LlamaConfig(vocab=32, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=256)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 17)), jnp.int32)

@@ -13,7 +13,7 @@ from experiments import config, mesh, parallel, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
-from fp8jax.ops import linear
+from fp8jax.ops.products import linear
 from fp8jax.recipes import Comm
 from tests.dist import programs
 

@@ -16,7 +16,7 @@ from experiments.config import UserError
 from experiments.tables import parity_runs, training_parity
 from experiments.tables.parity_runs import ParityArm, Setting
 from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
-from fp8jax.ops.linear import linear
+from fp8jax.ops.products.linear import linear
 
 TINY = Setting(
     dim=32, layers=1, heads=2, mlp_dim=48, length=16, batch=4, steps=20, warmup=2, valid=8, valid_fraction=0.2

@@ -7,7 +7,7 @@ import numpy as np
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import adamw
+from fp8jax.ops.optimizers import adamw
 
 ADAM = adamw.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
 

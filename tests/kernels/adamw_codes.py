@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from fp8jax.core import expansion, formats
-from pallas_kernels import adamw_tiles_triton as tiles
-from pallas_kernels import adamw_triton, call_triton
-from pallas_kernels import codec_triton as codec
+from pallas_kernels.dispatch import call_triton
+from pallas_kernels.optimizers import adamw_tiles_triton as tiles
+from pallas_kernels.optimizers import adamw_triton
+from pallas_kernels.quantization import codec_triton as codec
 
 BITS = {"e4m3": (4, 3), "e5m2": (5, 2)}
 SCALES, EXPONENTS, FACTOR = (1.0, 3e-7, 5e-12, 0.7), (1.0, 0.25, 3.0, 16.0), 1.5

@@ -19,9 +19,11 @@ import numpy as np
 import fp8jax
 from fp8jax.core import scaling
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import activation, cotangent, fused, fused_codes, inputs, operand, product, quantize
-from fp8jax.ops.saved import InputFacts
-from pallas_kernels import mend_triton, norm_triton
+from fp8jax.ops.autodiff.residuals import InputFacts
+from fp8jax.ops.nonlinear import activation
+from fp8jax.ops.products import cotangent, operands, product
+from fp8jax.ops.quantization import fused_codes, fused_outputs, quantize
+from pallas_kernels.nonlinear import norm_triton, requantize_triton
 from tests.kernels.triton_interpreter import prepare
 
 ROWS, CHANNELS, INNER = 33, 48, 80
@@ -97,7 +99,7 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
         layer = lambda x, w, b: fp8jax.linear(x, w.astype(x.dtype), recipe=part, bias=b)  # noqa: E731
         made = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
         y, origin = activation.activate(name, *made, part, has_bias=True)
-        read = inputs.Input(y, input_facts=InputFacts(origin))
+        read = operands.Input(y, input_facts=InputFacts(origin))
         return product.recipe_dot(read, d.astype(x.dtype), part.linear, None, bias=biases[2])
 
     return f, (x, w, u, d, *biases)
@@ -199,7 +201,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
     the kernels' references take their places.
     """
-    codes, on_cuda = fused_codes.quantize_fused, fused.on_cuda
+    codes, on_cuda = fused_codes.quantize_fused, fused_outputs.on_cuda
     plain, summed = quantize.quantize, quantize.quantize_and_sum
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
@@ -231,21 +233,21 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     by_platform = jax.lax.platform_dependent
 
     def both(*args: Any) -> Any:
-        fused.on_cuda = lambda: again
+        fused_outputs.on_cuda = lambda: again
         jax.lax.platform_dependent = lambda *args, cuda, default: default(*args)
         want = run(f, args)
         seen.clear()
         jax.lax.platform_dependent = by_platform
-        fused.on_cuda = lambda: True
+        fused_outputs.on_cuda = lambda: True
         return run(f, args), want, seen
 
     fused_codes.quantize_fused, cotangent.quantize_and_sum = kernels, watched
-    operand.quantize = product.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
+    operands.quantize = product.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
-        fused_codes.quantize_fused, fused.on_cuda = codes, on_cuda
-        operand.quantize = product.quantize = plain
+        fused_codes.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
+        operands.quantize = product.quantize = plain
         cotangent.quantize_and_sum = summed
         for name, make in by_rows.items():
             setattr(fused_codes, name, make)
@@ -257,8 +259,8 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 
 def main() -> None:
     prepare()
-    fused.missing_triton = lambda _: None
-    mend_triton.NUM_PROGRAMS = 8
+    fused_outputs.missing_triton = lambda _: None
+    requantize_triton.NUM_PROGRAMS = 8
     found = {}
     for case in FEW if sys.argv[1] == "few" else CASES:
         make = CASES[case]

@@ -11,14 +11,14 @@ from jax import ShapeDtypeStruct as Shape
 from fp8jax import recipes
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import matmul_hopper
-from fp8jax.ops.choice import target
-from fp8jax.ops.linear import linear
-from fp8jax.ops.scaled import ScalingState, scaled_linear
-from pallas_kernels.matmul_block_mosaic import matmul_block
-from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
-from pallas_kernels.matmul_mosaic import matmul
-from pallas_kernels.matmul_mx_mosaic import matmul_mx
+from fp8jax.ops.dispatch.choice import target
+from fp8jax.ops.matmul import hopper
+from fp8jax.ops.products.linear import linear
+from fp8jax.ops.products.scaled_linear import ScalingState, scaled_linear
+from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
+from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
+from pallas_kernels.matmul.matmul_mosaic import matmul
+from pallas_kernels.matmul.matmul_mx_mosaic import matmul_mx
 
 Program = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 M, N, K = 4096, 11008, 4096
@@ -80,8 +80,8 @@ def block_of_few_rows() -> Program:
 
 def quantized_blocks() -> Program:
     """Products of what the quantize kernel makes, in each way that a linear layer has them."""
-    from fp8jax.ops.matmul import matmul as product
-    from fp8jax.ops.quantize import quantize
+    from fp8jax.ops.matmul.matmul import matmul as product
+    from fp8jax.ops.quantization.quantize import quantize
 
     def program(x: jax.Array, w: jax.Array) -> list[jax.Array]:
         groups, blocks = "e4m3:group128", "e4m3:block128"
@@ -134,7 +134,7 @@ def cublas() -> Program:
             QTensor(codes, scale[None, None], None, None, QuantSpec(name))
             for codes, scale, name in ((a, s[0], "e4m3"), (b, s[1], "e4m3"), (c, s[2], "e4m3"), (dy, s[3], "e5m2"))
         )
-        fast, accurate = (functools.partial(matmul_hopper.run, "cublas", False, fast) for fast in (True, False))
+        fast, accurate = (functools.partial(hopper.run, "cublas", False, fast) for fast in (True, False))
         return fast(BF16, left, right), fast(BF16, left, other), accurate(F32, gradient, right)
 
     return program, (*CODES, CODES[1], Shape((M, K), E5M2), Shape((4,), F32))

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul_int8_mosaic import FallbackResidual
+from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual
 
 
 def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:

@@ -11,8 +11,9 @@ import numpy as np
 from fp8jax.core import formats
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import choice, fallback, fold, fused, fused_codes, microscaled
-from fp8jax.ops import quantize as op
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.quantization import fallback, fused_codes, fused_outputs, microscaling
+from fp8jax.ops.quantization import quantize as op
 from tests import given_scales
 
 
@@ -129,7 +130,7 @@ def folded(case: Case, impl: str) -> list[np.ndarray]:
     x = with_tiny_rows(special(case.shape, case.dtype, 6e4)).at[-1].set(0) * jnp.asarray(case.scale or 1, case.dtype)
     x = jnp.where(jnp.arange(case.shape[1]) // 32 % 3 == 1, x * jnp.asarray(2.0**-13, x.dtype), x)
     assert case.rows
-    run = functools.partial(microscaled.fold_rows, spec=QuantSpec.parse(case.rows), impl=impl)
+    run = functools.partial(microscaling.fold_rows, spec=QuantSpec.parse(case.rows), impl=impl)
     q = (jax.jit(run) if impl == "xla" else run)(x)
     q.validate()
     return [_bytes(q.codes), np.asarray(q.scale)]
@@ -173,7 +174,7 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
 
     Strips of `down` tiles; also of a matrix of which all is asked, a part, and nothing but zeros.
     """
-    from pallas_kernels import maxima_triton, quantize_triton
+    from pallas_kernels.quantization import amax_triton, quantize_triton
 
     x = np.random.default_rng(2).uniform(-1, 1, shape).astype(np.float32)
     x[-1, :], x[:, -1] = np.linspace(-3, -2, shape[1]), np.linspace(4, 3, shape[0])
@@ -189,7 +190,7 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
         wants = size.max(), size.max(1), size.max(0)
         for asked in ((True, True, True), (False, True, False), (True, False, True)):
             of = dict(zip(("tensor", "rows", "columns"), asked, strict=True))
-            got = maxima_triton.compute_amax(
+            got = amax_triton.compute_amax(
                 jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
             )
             wrong[f"{name} {asked}"] = sum(
@@ -201,7 +202,7 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
 
 def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     """What the fallback kernel promises beside its reference, of a matrix of several tiles."""
-    from pallas_kernels import fallback_triton
+    from pallas_kernels.quantization import fallback_triton
 
     side, words = 32, jnp.array([1, 2], jnp.uint32)
     x = np.random.default_rng(0).uniform(-3.9, 3.9, shape).astype(np.float32)
@@ -284,12 +285,12 @@ def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
 
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     """By operation how many bytes and scales that it keeps in ten bits, read back too, are not `fp8jax.quantize`'s."""
-    from pallas_kernels import activation_rows_triton, activation_triton, cotangents_triton, norm_triton
-    from pallas_kernels.operations_triton import IDENTITY, Operation
-    from pallas_kernels.remake_triton import Operands
+    from pallas_kernels.nonlinear import activation_rows_triton, activation_triton, cotangents_triton, norm_triton
+    from pallas_kernels.nonlinear.operations_triton import IDENTITY, Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
 
     x, spec = special(shape, dtype, 6e4), QuantSpec("int10", "group", 128, scale_format="bf16")
-    coding, want, m = fused.to_coding(spec), quantize(x, spec), shape[0]
+    coding, want, m = fused_outputs.to_coding(spec), quantize(x, spec), shape[0]
     operation = Operation(gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
     ones = jnp.ones(shape, jnp.float32)
     kept = {
@@ -340,7 +341,7 @@ def refolded(case: Case, impl: str) -> list[np.ndarray]:
     powers = q.microscale.at[1, 0].set(255).at[2].set(0).at[3].set(jnp.maximum(q.microscale[3], 100) - 100)
     powers = powers.at[4, 0].set(211)
     scale = jnp.broadcast_to(q.scale, (case.shape[0], 1)).at[3].set(1e-20) if q.scale.size > 1 else q.scale
-    q = fold.fold_microscales(dataclasses.replace(q, microscale=powers, scale=scale), impl=impl)
+    q = microscaling.fold_microscales(dataclasses.replace(q, microscale=powers, scale=scale), impl=impl)
     q.validate()
     return [_bytes(q.codes), np.asarray(q.scale)]
 
@@ -385,12 +386,14 @@ def wrong_under_given_scales(case: Case, impl: str) -> list[int]:
 
 def wrong_where_computed(name: str) -> list[int]:
     """Likewise of an activation that is quantized where it is computed: far from zero SiLU is x, or 0."""
-    from pallas_kernels import remake_triton
+    from pallas_kernels.nonlinear import quantize_recomputed_triton
 
     fmt, found = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
-    operation = remake_triton.Operation(gated=False, exact=True, dtype=0)
-    result = fused.FusedOutputs(operation, (remake_triton.RESULT,), remake_triton.Operands(jnp.asarray(x)))
+    operation = quantize_recomputed_triton.Operation(gated=False, exact=True, dtype=0)
+    result = fused_outputs.FusedOutputs(
+        operation, (quantize_recomputed_triton.RESULT,), quantize_recomputed_triton.Operands(jnp.asarray(x))
+    )
     want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
     for scale in (2.0**-126, 2.0**-149, 2.0**127):
         how = (True, True, QuantSpec(name), "current")
@@ -408,7 +411,7 @@ def wrong_where_computed(name: str) -> list[int]:
 
 def wrong_squares() -> dict[str, float]:
     """By what is summed, how far its squares are from those in float64, relatively; 1 where NaN is lost."""
-    from pallas_kernels import squares_triton
+    from pallas_kernels.optimizers import squares_triton
 
     random = np.random.default_rng(7)
     # More arrays than a launch takes, of pieces that are whole, of parts of them, and of single elements.

@@ -107,7 +107,7 @@ def few() -> Programs:
 
 def _plain(program: Callable[..., Any]) -> Callable[..., Any]:
     """A program without our kernels."""
-    from fp8jax.ops import choice
+    from fp8jax.ops.dispatch import choice
 
     def run(*args: Any) -> Any:
         with choice.target(kernels=False):
@@ -220,7 +220,7 @@ def ten_bits() -> Programs:
     import jax.numpy as jnp
 
     import fp8jax
-    from fp8jax.ops.scaled import ScalingState
+    from fp8jax.ops.products.scaled_linear import ScalingState
 
     recipe = fp8jax.recipes.int8_fallback()
 
@@ -289,7 +289,7 @@ def main() -> None:
 
     from fp8jax.dist.collectives import collectives
     from fp8jax.modules import compiled
-    from fp8jax.ops import choice
+    from fp8jax.ops.dispatch import choice
 
     found: dict[str, Any] = {}
     function, *kinds = sys.argv[1:]

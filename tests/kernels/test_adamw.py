@@ -21,8 +21,8 @@ import fp8jax
 from fp8jax.core import formats
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import quantize
-from fp8jax.ops import adamw
-from fp8jax.ops import choice as choices
+from fp8jax.ops.dispatch import choice as choices
+from fp8jax.ops.optimizers import adamw
 from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, settled, spec, special, stored, tree
 from tests.programs import triton_calls
 
@@ -202,7 +202,7 @@ def test_a_mapped_step_is_traced_as_one_kernel():
 @triton
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_the_table_has_log2_of_every_code(name):
-    from pallas_kernels.adamw_triton import log2_code_magnitudes
+    from pallas_kernels.optimizers.adamw_triton import log2_code_magnitudes
     from tests.kernels.adamw_codes import magnitudes
 
     table = log2_code_magnitudes(formats.get(name).dtype)
@@ -217,7 +217,7 @@ def test_the_table_has_log2_of_every_code(name):
 @pytest.mark.parametrize("step", [1, 3])
 def test_the_scalars_of_both_kinds_of_tiles_give_one_change(step, factor):
     """From the text of `AdamWScalars` in float64, for a gradient, moments and a weight that are numbers."""
-    from pallas_kernels.adamw_triton import AdamWScalars
+    from pallas_kernels.optimizers.adamw_triton import AdamWScalars
 
     rate, decay, b1, b2, eps, eps_root, most = 3e-3, 0.1, 0.9, 0.95, 1e-3, 1e-2, 2.0
     c1, c2, g, mu, nu, w = 1 - b1**step, 1 - b2**step, 0.5, 0.2, 0.04, 0.7

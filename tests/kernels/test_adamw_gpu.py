@@ -11,7 +11,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops import adamw
+from fp8jax.ops.optimizers import adamw
 from tests.kernels.adamw_cases import ADAM, decoded, special, stored, tree
 from tests.kernels.test_adamw_interpreted import NOISY, compare_noise
 

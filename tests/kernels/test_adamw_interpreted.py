@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from fp8jax.core import masters, noise
-from fp8jax.ops import adamw, adamw_fused, partition
+from fp8jax.ops.dispatch import partition
+from fp8jax.ops.optimizers import adamw, adamw_kernel
 from tests.kernels.adamw_cases import ADAM, special, stored
 
 SHAPES = {"whole": (20, 256), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (21, 128)}
@@ -78,7 +79,7 @@ def prepare() -> None:
     """Lets this process run the kernel in the interpreter."""
     import triton.language as tl
 
-    from pallas_kernels import call_triton
+    from pallas_kernels.dispatch import call_triton
     from tests.kernels import triton_interpreter as tools
 
     tools.patch_once()
@@ -99,7 +100,7 @@ def prepare() -> None:
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
     tools.arithmetic()
     call_triton.call, call_triton.check = call, lambda _: None
-    adamw_fused._vmap_as_leading_axis = lambda local: local
+    adamw_kernel._vmap_as_leading_axis = lambda local: local
     jax.custom_batching.sequential_vmap, partition.on_one_device = (lambda function: function), lambda: True
 
 
@@ -208,13 +209,13 @@ def compare_noise_of_bf16(shape: str, expand: bool, form: str) -> None:
 
 def compare_shards() -> None:
     """A shard of the columns of some rows gets the codes that it has in the whole array, told where it lies there."""
-    from pallas_kernels import adamw_triton
+    from pallas_kernels.optimizers import adamw_triton
 
     values = np.random.default_rng(0).standard_normal((2, 6, 512)).astype(np.float32)
     leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"), jnp.asarray(values))
     whole = adamw.step(*leaf, ADAM, impl="triton", nu_stochastic=True)
     cut, groups = np.s_[1:, 2:4, 256:], np.s_[1:, 2:4, 2:]
-    storages = [adamw_fused._kernel_storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
+    storages = [adamw_kernel._kernel_storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
     words = np.asarray(noise.step_seed(ADAM.count)).copy()
     words[0] += np.uint32((1 * 6 * 4 + 2 * 4 + 2) * 16 * noise.STRIDE % 2**32)
     moments = [
@@ -224,7 +225,7 @@ def compare_shards() -> None:
     scalars = adamw_triton.AdamWScalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
-        dead_elements=adamw_fused.dead_element_params(),
+        dead_elements=adamw_kernel.dead_element_params(),
         form="step", nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8jax.ops import choice
-from fp8jax.ops import quantize as op
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.quantization import quantize as op
 from tests.kernels import h200
 from tests.programs import chosen
 
@@ -20,7 +20,8 @@ def lowered(function, *shapes):
 
 
 def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monkeypatch):
-    from pallas_kernels import call_triton, launch_triton, transpose_triton
+    from pallas_kernels.dispatch import call_triton, launch_triton
+    from pallas_kernels.quantization import transpose_triton
 
     monkeypatch.setenv(launch_triton.VARIABLE, "triton")
     if call_triton.IS_BEFORE_04 and not call_triton.USES_FFI_CALLS:
@@ -35,7 +36,8 @@ def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monk
 def test_calls_of_others_stay_as_jax_triton_makes_them():
     import jax_triton
 
-    from pallas_kernels import call_triton, scaling_triton, transpose_triton
+    from pallas_kernels.dispatch import call_triton
+    from pallas_kernels.quantization import scaling_triton, transpose_triton
 
     def other(x):
         static = {"M": 128, "N": 128, "BLOCK_M": 64, "BLOCK_N": 128, "CODING": scaling_triton.NO_CODING}
@@ -53,7 +55,8 @@ def test_calls_of_others_stay_as_jax_triton_makes_them():
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
     """An assembler of CUDA 13.0 takes the program, products are fused with sums, and a program keeps no unread call."""
-    from pallas_kernels import call_triton, transpose_triton
+    from pallas_kernels.dispatch import call_triton
+    from pallas_kernels.quantization import transpose_triton
 
     compiled, original = [], call_triton.triton_lib.compile_ttir_to_ptx_inplace
     with pytest.MonkeyPatch.context() as patch:

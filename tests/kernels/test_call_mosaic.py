@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import call_mosaic, hopper, matmul_block_mosaic, matmul_int8_mosaic, matmul_mosaic, matmul_mx_mosaic
+from pallas_kernels.dispatch import call_mosaic
+from pallas_kernels.matmul import hopper, matmul_block_mosaic, matmul_int8_mosaic, matmul_mosaic, matmul_mx_mosaic
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="Mosaic's kernels need jax 0.11")
 

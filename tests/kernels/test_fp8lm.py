@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 from tests.kernels import h200
 from tests.programs import triton_calls
 

@@ -21,9 +21,10 @@ import pytest
 import fp8jax
 from fp8jax.core import masters, noise
 from fp8jax.core.qtensor import quantize_with_scale
-from fp8jax.ops import fp8lm, partition
-from fp8jax.ops.adamw import load
-from fp8jax.ops.adamw_fused import Adam
+from fp8jax.ops.dispatch import partition
+from fp8jax.ops.optimizers import fp8lm
+from fp8jax.ops.optimizers.adamw import load
+from fp8jax.ops.optimizers.adamw_kernel import Adam
 from tests.kernels.test_adamw_interpreted import part
 
 SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 41), 1), "vector": ((5000,), 0)}
@@ -65,7 +66,7 @@ def test_interpreted_kernel_has_the_bits_of_the_reference(which):
 
 def prepare() -> None:
     """Lets this process run the kernel in the interpreter, also under `jax.jit` and on several devices."""
-    from pallas_kernels import call_triton
+    from pallas_kernels.dispatch import call_triton
     from tests.kernels import test_adamw_interpreted as interpreted
     from tests.kernels import triton_interpreter as tools
 

@@ -43,9 +43,9 @@ def python(*command, **env):
 
 def test_kernels_take_the_references_sample():
     from fp8jax.core import scaling
-    from pallas_kernels import peaks_triton
+    from pallas_kernels.nonlinear import sampled_amax_triton
 
-    assert peaks_triton.SAMPLE_ROWS == scaling.SAMPLE_ROWS
+    assert sampled_amax_triton.SAMPLE_ROWS == scaling.SAMPLE_ROWS
 
 
 def check(case, made, share, most, far, bound=2e-3):
@@ -74,10 +74,15 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
 
 def odd(*which: str) -> None:
     """Prints by case how much of what kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
-    from fp8jax.ops import fused_reference
-    from pallas_kernels import activation_rows_triton, activation_triton, mend_triton, norm_triton, remake_triton
-    from pallas_kernels.operations_triton import Operation
-    from pallas_kernels.scaling_triton import Coding
+    from fp8jax.ops.quantization import fused_reference
+    from pallas_kernels.nonlinear import (
+        activation_rows_triton,
+        activation_triton,
+        norm_triton,
+        quantize_recomputed_triton,
+    )
+    from pallas_kernels.nonlinear.operations_triton import Operation
+    from pallas_kernels.quantization.scaling_triton import Coding
     from tests.kernels.triton_interpreter import prepare
 
     def by_rows(*args):
@@ -100,18 +105,18 @@ def odd(*which: str) -> None:
         rows, inner = cases[name]
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         (first, second, _), *_ = fused_reference.encode_activation_residuals(silu, inner, 2 * inner, kept)
-        operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
+        operands, scale = quantize_recomputed_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
         again, exact = (scale, jnp.float8_e4m3fn), Operation(exact=True)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1e30, 1e30), rows)
-        itself = remake_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
+        itself = quantize_recomputed_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
-        both = remake_triton.Operands(gate, up=up)
-        to_mend = silu._replace(exact=True), (remake_triton.RESULT,), both, jnp.zeros(gate.shape, twice[1])
+        both = quantize_recomputed_triton.Operands(gate, up=up)
+        to_mend = silu._replace(exact=True), (quantize_recomputed_triton.RESULT,), both, jnp.zeros(gate.shape, twice[1])
         scales_of_rows = by_row[: len(rows)], 4 * by_row[: len(rows)]
         cotangents = (
             Operation(),
-            (remake_triton.GATE, remake_triton.UP),
+            (quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP),
             operands,
             (scale, 2 * scale),
             jnp.float8_e5m2,
@@ -186,11 +191,11 @@ def odd_ten_bits() -> None:
 
     The last of three groups of a row is half a group.
     """
-    from fp8jax.ops import fused_reference
-    from pallas_kernels import activation_triton, cotangents_triton, norm_triton
-    from pallas_kernels.operations_triton import Operation
-    from pallas_kernels.remake_triton import Operands
-    from pallas_kernels.scaling_triton import Coding
+    from fp8jax.ops.quantization import fused_reference
+    from pallas_kernels.nonlinear import activation_triton, cotangents_triton, norm_triton
+    from pallas_kernels.nonlinear.operations_triton import Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
+    from pallas_kernels.quantization.scaling_triton import Coding
     from tests.kernels.triton_interpreter import prepare
 
     prepare()
@@ -252,12 +257,17 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 
 def registers() -> None:
     """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
-    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
-    from pallas_kernels.mend_triton import requantize_if
-    from pallas_kernels.operations_triton import IDENTITY, Operation
-    from pallas_kernels.peaks_triton import peaks
-    from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
-    from pallas_kernels.scaling_triton import Coding
+    from pallas_kernels.nonlinear import (
+        activation_rows_triton,
+        activation_triton,
+        norm_triton,
+        quantize_recomputed_triton,
+    )
+    from pallas_kernels.nonlinear.operations_triton import IDENTITY, Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
+    from pallas_kernels.nonlinear.requantize_triton import requantize_if
+    from pallas_kernels.nonlinear.sampled_amax_triton import peaks
+    from pallas_kernels.quantization.scaling_triton import Coding
 
     options, one, rows = {"compute_capability": 90}, jnp.float32(1), 16384
     kept, e4m3, e5m2 = Coding("group", size=16, scale_dtype=jnp.bfloat16), jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -274,7 +284,7 @@ def registers() -> None:
         def run(*arrays):
             operands = Operands(**dict(zip(names, arrays, strict=True)))
             scales = (one,) * len(kinds)
-            return remake_triton.quantize(
+            return quantize_recomputed_triton.quantize(
                 operation, kinds, operands, scales, dtype, rows=rows, columns=columns, result_coding=again, **options
             )
 
@@ -284,7 +294,7 @@ def registers() -> None:
     pair = lambda *arrays: peaks(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
-    ahead = lambda *arrays: remake_triton.quantize_and_predict(  # noqa: E731
+    ahead = lambda *arrays: quantize_recomputed_triton.quantize_and_predict(  # noqa: E731
         silu, Operands(**dict(zip(activation, arrays, strict=True))), one, e4m3, **options
     )
     back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
@@ -332,11 +342,11 @@ def registers() -> None:
         "kept of silu, rows": (
             lambda g, u: activation_rows_triton.keep_activation(silu, g, u, kept, e4m3, **options), wide, wide),
         "silu again, peaks of rows": (
-            lambda *a: remake_triton.quantize_and_predict(
+            lambda *a: quantize_recomputed_triton.quantize_and_predict(
                 silu, Operands(**dict(zip(activation, a[:5], strict=True))), a[5], e4m3, **options),
             *kept_of, wide, inverse),
         "cotangents of rows": (
-            lambda *a: remake_triton.quantize(
+            lambda *a: quantize_recomputed_triton.quantize(
                 silu, (GATE, UP), Operands(**dict(zip(activation, a[:5], strict=True))), a[5:] * 2, e4m3, rows=True,
                 columns=True, **options),
             *kept_of, wide, inverse),
@@ -346,27 +356,27 @@ def registers() -> None:
         "silu, rows alone": (
             lambda g, u: activation_rows_triton.keep_activation(silu, g, u, None, e4m3, **options), wide, wide),
         "exact, peaks of rows": (
-            lambda g, u, dy, s: remake_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
+            lambda g, u, dy, s: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
             wide, wide, wide, inverse),
         "exact, peaks": (
-            lambda g, u, dy: remake_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
+            lambda g, u, dy: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
             wide, wide, wide),
         "cotangents, sums": (
-            lambda *a: remake_triton.quantize(
+            lambda *a: quantize_recomputed_triton.quantize(
                 silu, (GATE, UP), Operands(**dict(zip(activation, a, strict=True))), (one, one), e4m3, rows=True,
                 columns=True, sums=True, **options),
             *kept_of, wide),
         "exact, cotangents of rows": (
-            lambda g, u, dy, s: remake_triton.quantize(
+            lambda g, u, dy, s: quantize_recomputed_triton.quantize(
                 exact, (GATE, UP), Operands(g, up=u, gradient=dy), (s, s), e4m3, rows=True, columns=True, **options),
             wide, wide, wide, inverse),
         "exact norm, columns": (
-            lambda x, s, i, w: remake_triton.quantize(
+            lambda x, s, i, w: quantize_recomputed_triton.quantize(
                 norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), (s,), e4m3, rows=False,
                 columns=True, **options),
             narrow, inverse, inverse, weight),
         "itself, columns": (
-            lambda x, s: remake_triton.quantize(
+            lambda x, s: quantize_recomputed_triton.quantize(
                 exact._replace(activation=IDENTITY, gated=False), (RESULT,), Operands(x), (s,), e4m3, rows=False,
                 columns=True, **options),
             narrow, inverse),

@@ -36,8 +36,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, bool], residual: bool) -> None:
     """The backward kernel on codes of any values; `given`: whether a norm has a scale, a bias and a mean."""
-    from pallas_kernels import norm_triton, quantize_triton
-    from pallas_kernels.operations_triton import Operation
+    from pallas_kernels.nonlinear import norm_triton
+    from pallas_kernels.nonlinear.operations_triton import Operation
+    from pallas_kernels.quantization import quantize_triton
 
     scaled, biased, centered = given
     scale_dtype = jnp.float32 if wide else jnp.bfloat16
@@ -81,7 +82,7 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
 
 def check_norms() -> None:
     """Whole and masked tiles, one row and two at a time, operands ahead of time or not, scales in pairs or alone."""
-    from pallas_kernels import norm_triton
+    from pallas_kernels.nonlinear import norm_triton
 
     ahead = norm_triton.PREFETCH_BYTES
     shapes = [(35, 48, 11), (34, 64, 8), (40, 80, 40)]  # rows, channels, and sums at least
@@ -98,7 +99,7 @@ def check_norms() -> None:
 
 def check_decay(weight: Any, grad: Any) -> None:
     """Parameters that decay and that do not in one tree, in both forms of the step, quantized or half so."""
-    from fp8jax.ops import adamw
+    from fp8jax.ops.optimizers import adamw
     from tests.kernels.adamw_cases import ADAM, decoded, stored
 
     adam = dataclasses.replace(ADAM, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, rate=0.25, weight_decay=0.5)
@@ -132,7 +133,7 @@ def check_decay(weight: Any, grad: Any) -> None:
 
 def check_noise() -> None:
     """A symmetric matrix half way between codes: of its copy the codes were drawn anew, of another key all were."""
-    from fp8jax.ops import quantize
+    from fp8jax.ops.quantization import quantize
 
     x = np.random.default_rng(0).integers(-100, 100, (64, 64)) + 0.5
     x = jnp.asarray(np.minimum(x, x.T), jnp.float32).at[0, 0].set(127.0)

@@ -17,7 +17,8 @@ pytest.importorskip("jax_triton")
 
 import triton
 
-from pallas_kernels import call_triton, launch_triton, stored_triton, transpose_triton
+from pallas_kernels.dispatch import call_triton, kernel_cache_triton, launch_triton
+from pallas_kernels.quantization import transpose_triton
 
 # Before, jax-triton's calls are what is taken where nothing else is asked for.
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA is given kernels from jax 0.11 on")
@@ -252,7 +253,7 @@ def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(told, mo
 
 
 def test_a_kernel_of_another_form_keeps_jax_tritons_call(told, monkeypatch):
-    own = stored_triton.kernel_parts
+    own = kernel_cache_triton.kernel_parts
     monkeypatch.setattr(
         launch_triton.stored_triton, "kernel_parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
     )  # clusters of two programs

@@ -67,10 +67,10 @@ def block() -> tuple[Any, tuple[Any, ...]]:
 
 def gelu(dtype: Any = jnp.float32) -> tuple[Any, tuple[Any, ...]]:
     """Forward and backward of a layer before GELU, of which the kernels take nothing."""
-    from fp8jax.ops import fused
+    from fp8jax.ops.quantization import fused_outputs
 
     jax.default_backend = lambda: "gpu"
-    fused.missing_triton = lambda _: "as if it were not installed"  # type: ignore[assignment]
+    fused_outputs.missing_triton = lambda _: "as if it were not installed"  # type: ignore[assignment]
     recipe = fp8jax.recipes.coat()
 
     def program(x: Any, w: Any, dy: Any) -> Any:

@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from fp8jax.core.qtensor import quantize
-from fp8jax.ops import matmul as op
-from pallas_kernels import matmul_block_mosaic, matmul_mosaic, matmul_mx_mosaic
-from pallas_kernels.hopper import Tile
+from fp8jax.ops.matmul import matmul as op
+from pallas_kernels.matmul import matmul_block_mosaic, matmul_mosaic, matmul_mx_mosaic
+from pallas_kernels.matmul.hopper import Tile
 from tests import matmul_reference as reference
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs

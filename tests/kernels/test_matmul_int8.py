@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.ops import choice, fallback, matmul
-from fp8jax.ops import quantize as op
-from pallas_kernels.hopper import Tile
-from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
-from pallas_kernels.matmul_mosaic import MAX_INT8_K
-from pallas_kernels.matmul_mosaic import matmul as matmul_scaled
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.matmul import matmul
+from fp8jax.ops.quantization import fallback
+from fp8jax.ops.quantization import quantize as op
+from pallas_kernels.matmul.hopper import Tile
+from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
+from pallas_kernels.matmul.matmul_mosaic import MAX_INT8_K
+from pallas_kernels.matmul.matmul_mosaic import matmul as matmul_scaled
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 from tests.kernels.int8_cases import error, operands
@@ -46,7 +48,7 @@ def test_int8_blocks_with_residuals_equal_float64(shape: Any, rate: float, tile:
 )
 def test_int8_blocks_with_residuals_equal_float64_on_a_gpu(shape: Any, rate: float) -> None:
     assert error(matmul_int8_block, shape, rate) < 3e-7
-    assert error(pytest.importorskip("pallas_kernels.matmul_int8_triton").matmul_int8_block, shape, rate) < 3e-7
+    assert error(pytest.importorskip("pallas_kernels.matmul.matmul_int8_triton").matmul_int8_block, shape, rate) < 3e-7
 
 
 def drawn(m: int, n: int, k: int, terms: tuple[str, ...]) -> tuple[dict[str, jax.Array], np.ndarray]:
@@ -178,7 +180,7 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
 
 
 def test_the_kernel_in_triton_names_what_it_does_not_take() -> None:
-    kernel = pytest.importorskip("pallas_kernels.matmul_int8_triton").matmul_int8_block
+    kernel = pytest.importorskip("pallas_kernels.matmul.matmul_int8_triton").matmul_int8_block
     (*args, _), _ = operands(130, 140, 300, 0.0)
     for i, other, message in (
         (1, args[1][:, 1:], r"b is int8\(140, 299\), not int8\(140, 300\)"),
@@ -191,7 +193,7 @@ def test_the_kernel_in_triton_names_what_it_does_not_take() -> None:
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_the_kernel_in_triton_compiles_for_an_a100_without_spills() -> None:
-    from pallas_kernels import matmul_int8_triton
+    from pallas_kernels.matmul import matmul_int8_triton
 
     def program(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
         kernel = functools.partial(matmul_int8_triton.matmul_int8_block, compute_capability=80)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fp8jax.core import formats
-from fp8jax.ops import quantize as op
+from fp8jax.ops.quantization import quantize as op
 from tests.kernels import h200, logits_cases
 from tests.kernels import quantize_cases as cases
 
@@ -53,14 +53,14 @@ REGISTERS = {
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
-    from pallas_kernels import (
+    from pallas_kernels.losses import logits_triton
+    from pallas_kernels.optimizers import squares_triton
+    from pallas_kernels.quantization import (
+        amax_triton,
         fallback_triton,
         fold_triton,
-        logits_triton,
-        maxima_triton,
         quantize_rows_triton,
         quantize_triton,
-        squares_triton,
         transpose_triton,
     )
 
@@ -77,7 +77,7 @@ def registers() -> None:
     programs = {
         "rows of 4096": lambda x: rows(x[:, :4096]),
         "rows of 11008": rows,
-        "maxima": lambda x: maxima_triton.compute_amax(x, rows=True, columns=True, **options)[1:],
+        "maxima": lambda x: amax_triton.compute_amax(x, rows=True, columns=True, **options)[1:],
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
@@ -86,8 +86,8 @@ def registers() -> None:
             (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), maxima=jnp.ones(1024)
         ),
         "weights, of maxima": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, maxima=jnp.ones(1024)),
-        "maxima of parts": lambda x: maxima_triton.compute_amax(
-            x, tensor=True, num_partials=maxima_triton.MAX_PARTIALS, **options
+        "maxima of parts": lambda x: amax_triton.compute_amax(
+            x, tensor=True, num_partials=amax_triton.MAX_PARTIALS, **options
         )[0],
         "squares": lambda x: squares_triton.sum_of_squares([x, x[0]], **options),
         "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),

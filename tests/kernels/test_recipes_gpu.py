@@ -12,7 +12,8 @@ import fp8jax
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.core.masters import MasterWeight
-from fp8jax.ops import choice, fp8lm
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.optimizers import fp8lm
 from tests.kernels import test_adamw_interpreted as adamw
 from tests.kernels import test_fp8lm_interpreted as lm
 

@@ -20,7 +20,8 @@ def lower():
     """Prints the lowered programs of two kernels for CUDA, and how often Triton compiled; in a process of its own."""
     from jax_triton import triton_lib
 
-    from pallas_kernels import call_triton, transpose_triton
+    from pallas_kernels.dispatch import call_triton
+    from pallas_kernels.quantization import transpose_triton
 
     compiled, original = [], triton_lib.compile_ttir_to_ptx_inplace
     triton_lib.compile_ttir_to_ptx_inplace = lambda *a, **k: compiled.append(0) or original(*a, **k)
@@ -61,7 +62,7 @@ def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
 
 
 def test_bare_code_is_the_same_instructions():
-    from pallas_kernels import stored_triton
+    from pallas_kernels.dispatch import kernel_cache_triton
 
     code = """//
 .version 8.7
@@ -96,7 +97,7 @@ $L__BB0_2:
 .b32 9
 \t}
 """
-    assert stored_triton.strip_debug_info(code).split("\n") == [
+    assert kernel_cache_triton.strip_debug_info(code).split("\n") == [
         ".version 8.7",
         ".target sm_90a",
         ".visible .entry _add(",
@@ -117,7 +118,7 @@ $L__BB0_2:
 
 
 def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
-    from pallas_kernels import stored_triton
+    from pallas_kernels.dispatch import kernel_cache_triton
 
     monkeypatch.setenv("FP8JAX_KERNEL_CACHE", str(tmp_path))
     made = []
@@ -127,40 +128,40 @@ def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
         return made[-1]
 
     for parts in (("source", 90), ("source", 80), ("other", 90), ("source", 90)):
-        stored_triton.load_or_compile(parts, make)
-    assert stored_triton.load_or_compile(("source", 90), make) == {"number": 0}
+        kernel_cache_triton.load_or_compile(parts, make)
+    assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": 0}
     assert len(made) == 3
-    monkeypatch.setattr(stored_triton.triton, "__version__", "0")
-    assert stored_triton.load_or_compile(("source", 90), make) == {"number": 3}
+    monkeypatch.setattr(kernel_cache_triton.triton, "__version__", "0")
+    assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": 3}
     for content in ("", "[]", '{"made": 1}', "\0"):
         caplog.clear()
         for path in tmp_path.iterdir():
             path.write_text(content)
         with caplog.at_level(logging.WARNING, "fp8jax"):
             number = len(made)
-            assert stored_triton.load_or_compile(("source", 90), make) == {"number": number}
+            assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}
         assert "is damaged" in caplog.text
-        assert stored_triton.load_or_compile(("source", 90), make) == {"number": number}
+        assert kernel_cache_triton.load_or_compile(("source", 90), make) == {"number": number}
 
 
 def test_the_folder_is_that_of_the_variable_or_of_jax_or_the_users(monkeypatch, tmp_path, caplog):
-    from pallas_kernels import stored_triton
+    from pallas_kernels.dispatch import kernel_cache_triton
 
     monkeypatch.setenv("FP8JAX_KERNEL_CACHE", "")
-    assert stored_triton.cache_folder() is None
-    assert stored_triton.load_or_compile((), lambda: {"x": 1}) == {"x": 1}
+    assert kernel_cache_triton.cache_folder() is None
+    assert kernel_cache_triton.load_or_compile((), lambda: {"x": 1}) == {"x": 1}
     monkeypatch.setenv("FP8JAX_KERNEL_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
     with caplog.at_level(logging.WARNING, "fp8jax"):
-        assert stored_triton.load_or_compile((), lambda: {"x": 2}) == {"x": 2}
+        assert kernel_cache_triton.load_or_compile((), lambda: {"x": 2}) == {"x": 2}
     assert "cannot be kept" in caplog.text
     monkeypatch.delenv("FP8JAX_KERNEL_CACHE")
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-        assert stored_triton.cache_folder() == tmp_path / "fp8jax-triton"
+        assert kernel_cache_triton.cache_folder() == tmp_path / "fp8jax-triton"
         jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-        assert stored_triton.cache_folder() == tmp_path / "home" / "fp8jax" / "triton"
+        assert kernel_cache_triton.cache_folder() == tmp_path / "home" / "fp8jax" / "triton"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -10,10 +10,10 @@ import pytest
 
 import fp8jax
 from fp8jax.modules.compiled import Product
-from fp8jax.ops import choice
-from fp8jax.ops.matmul import matmul
-from fp8jax.ops.quantize import quantize
-from pallas_kernels import call_mosaic
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.matmul.matmul import matmul
+from fp8jax.ops.quantization.quantize import quantize
+from pallas_kernels.dispatch import call_mosaic
 from tests.kernels import h200, targets
 from tests.programs import chosen, triton_calls
 from tests.rows import slow

@@ -27,10 +27,10 @@ REGISTERS = {
 
 def registers(arch: str = "sm_90a") -> None:
     """Prints `h200.assembled` of each kernel for a model of 1b: norms of 2,048 channels, perceptrons of 5,632."""
-    from pallas_kernels import activation_triton, cotangents_triton, norm_triton, remake_triton
-    from pallas_kernels.operations_triton import Operation
-    from pallas_kernels.remake_triton import GATE, UP, Operands
-    from pallas_kernels.scaling_triton import Coding
+    from pallas_kernels.nonlinear import activation_triton, cotangents_triton, norm_triton, quantize_recomputed_triton
+    from pallas_kernels.nonlinear.operations_triton import Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP, Operands
+    from pallas_kernels.quantization.scaling_triton import Coding
 
     bf16, e4m3, one = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32(1)
     options, itself = {"compute_capability": int(arch[3:5])}, (None, bf16)
@@ -83,9 +83,9 @@ def registers(arch: str = "sm_90a") -> None:
     if arch != "sm_80":
         programs |= {
             "silu again, peaks": (
-                lambda *a: remake_triton.quantize_and_predict(lean, of(*a, count=2), one, e4m3, **options), *codes, *codes, wide),
+                lambda *a: quantize_recomputed_triton.quantize_and_predict(lean, of(*a, count=2), one, e4m3, **options), *codes, *codes, wide),
             "cotangents' codes": (
-                lambda *a: remake_triton.quantize(
+                lambda *a: quantize_recomputed_triton.quantize(
                     lean, (GATE, UP), of(*a, count=2), (one, one), e4m3, rows=True, columns=True, **options),
                 *codes, *codes, wide),
         }  # fmt: skip
@@ -105,10 +105,10 @@ def test_kernels_compile_without_spills(arch):
 
 def accesses():
     """Prints how many accesses of eight bytes the kernels of SiLU's context have, by channels."""
-    from pallas_kernels import activation_triton, cotangents_triton
-    from pallas_kernels.operations_triton import Operation
-    from pallas_kernels.remake_triton import Operands
-    from pallas_kernels.scaling_triton import Coding
+    from pallas_kernels.nonlinear import activation_triton, cotangents_triton
+    from pallas_kernels.nonlinear.operations_triton import Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
+    from pallas_kernels.quantization.scaling_triton import Coding
 
     ten_bits = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
     silu, options = Operation(format="int10", group=128, activated=True), {"compute_capability": 90}
@@ -172,9 +172,9 @@ def stored_alike(part, x, share=3e-4):
 @pytest.mark.parametrize("channels", [2048, 1600])
 @pytest.mark.parametrize("centered", [False, True])
 def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered, channels):
-    from fp8jax.ops import fused_kernels, fused_reference
-    from pallas_kernels.operations_triton import Operation
-    from pallas_kernels.scaling_triton import Coding
+    from fp8jax.ops.quantization import fused_kernels, fused_reference
+    from pallas_kernels.nonlinear.operations_triton import Operation
+    from pallas_kernels.quantization.scaling_triton import Coding
 
     kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
     operation = Operation(scaled=True, centered=centered, biased=centered, format="int10", group=128)
@@ -210,10 +210,10 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
 @pytest.mark.parametrize("channels", [5632, 1648])
 @pytest.mark.parametrize(("gated", "activation"), [(True, "silu"), (False, "gelu_tanh")])
 def test_an_activation_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(gated, activation, channels):
-    from fp8jax.ops import fused_kernels, fused_reference
-    from pallas_kernels.operations_triton import ACTIVATIONS, Operation
-    from pallas_kernels.remake_triton import Operands
-    from pallas_kernels.scaling_triton import Coding
+    from fp8jax.ops.quantization import fused_kernels, fused_reference
+    from pallas_kernels.nonlinear.operations_triton import ACTIVATIONS, Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
+    from pallas_kernels.quantization.scaling_triton import Coding
 
     kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
     operation = Operation(ACTIVATIONS.index(activation), gated, activated=gated, format="int10", group=128)

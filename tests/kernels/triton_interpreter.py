@@ -19,14 +19,11 @@ import triton.language as tl
 from triton.language import semantic
 from triton.runtime import interpreter
 
-from fp8jax.ops import partition
-from pallas_kernels import (
-    call_triton,
-    encode_triton,
-    matmul_int8_triton,
-    operations_triton,
-    quantize_triton,
-)
+from fp8jax.ops.dispatch import partition
+from pallas_kernels.dispatch import call_triton
+from pallas_kernels.matmul import matmul_int8_triton
+from pallas_kernels.nonlinear import operations_triton
+from pallas_kernels.quantization import encode_triton, quantize_triton
 from tests.kernels import int8_cases, logits_cases, ptx
 from tests.kernels import quantize_cases as cases
 

@@ -16,7 +16,8 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Block, LlamaConfig, products_saveable, rope_tables
-from fp8jax.ops import fused, traced
+from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.quantization import fused_outputs
 from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=8, dim=64, layers=1, heads=2, kv_heads=1, mlp_dim=96)
@@ -34,19 +35,19 @@ CALLS = {
 @pytest.fixture
 def kernels(monkeypatch):
     """Switches the kernels on or off; how often each has run."""
-    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     counted = collections.Counter()
     names = ("quantize", "peaks", "ahead", "keep_activation", "forward", "backward")
 
     def counting(name):
-        return lambda *a, **k: counted.update([name]) or getattr(fused.fused_reference, name)(*a, **k)
+        return lambda *a, **k: counted.update([name]) or getattr(fused_outputs.fused_reference, name)(*a, **k)
 
     on = types.SimpleNamespace(**{name: counting(name) for name in names})
-    monkeypatch.setattr(fused, "run", lambda call, *arrays: call(on, *arrays))
+    monkeypatch.setattr(fused_outputs, "run", lambda call, *arrays: call(on, *arrays))
 
     def switch(use):
-        traced.clear_cache()
-        monkeypatch.setattr(fused, "on_cuda", lambda: use)
+        trace_cache.clear_cache()
+        monkeypatch.setattr(fused_outputs, "on_cuda", lambda: use)
         counted.clear()
         return counted
 

@@ -13,8 +13,9 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.modules import compiled
-from fp8jax.ops import choice, quantize
-from fp8jax.ops.choice import Choice
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.dispatch.choice import Choice
+from fp8jax.ops.quantization import quantize
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
 from tests.rows import slow
 

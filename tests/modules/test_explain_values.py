@@ -12,7 +12,7 @@ from flax import nnx
 import fp8jax
 from fp8jax.core.recipe import Context
 from fp8jax.modules import explain, program, report
-from fp8jax.rewrite.held import FrozenInfo
+from fp8jax.rewrite.frozen_params import FrozenInfo
 from tests.core.test_plan import LINEAR
 
 TE = fp8jax.recipes.te_current()

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops import fallback
-from fp8jax.ops import quantize as op
+from fp8jax.ops.quantization import fallback
+from fp8jax.ops.quantization import quantize as op
 
 LINEAR = dataclasses.replace(fp8jax.recipes.int8_fallback().linear, x="int8:block32", w="int8:block32")
 LINEAR = dataclasses.replace(LINEAR, dy="int8:block32+stochastic", saved="int8:block32+stochastic")

@@ -12,8 +12,8 @@ from flax.training.train_state import TrainState
 
 import fp8jax
 from fp8jax.modules.linen import DotGeneral
-from fp8jax.ops import cotangent
-from fp8jax.ops.linear import key_from_data
+from fp8jax.ops.products import cotangent
+from fp8jax.ops.products.linear import key_from_data
 from tests.modules import architectures
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo, train, within_noise
 from tests.programs import dots, residuals

@@ -16,7 +16,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
 from experiments.models.vlm import VLM, ViTConfig
 from experiments.tables.flash import dot_product_attention
-from fp8jax.ops import fused, fused_codes
+from fp8jax.ops.quantization import fused_codes, fused_outputs
 from fp8jax.recipes import Context
 from tests.programs import residuals
 from tests.rows import few, slow
@@ -152,8 +152,8 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     plain = per_layer(recipe, *SHAPES[0])
     made = []
     monkeypatch.setitem(globals(), "kept", kept.__wrapped__)  # counted anew
-    monkeypatch.setattr(fused, "on_cuda", lambda: True)
-    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
+    monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
         fused_codes, "_make", lambda *args, make=fused_codes._quantize_group: made.append(args) or make(*args)
     )
@@ -192,10 +192,10 @@ def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(r
     ran = []
     if kernels:
         pytest.importorskip("jax_triton")
-        monkeypatch.setattr(fused, "run", lambda *args, run=fused.run: ran.append(args) or run(*args))
+        monkeypatch.setattr(fused_outputs, "run", lambda *args, run=fused_outputs.run: ran.append(args) or run(*args))
         monkeypatch.setitem(globals(), "kept", kept.__wrapped__)  # counted anew
-        monkeypatch.setattr(fused, "on_cuda", lambda: True)
-        monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+        monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
+        monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     batch, length, width = 1, 128, 384  # whole blocks of 128
     inner, lean = width * 8 // 3, "lean" in recipe
     context = INT8.context.spec

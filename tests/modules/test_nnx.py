@@ -14,7 +14,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Block, Llama, LlamaConfig, rope_tables
-from fp8jax.ops import cotangent
+from fp8jax.ops.products import cotangent
 from tests.modules import architectures
 from tests.modules.architectures import MiniGPT, train, within_noise
 from tests.programs import dots, residuals

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.ops import product, scaled
+from fp8jax.ops.products import product
 from tests.distance import relative
 from tests.rows import slow
 

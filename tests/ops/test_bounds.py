@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.ops import cotangent, operand
+from fp8jax.ops.products import cotangent, operands
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
 from tests.programs import residuals
@@ -28,7 +28,7 @@ def recipe(scales, mode="lean", **linear):
 @pytest.fixture
 def scales(monkeypatch):
     """Of each array of a width that is quantized as a layer's input forward: its values, and scale and codes."""
-    seen, found = [], operand.quantize
+    seen, found = [], operands.quantize
 
     def watched(x, *specs, scale=None, **how):
         pair = found(x, *specs, scale=scale, **how)
@@ -37,7 +37,7 @@ def scales(monkeypatch):
             seen.append((np.asarray(x, np.float64), scale is not None, pair[0]))
         return pair
 
-    monkeypatch.setattr(operand, "quantize", watched)
+    monkeypatch.setattr(operands, "quantize", watched)
     return seen
 
 

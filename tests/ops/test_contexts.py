@@ -12,7 +12,7 @@ import scipy.special
 import fp8jax
 from fp8jax import activation, glu, layer_norm, rms_norm
 from fp8jax.core.recipe import Context
-from fp8jax.ops.activation import ACTIVATIONS
+from fp8jax.ops.nonlinear.activation import ACTIVATIONS
 from tests.distance import relative
 from tests.programs import residuals
 

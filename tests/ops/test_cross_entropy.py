@@ -14,7 +14,7 @@ from jax import P
 from jax.experimental import checkify
 
 import fp8jax
-from fp8jax.ops import head
+from fp8jax.ops.losses import head
 from fp8jax.recipes import Linear
 from tests.distance import relative
 from tests.programs import count, dots

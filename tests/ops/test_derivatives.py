@@ -9,7 +9,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core import formats
-from fp8jax.ops import quantize as matrices
+from fp8jax.ops.quantization import quantize as matrices
 from tests.rows import few
 
 CODES = ("e4m3:group16", "e5m2", "int8:block16", "e4m3:mx32", "int8:token", "int10:group128", "de8:group64")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.matmul import matmul
+from fp8jax.ops.matmul.matmul import matmul
 from tests.rows import few
 
 KEY = jax.random.key(0)

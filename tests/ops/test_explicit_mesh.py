@@ -12,10 +12,10 @@ import pytest
 from jax import P, lax
 
 import fp8jax
-from fp8jax.ops import choice, sharding
-from fp8jax.ops import quantize as ops
-from fp8jax.ops.linear import key_from_data
-from fp8jax.ops.matmul import _dot_decoded
+from fp8jax.ops.dispatch import choice, sharding
+from fp8jax.ops.matmul.matmul import _dot_decoded
+from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.quantization import quantize as ops
 from tests.distance import relative
 from tests.rows import few
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.ops import fallback, matmul
-from fp8jax.ops import quantize as op
+from fp8jax.ops.matmul import matmul
+from fp8jax.ops.quantization import fallback
+from fp8jax.ops.quantization import quantize as op
 
 SHAPES = [((256, 384), 128), ((70, 130), 32), ((200, 300), 128)]
 

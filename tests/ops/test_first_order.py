@@ -9,13 +9,14 @@ import pytest
 
 import fp8jax
 from fp8jax.core import derivatives
-from fp8jax.ops import gradients, traced
-from fp8jax.ops.frozen import freeze
-from fp8jax.ops.fused import CotangentPrediction
-from fp8jax.ops.gradients import GradientFacts
-from fp8jax.ops.linear import linears
-from fp8jax.ops.operand import CodesResidual
-from fp8jax.ops.saved import NO_FACTS
+from fp8jax.ops.autodiff import gradient_facts
+from fp8jax.ops.autodiff.gradient_facts import GradientFacts
+from fp8jax.ops.autodiff.residuals import NO_FACTS
+from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.products.frozen_weights import freeze
+from fp8jax.ops.products.linear import linears
+from fp8jax.ops.products.operands import CodesResidual
+from fp8jax.ops.quantization.fused_outputs import CotangentPrediction
 from tests.rows import few
 
 
@@ -227,7 +228,7 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
         return operand(self, side, gradient)
 
     monkeypatch.setattr(CodesResidual, "operand", foreseeing)
-    monkeypatch.setattr(gradients, "current", lambda: known)
+    monkeypatch.setattr(gradient_facts, "current", lambda: known)
 
     @jax.jit
     def program(x):
@@ -270,7 +271,7 @@ def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
     own, saved = program(), kept()
     without = []
     monkeypatch.setattr(derivatives, "token", lambda *_: without.append(True))
-    traced.clear_cache()
+    trace_cache.clear_cache()
     assert program() == own
     assert kept() == saved
     assert len(without) >= 8, "four operations, in both"

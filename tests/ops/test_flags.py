@@ -11,7 +11,8 @@ import pytest
 
 import fp8jax
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.ops import matmul, matmul_hopper, partition
+from fp8jax.ops.dispatch import partition
+from fp8jax.ops.matmul import hopper, matmul
 from tests import matmul_reference
 from tests.distance import relative
 from tests.programs import precisions
@@ -79,8 +80,8 @@ def operands(left, right, rows=12):
 @pytest.fixture
 def kernels(monkeypatch):
     """Lets products be those of Hopper's kernels, with their references in place of these; what they were given."""
-    mosaic = pytest.importorskip("pallas_kernels.matmul_mosaic")
-    from pallas_kernels import matmul_block_mosaic, matmul_mx_mosaic
+    mosaic = pytest.importorskip("pallas_kernels.matmul.matmul_mosaic")
+    from pallas_kernels.matmul import matmul_block_mosaic, matmul_mx_mosaic
 
     given = []
 
@@ -91,11 +92,11 @@ def kernels(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    monkeypatch.setattr(hopper, "capability", lambda: 90)
     monkeypatch.setattr(partition, "on_one_device", lambda: True)  # else kernels are traced more than once
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
-    monkeypatch.setattr(matmul_hopper, "_kernels", matmul_hopper._call_kernel.__wrapped__)  # traced anew each time
+    monkeypatch.setattr(hopper, "_kernels", hopper._call_kernel.__wrapped__)  # traced anew each time
     return given
 
 
@@ -146,7 +147,7 @@ def test_the_product_of_cublas_has_the_flag_and_the_scales(fast):
     # Powers of two, for where XLA does not fold it away the cast of a scale to bf16 rounds it.
     a, b = (dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (a, b))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
-    run = functools.partial(matmul_hopper.run, "cublas", False, fast, jnp.float32)
+    run = functools.partial(hopper.run, "cublas", False, fast, jnp.float32)
     ((_, precision),) = precisions(run, a, b)
     assert (precision == jax.lax.Precision.DEFAULT) == fast
     assert relative(run(a, b), want) < 1e-6

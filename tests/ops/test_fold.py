@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice
-from fp8jax.ops.fold import fold_microscales
-from fp8jax.ops.matmul import matmul
-from fp8jax.ops.microscaled import fold_rows
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.matmul.matmul import matmul
+from fp8jax.ops.quantization.microscaling import fold_microscales, fold_rows
 from tests.rows import few
 
 

@@ -9,7 +9,8 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops import choice, product
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.products import product
 from fp8jax.recipes import NAMES
 
 X, W = jax.random.normal(jax.random.key(0), (64, 96)), jax.random.normal(jax.random.key(1), (96, 160))

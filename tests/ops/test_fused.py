@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import fused, fused_codes, norm, traced
+from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.nonlinear import norm
+from fp8jax.ops.quantization import fused_codes, fused_outputs
 
 pytest.importorskip("jax_triton")
 from tests.kernels.fused_interpreter import CASES, normal, recipe
@@ -24,14 +26,14 @@ WRITTEN = ["layer 2 ten bits", "silu True ten bits"]  # results and cotangents, 
 def made(monkeypatch):
     """Switches the kernels on, which on CPU are their references; what they have made."""
     found = []
-    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
         fused_codes, "_make", lambda *args, make=fused_codes._quantize_group: found.append(args) or make(*args)
     )
 
     def switch(on):
-        traced.clear_cache()  # what was traced before knows nothing of the switch
-        monkeypatch.setattr(fused, "on_cuda", lambda: on)
+        trace_cache.clear_cache()  # what was traced before knows nothing of the switch
+        monkeypatch.setattr(fused_outputs, "on_cuda", lambda: on)
         found.clear()
         return found
 
@@ -131,10 +133,10 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
             count = lambda name: lambda *a, **k: counted.update([name]) or getattr(on, name)(*a, **k)  # noqa: E731
             return call(types.SimpleNamespace(**{name: count(name) for name in names}), *arrays)
 
-        return watched(fused.fused_reference, *arrays)
+        return watched(fused_outputs.fused_reference, *arrays)
 
     made(True)
-    monkeypatch.setattr(fused, "run", run)
+    monkeypatch.setattr(fused_outputs, "run", run)
     f, args = CASES[case]()
     results(f, *args)
     del counted["keep_activation"]
@@ -186,7 +188,7 @@ def test_no_array_of_a_trace_outlives_it(made):
     assert seen
     seen.clear()
     gc.collect()
-    assert not any(isinstance(thing, fused.FusedOutputs) for thing in gc.get_objects())
+    assert not any(isinstance(thing, fused_outputs.FusedOutputs) for thing in gc.get_objects())
 
 
 def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.ops import choice
-from fp8jax.ops.global_norm import global_norm
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.optimizers.global_norm import global_norm
 from tests.programs import chosen
 
 ARRAYS = [jax.random.normal(jax.random.key(i), s).astype(d) for i, (s, d) in enumerate(
@@ -25,7 +25,7 @@ def test_it_is_the_root_of_all_squares():
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 def test_the_kernel_takes_what_lies_on_one_gpu(monkeypatch):
-    from fp8jax.ops import global_norm as module
+    from fp8jax.ops.optimizers import global_norm as module
 
     with choice.target(capability=90):
         monkeypatch.setattr(module, "on_one_device", lambda: True)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import gradients
-from fp8jax.ops.saved import ArrayFacts
+from fp8jax.ops.autodiff import gradient_facts
+from fp8jax.ops.autodiff.residuals import ArrayFacts
 
 SAID = ArrayFacts(amax=jnp.float32(3))
 
 
 def test_a_gradient_is_known_once_and_only_itself():
-    known, x = gradients.GradientFacts(), jnp.ones(3)
+    known, x = gradient_facts.GradientFacts(), jnp.ones(3)
     known.attach(x, SAID)
     known.attach(None, SAID)  # of an input that has no gradient
     assert known.pop(x + 0) is None
@@ -27,7 +27,7 @@ def test_a_gradient_is_known_once_and_only_itself():
 
 @pytest.mark.usefixtures("young_heap")
 def test_an_array_that_took_the_place_of_another_one_is_not_known():
-    known, x = gradients.GradientFacts(), jnp.ones(3)
+    known, x = gradient_facts.GradientFacts(), jnp.ones(3)
     known.attach(x, SAID)
     (place, (_, trace, origin)), other = next(iter(known._facts.items())), jnp.ones(3)
     known._facts[id(other)] = weakref.ref(x), trace, origin
@@ -38,7 +38,7 @@ def test_an_array_that_took_the_place_of_another_one_is_not_known():
 
 
 def test_a_gradient_is_not_known_in_a_program_inside():
-    known = gradients.GradientFacts()
+    known = gradient_facts.GradientFacts()
 
     @jax.jit
     def program(x):
@@ -57,14 +57,14 @@ def test_a_gradient_is_not_known_in_a_program_inside():
 
 def test_runs_know_nothing_of_each_other_and_functions_nothing_of_another_program():
     x = jnp.ones(3)
-    around = gradients.current()
-    with gradients.scope():
-        inner = gradients.current()
-        with gradients.scope():
-            assert gradients.current() not in (inner, around)
-        assert gradients.current() is inner
+    around = gradient_facts.current()
+    with gradient_facts.scope():
+        inner = gradient_facts.current()
+        with gradient_facts.scope():
+            assert gradient_facts.current() not in (inner, around)
+        assert gradient_facts.current() is inner
         inner.attach(x, SAID)
-    assert gradients.current() is around
+    assert gradient_facts.current() is around
     assert around.pop(x) is None
     held = []
 

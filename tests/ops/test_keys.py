@@ -17,8 +17,10 @@ from flax import nnx
 import fp8jax
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import adamw, inputs, quantize
-from fp8jax.ops.linear import key_from_data
+from fp8jax.ops.optimizers import adamw
+from fp8jax.ops.products import operands
+from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.quantization import quantize
 from tests.kernels.adamw_cases import ADAM
 
 KEY = jax.random.key(5)
@@ -66,11 +68,11 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
 
 def test_a_key_is_used_neither_twice_nor_as_it_is(monkeypatch):
     spec = fp8jax.QuantSpec.parse(NOISY)
-    keys = [KEY, *(inputs.derive_key(KEY, spec, use) for use in ("saved", "dy"))]
+    keys = [KEY, *(operands.derive_key(KEY, spec, use) for use in ("saved", "dy"))]
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
-    assert inputs.derive_key(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
-    uses, found = [], inputs.derive_key
-    monkeypatch.setattr(inputs, "key_for", lambda key, spec, use: uses.append(use) or found(key, spec, use))
+    assert operands.derive_key(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
+    uses, found = [], operands.derive_key
+    monkeypatch.setattr(operands, "key_for", lambda key, spec, use: uses.append(use) or found(key, spec, use))
     fp8jax.linear(HALVES[None], jnp.eye(N), recipe=ALL, key=KEY)
     assert sorted(uses) == ["dy", "saved"]
 

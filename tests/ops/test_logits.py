@@ -10,7 +10,8 @@ import pytest
 from jax import P
 
 import fp8jax
-from fp8jax.ops import choice, head, logits
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.losses import head, logits
 from tests.distance import relative
 
 CHANNELS, VOCABULARY = 16, 48

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 
 import fp8jax
 from fp8jax.core import scaling
-from fp8jax.ops import choice, placement
-from fp8jax.ops import quantize as ops
-from fp8jax.ops.partition import run_partitioned
+from fp8jax.ops.dispatch import choice, partition
+from fp8jax.ops.dispatch.partition import run_partitioned
+from fp8jax.ops.quantization import quantize as ops
 from tests.distance import relative
 from tests.ops.test_partition import draw, same, stand_ins, statistics
 from tests.rows import few
@@ -129,7 +129,7 @@ def test_axes_of_one_device_leave_arrays_a_devices_own():
 
 def test_parts_of_an_axis_are_no_mesh_axes():
     """Devices 0 and 2 of an axis of four, or its devices in another order: such arrays are gathered."""
-    orders = placement._axes_by_device_order((("x", 4), ("y", 2)))
+    orders = partition._axes_by_device_order((("x", 4), ("y", 2)))
     assert orders[0, 2, 4, 6] == ("x",)
     assert orders[0, 1] == ("y",)
     assert orders[0, 1, 2, 3, 4, 5, 6, 7] == ("x", "y")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice, matmul_hopper
-from fp8jax.ops.fold import fold_microscales
-from fp8jax.ops.matmul import _dot_decoded as matmul_of_16_bits
-from fp8jax.ops.matmul import _dot_fp16 as matmul_of_fp16
-from fp8jax.ops.matmul import matmul, transpose
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.matmul import hopper
+from fp8jax.ops.matmul.matmul import _dot_decoded as matmul_of_16_bits
+from fp8jax.ops.matmul.matmul import _dot_fp16 as matmul_of_fp16
+from fp8jax.ops.matmul.matmul import matmul, transpose
+from fp8jax.ops.quantization.microscaling import fold_microscales
 from tests import matmul_reference
 from tests.programs import chosen, dots
 from tests.rows import few
@@ -170,12 +171,12 @@ MORE = [("e4m3", "e4m3:token"), ("e5m2:block128", "e4m3:group128"), ("e4m3:group
 @pytest.mark.parametrize(("left", "right"), MORE)
 def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
     """The kernels' own references in their place."""
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    monkeypatch.setattr(hopper, "capability", lambda: 90)
     for module, name in (("matmul_mosaic", "matmul"), ("matmul_block_mosaic", "matmul_block"),
                          ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
         monkeypatch.setattr(f"pallas_kernels.{module}.{name}", getattr(matmul_reference, name))
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.find_kernel(a, b), True, True, jnp.float32, a, b)
+    got = hopper.run(hopper.find_kernel(a, b), True, True, jnp.float32, a, b)
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
     assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
@@ -185,16 +186,16 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
 @pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e5m2"), ("e4m3:token", "e4m3:mx32+token")])
 @pytest.mark.parametrize("fast", [False, True])
 def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, monkeypatch):
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    monkeypatch.setattr(hopper, "capability", lambda: 90)
     called = []
 
     def product(*args, fast, **terms):
         called.append(fast)
         return matmul_reference.matmul(*args, **terms)
 
-    monkeypatch.setattr("pallas_kernels.matmul_mosaic.matmul", product)
+    monkeypatch.setattr("pallas_kernels.matmul.matmul_mosaic.matmul", product)
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.find_kernel(a, b), False, fast, jnp.float32, a, b)
+    got = hopper.run(hopper.find_kernel(a, b), False, fast, jnp.float32, a, b)
     folded = [fold_microscales(q) if q.spec.granularity == "mx" else q for q in (a, b)]
     want = np.asarray(folded[0].dequantize(), np.float64) @ np.asarray(folded[1].dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -206,7 +207,7 @@ def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, m
                                              ("e4m3:mx32+ocp", "e5m2:mx32+ocp")])  # fmt: skip
 def test_the_native_microscaled_product(left, right):
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=320), (left, right), strict=True))
-    run = jax.jit(lambda a, b: matmul_hopper.run("native", False, True, jnp.float32, a, b))
+    run = jax.jit(lambda a, b: hopper.run("native", False, True, jnp.float32, a, b))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(run(a, b)), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     # On GPUs with such tensor cores this is one operation, and no product of decoded codes.
@@ -218,7 +219,7 @@ def test_the_native_microscaled_product(left, right):
 @mosaic
 def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
     """Lowering a Mosaic kernel takes most of a second, and a model has the same product in every layer."""
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    monkeypatch.setattr(hopper, "capability", lambda: 90)
     a, b = (fp8jax.quantize(jnp.ones((128, 256)), "e4m3") for _ in range(2))
 
     def three(a, b):
@@ -230,7 +231,7 @@ def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
 
 def test_scales_of_the_kernels_own_groups_are_taken_as_they_are():
     q = fp8jax.quantize(jnp.ones((130, 300)), "e4m3:group128")
-    assert not jax.make_jaxpr(lambda q: matmul_hopper.group_scales(q, 128))(q).eqns
+    assert not jax.make_jaxpr(lambda q: hopper.group_scales(q, 128))(q).eqns
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import fp8jax
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import microscaled
-from fp8jax.ops.microscaled import fold_rows, gradient_operands, rescale_rows_pow2, transpose_codes
+from fp8jax.ops.quantization import microscaling
+from fp8jax.ops.quantization.microscaling import fold_rows, gradient_operands, rescale_rows_pow2, transpose_codes
 from tests.distance import relative
 
 ROW, TENSOR = (fp8jax.QuantSpec.parse(s) for s in ("e4m3:mx32+token", "e4m3:mx32"))
@@ -48,7 +48,7 @@ def test_codes_of_both_operands_are_those_of_the_other_products_shifted(specs):
     assert columns.spec.granularity == dy_columns.spec.granularity == "tensor"
     np.testing.assert_array_equal(np.asarray(dy_columns.codes.T).view(np.uint8), np.asarray(rows.codes).view(np.uint8))
     got = np.asarray(columns.dequantize(), np.float64).T
-    want = np.asarray(kept.dequantize(), np.float64) * np.asarray(microscaled.relative_token_scales(rows), np.float64)
+    want = np.asarray(kept.dequantize(), np.float64) * np.asarray(microscaling.relative_token_scales(rows), np.float64)
     top = float(columns.scale[0, 0])
     normal = np.abs(want) >= 2.0**-6 * top * (1 - 1e-6)
     assert 0.01 < normal.mean() < 1

@@ -13,7 +13,7 @@ from flax import nnx
 from packaging.requirements import Requirement
 
 import fp8jax
-from fp8jax.ops import choice, kernels
+from fp8jax.ops.dispatch import choice, missing_kernels
 from tests.programs import dots
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def forget():
 @pytest.fixture
 def blocked(monkeypatch):
     """Triton's kernels cannot be imported, as without jax-triton."""
-    monkeypatch.setitem(sys.modules, "pallas_kernels.call_triton", None)
+    monkeypatch.setitem(sys.modules, "pallas_kernels.dispatch.call_triton", None)
     for name in ("remake_triton", "quantize_triton", "adamw_triton", "fp8lm_triton"):
         monkeypatch.setitem(sys.modules, f"pallas_kernels.{name}", None)
     forget()
@@ -60,27 +60,27 @@ def test_the_line_to_type_has_the_bounds_of_the_package():
         asked = [Requirement(text) for text in extras[extra]]
         asked = [r for r in asked if r.name != "jax" and (r.marker is None or r.marker.evaluate())]
         wanted = {(r.name, r.specifier) for r in asked}
-        assert {(r.name, r.specifier) for r in map(Requirement, kernels.REQUIREMENTS)} == wanted
+        assert {(r.name, r.specifier) for r in map(Requirement, missing_kernels.REQUIREMENTS)} == wanted
 
 
 def test_the_reason_and_the_remedy(blocked):
-    assert kernels.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
-    assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in kernels.advice()
+    assert missing_kernels.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
+    assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in missing_kernels.advice()
     with choice.target(kernels=False):  # asked for: contexts follow, and nobody is warned
-        assert kernels.keeps_nonlinear_unchanged()
-        assert kernels.advice() is None
+        assert missing_kernels.keeps_nonlinear_unchanged()
+        assert missing_kernels.advice() is None
 
 
 def test_a_gpu_that_is_too_old_is_told_no_package():
     with choice.target(capability=70):
-        assert "because the GPU has compute capability 70, and Triton's kernels need 75" in kernels.advice()
-        assert "pip" not in kernels.advice()
+        assert "because the GPU has compute capability 70, and Triton's kernels need 75" in missing_kernels.advice()
+        assert "pip" not in missing_kernels.advice()
 
 
 def test_elsewhere_nothing_is_missing():
-    assert kernels.missing_kernels_reason() is None
-    assert kernels.advice() is None
-    assert not kernels.keeps_nonlinear_unchanged()
+    assert missing_kernels.missing_kernels_reason() is None
+    assert missing_kernels.advice() is None
+    assert not missing_kernels.keeps_nonlinear_unchanged()
 
 
 def of_nnx(recipe):

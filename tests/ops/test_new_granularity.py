@@ -12,8 +12,9 @@ from flax import nnx
 import fp8jax
 from fp8jax.core import spec as specs
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import choice, matmul
-from fp8jax.ops import quantize as ops
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.matmul import matmul
+from fp8jax.ops.quantization import quantize as ops
 from fp8jax.recipes import Linear
 
 KINDS = ("tile", "half")

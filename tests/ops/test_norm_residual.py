@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import fused
+from fp8jax.ops.quantization import fused_outputs
 from tests.distance import relative
 
 COAT = fp8jax.recipes.coat()
@@ -54,10 +54,10 @@ def exact(norm):
 def kernels(monkeypatch):
     """Switches the kernels on, which on CPU are their references."""
     pytest.importorskip("jax_triton")
-    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
 
     def switch(on):
-        monkeypatch.setattr(fused, "on_cuda", lambda: on)
+        monkeypatch.setattr(fused_outputs, "on_cuda", lambda: on)
 
     return switch
 

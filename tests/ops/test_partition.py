@@ -18,12 +18,13 @@ from fp8jax.core import formats as core_formats
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import cuts, fallback, fused_reference, partition
-from fp8jax.ops import quantize as ops
-from fp8jax.ops.cuts import DimSharding, notation
-from fp8jax.ops.matmul import dot_in_16_bits
-from fp8jax.ops.matmul_shared import sharded_matmul
-from fp8jax.ops.partition import run_partitioned
+from fp8jax.ops.dispatch import partition, shard_notation
+from fp8jax.ops.dispatch.partition import run_partitioned
+from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.matmul.matmul import dot_in_16_bits
+from fp8jax.ops.matmul.sharded import sharded_matmul
+from fp8jax.ops.quantization import fallback, fused_reference
+from fp8jax.ops.quantization import quantize as ops
 from tests.rows import slow
 
 LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
@@ -160,14 +161,16 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = cuts.Notation(*([cuts.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k")
+    notation_ = shard_notation.Notation(
+        *([shard_notation.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
+    )
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
     assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scatter_axes == {}
     assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).scatter_axes == {"n": ("rows",)}
 
 
 def test_what_a_notation_says_of_cuts():
-    of = lambda *sides: cuts.Notation(*([cuts.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    of = lambda *sides: shard_notation.Notation(*([shard_notation.dimensions(t) for t in side] for side in sides))  # noqa: E731
     two = of(("m n/4", "m n"), ("m n/6",))
     assert (two.unit("n"), two.unit("m")) == (12, 1)
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
@@ -237,8 +240,8 @@ def test_a_notation_that_does_not_fit_is_refused():
 def stand_ins(monkeypatch):
     """References in place of the kernels of norms, activations and quantization."""
     pytest.importorskip("jax_triton")
-    from fp8jax.ops import fused_kernels
-    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
+    from fp8jax.ops.quantization import fused_kernels
+    from pallas_kernels.quantization import amax_triton, quantize_rows_triton, quantize_triton
 
     class Reference(types.SimpleNamespace):
         SAMPLE = 32
@@ -283,7 +286,7 @@ def stand_ins(monkeypatch):
             return first, turned, total
         return one(x, rows, row_scale), one(x.T, columns, column_scale), total
 
-    monkeypatch.setattr(maxima_triton, "compute_amax", maxima)
+    monkeypatch.setattr(amax_triton, "compute_amax", maxima)
     monkeypatch.setattr(quantize_triton, "quantize", quantize)
     monkeypatch.setattr(quantize_rows_triton, "unsupported_reason", lambda *_: "a reference stands in")
     return fused_kernels
@@ -333,15 +336,17 @@ def test_noise_goes_by_the_place_in_the_whole_matrix(stand_ins, kind):
 
 @both
 def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
-    from fp8jax.ops import fused
+    from fp8jax.ops.quantization import fused_outputs
 
     mesh, x, up, dy = mesh_of(kind), *(draw(i, 1024, 64) for i in range(3))
     weight = draw(3, 64)
     spec = QuantSpec("e4m3", "group", 16)
-    norm = fused._describe(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
-    gated = fused._describe(x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False})
-    coding = fused.to_coding(spec)
-    from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
+    norm = fused_outputs._describe(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
+    gated = fused_outputs._describe(
+        x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False}
+    )
+    coding = fused_outputs.to_coding(spec)
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
 
     def everything(on, x, up, dy, weight):
         codes, scales, inverse, mean, peak, made = on.forward(
@@ -419,8 +424,8 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
     from fp8jax.core.noise import round_stochastic
-    from fp8jax.ops import adamw_fused
-    from pallas_kernels import adamw_triton
+    from fp8jax.ops.optimizers import adamw_kernel
+    from pallas_kernels.optimizers import adamw_triton
 
     def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, form, dtype, seed, group_size, **_):
         assert (seed is None) == (form == "update" or not stochastic)
@@ -442,14 +447,14 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     dtype = jnp.bfloat16 if stochastic else jnp.float32
     words = noise.step_seed(jnp.int32(3))
     weight = draw(1, *shape).astype(dtype)
-    leaf = adamw_fused.AdamLeaf(
+    leaf = adamw_kernel.AdamLeaf(
         draw(0, *shape), weight, quantize_with_scale(draw(2, *shape), spec, None),
         quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None), True, words if stochastic else None, words, 7,
     )  # fmt: skip
-    adam = adamw_fused.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
+    adam = adamw_kernel.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
 
     def run(leaf):
-        new, mu, nu = adamw_fused.run("step", leaf, adam)
+        new, mu, nu = adamw_kernel.run("step", leaf, adam)
         return new, mu.codes, lax.bitcast_convert_type(nu.scale, jnp.uint32)
 
     mesh = mesh_of(kind)

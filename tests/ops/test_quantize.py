@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import quantize as op
+from fp8jax.ops.quantization import quantize as op
 from tests.programs import chosen
 
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 from tests.distance import relative
 
 RATE, STEPS = 1e-2, 6

@@ -57,7 +57,7 @@ def test_the_first_that_is_further_off_is_named(monkeypatch):
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
     """The forward values are right, and the derivative is another one."""
-    from fp8jax.ops import activation
+    from fp8jax.ops.nonlinear import activation
 
     backward = activation.ActivationBackward.backward
     wrong = lambda *args: (tuple(1.5 * ct for ct in backward(*args)[0]), ())  # noqa: E731

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice, quantize
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.quantization import quantize
 from fp8jax.rewrite import operations
 from tests.distance import relative
 from tests.programs import count, dots

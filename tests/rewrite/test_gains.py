@@ -13,17 +13,18 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.modules import explain
-from fp8jax.ops import choice, gains
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.products import cost_model
 from tests.rows import slow
 
 # In round figures what was measured on an H100.
-RATES = gains.Rates("H100", 735e12, 1450e12, 1330e12, 2.9e12, 3.2e-6)
+RATES = cost_model.Rates("H100", 735e12, 1450e12, 1330e12, 2.9e12, 3.2e-6)
 SHAPES = fp8jax.recipes.for_shapes("te_current")
 
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(gains, "table", lambda: (RATES,))
+    monkeypatch.setattr(cost_model, "table", lambda: (RATES,))
 
 
 def layer(p, x):
@@ -87,8 +88,8 @@ def test_what_each_product_gains_is_told_less_its_part_of_the_codes(known):
         ("q", 1024, 1024, "norm", 3), ("k", 1024, 256, "norm", 3), ("gate", 1024, 4096, "norm", 2),
         ("down", 4096, 1024, "activation", 1), ("o", 1024, 1024, "", 1),
     ):  # fmt: skip
-        codes = gains.quantization_cost(16384, inputs, linear, RATES, producer=made) / readers
-        want = gains.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
+        codes = cost_model.quantization_cost(16384, inputs, linear, RATES, producer=made) / readers
+        want = cost_model.estimate_gain(16384, inputs, outputs, linear, RATES) - codes
         assert entries[path].gain == pytest.approx(want), path
         assert (entries[path].runs_per_step, entries[path].tokens) == (1, 16384)
 
@@ -134,35 +135,39 @@ def test_a_device_without_rates_is_taken_for_an_h100(known):
     told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
     assert taken(told) == {*"qkv", "gate", "up", "down"}
     assert "by rates of an H100, assumed here" in str(told)
-    assert gains.current_rates() == (RATES, True)
+    assert cost_model.current_rates() == (RATES, True)
     with choice.target(capability=90):
-        assert gains.current_rates() == (RATES, False)
+        assert cost_model.current_rates() == (RATES, False)
 
 
 def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     linear = fp8jax.recipes.te_current().linear
     free = RATES._replace(memory=1e30, launch=0.0)
     products = 6 * 4096.0**3 * (1 / 735e12 - (1 / 1450e12 + 2 / 1330e12) / 3)
-    assert gains.estimate_gain(4096, 4096, 4096, linear, free) == pytest.approx(products)
-    assert gains.estimate_gain(1, 1, 1, linear, free._replace(launch=1e-6)) == pytest.approx(-8e-6, rel=1e-6)
+    assert cost_model.estimate_gain(4096, 4096, 4096, linear, free) == pytest.approx(products)
+    assert cost_model.estimate_gain(1, 1, 1, linear, free._replace(launch=1e-6)) == pytest.approx(-8e-6, rel=1e-6)
     slow = RATES._replace(sixteen=1e30, fast=1e30, promoted=1e30, launch=0.0)
     # 14 bytes a weight and 6 an element of the result; 2.2 or 8 of the input, once for all that read it.
-    assert gains.estimate_gain(100, 10, 7, linear, slow) == pytest.approx(-(14 * 70 + 6 * 700) / 2.9e12)
-    assert gains.estimate_gain(100, 10, 7, linear, slow, has_bias=True) == pytest.approx(-(14 * 70 + 2 * 700) / 2.9e12)
+    assert cost_model.estimate_gain(100, 10, 7, linear, slow) == pytest.approx(-(14 * 70 + 6 * 700) / 2.9e12)
+    assert cost_model.estimate_gain(100, 10, 7, linear, slow, has_bias=True) == pytest.approx(
+        -(14 * 70 + 2 * 700) / 2.9e12
+    )
     for made, each in (("norm", -13.8), ("activation", -2.8), ("", 8)):
-        assert gains.quantization_cost(100, 10, linear, slow, producer=made) == pytest.approx(each * 1000 / 2.9e12)
-    assert gains.quantization_cost(100, 10, linear, RATES, producer="") == pytest.approx(8 * 1000 / 2.9e12 + 6.4e-6)
-    assert gains.copy_cost(100, 10, slow, producer="norm") == pytest.approx(2 * 1000 / 2.9e12)
-    assert gains.copy_cost(100, 10, slow, producer="") == 0
+        assert cost_model.quantization_cost(100, 10, linear, slow, producer=made) == pytest.approx(each * 1000 / 2.9e12)
+    assert cost_model.quantization_cost(100, 10, linear, RATES, producer="") == pytest.approx(
+        8 * 1000 / 2.9e12 + 6.4e-6
+    )
+    assert cost_model.copy_cost(100, 10, slow, producer="norm") == pytest.approx(2 * 1000 / 2.9e12)
+    assert cost_model.copy_cost(100, 10, slow, producer="") == 0
     # Two-level scales of inputs and gradients need no maximum of the whole first.
-    assert gains.estimate_gain(100, 10, 7, fp8jax.recipes.moss().linear, slow) == pytest.approx(
+    assert cost_model.estimate_gain(100, 10, 7, fp8jax.recipes.moss().linear, slow) == pytest.approx(
         -(14 * 70 + 4 * 700) / 2.9e12
     )
-    assert gains.quantization_cost(100, 10, fp8jax.recipes.moss().linear, slow, producer="") == pytest.approx(
+    assert cost_model.quantization_cost(100, 10, fp8jax.recipes.moss().linear, slow, producer="") == pytest.approx(
         6 * 1000 / 2.9e12
     )
     for other in ("deepseek", "switchback", "jetfire"):  # groups, int8
-        assert gains.estimate_gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
+        assert cost_model.estimate_gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +184,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     ],
 )
 def test_layers_that_read_one_array_are_weighed_together(each, codes, beside, best):
-    assert gains.select_layers(each, codes, beside) == best
+    assert cost_model.select_layers(each, codes, beside) == best
     ways = {w: sum(each[i] for i in w) - codes - (beside if len(w) < len(each) else 0) for w in [(0,), (0, 1), (1,)]
             if max(w) < len(each)}  # fmt: skip
     assert max([0.0, *ways.values()]) == pytest.approx(max(ways.get(best, 0.0), 0.0))
@@ -285,7 +290,9 @@ def test_flax_models_decide_by_layer(known, recipe):
 
 def test_layers_that_are_left_advance_no_state(monkeypatch):
     """Square ones are left; the others' histories go on, and all weights are trained."""
-    monkeypatch.setattr(gains, "gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0)
+    monkeypatch.setattr(
+        cost_model, "gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0
+    )
     model = fp8jax.nnx.quantize(Block(32, nnx.Rngs(0)), fp8jax.recipes.for_shapes("te_delayed"))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     x = jax.random.normal(jax.random.key(1), (8, 32), jnp.bfloat16)
@@ -319,7 +326,7 @@ def test_settings_and_the_table():
         fp8jax.recipes.Linear(select="some")
     with pytest.raises(TypeError, match="takes a whole recipe"):
         fp8jax.recipes.for_shapes(fp8jax.recipes.te_current().linear)
-    for entry in json.loads(gains.RATES_PATH.read_text()):
-        assert set(gains.Rates._fields) <= set(entry)
+    for entry in json.loads(cost_model.RATES_PATH.read_text()):
+        assert set(cost_model.Rates._fields) <= set(entry)
         assert 1 < entry["fast"] / entry["sixteen"] < 3
         assert 1e-7 < entry["launch"] < 2e-5

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from fp8jax.ops.linear import key_from_data
+from fp8jax.ops.products.linear import key_from_data
 from tests.distance import relative
 from tests.programs import dots, outputs
 from tests.rows import slow

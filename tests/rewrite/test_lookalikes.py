@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import fp8jax
-from fp8jax.ops import fused_reference
+from fp8jax.ops.quantization import fused_reference
 from fp8jax.recipes import Context
 from tests.distance import relative
 from tests.programs import chosen

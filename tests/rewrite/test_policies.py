@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice
+from fp8jax.ops.dispatch import choice
 from tests.programs import count, dots, residuals
 from tests.rows import slow
 

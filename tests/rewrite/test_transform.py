@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 import fp8jax
-from fp8jax.ops import weight
-from fp8jax.ops.weight import quantize_weight
+from fp8jax.ops.products import weights
+from fp8jax.ops.products.weights import quantize_weight
 from fp8jax.rewrite import operations
 from fp8jax.rewrite import run as graph_run
 from tests.distance import relative
@@ -470,7 +470,7 @@ def test_turns_written_out_on_a_gpu_make_both_copies_of_a_weight_at_once(fn, gpu
     monkeypatch.setattr(graph_run, "on_one_device", lambda: True)
     made = []
     monkeypatch.setattr(
-        weight, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
+        weights, "quantize_weight", lambda *args, **how: made.append(how) or quantize_weight(*args, **how)
     )
     after, got = run()
     np.testing.assert_array_equal(got, want)
@@ -510,14 +510,14 @@ def test_outside_of_loops_both_copies_of_a_weight_are_made_at_once_on_a_gpu(fn, 
         return len(codes), jax.jit(jax.grad(lambda *args: loss(given)(*args), (0, 1)))(P, X)
 
     before, want = run()
-    monkeypatch.setattr(weight, "on_cuda", lambda: True)
-    monkeypatch.setattr(weight, "on_one_device", lambda: True)
+    monkeypatch.setattr(weights, "on_cuda", lambda: True)
+    monkeypatch.setattr(weights, "on_one_device", lambda: True)
     after, got = run()
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert after - before == kept
     passes = []
     count = lambda *args, **how: passes.append(how) or quantize_weight(*args, **how)  # noqa: E731
-    monkeypatch.setattr(weight, "quantize_weight", count)
+    monkeypatch.setattr(weights, "quantize_weight", count)
     jax.eval_shape(lambda *args: given(*args), P, X)
     assert not passes
     jax.eval_shape(jax.grad(lambda *args: loss(given)(*args)), P, X)

@@ -1,0 +1,142 @@
+"""Whole weights for one layer at a time, of each device's shards: what a layer reads of them, and where gradients go.
+
+FSDP inside `jax.shard_map`. A product reads codes, which are gathered as they are, forward and again backward; its
+gradient is that of the whole weight, and is scattered in its own backward pass.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.comm import Comm
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.dist import manual
+from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
+from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
+from fp8jax.ops.products.product import QuantizedWeight
+from fp8jax.ops.quantization.quantize import quantize, transpose
+from fp8jax.recipes import linear_part
+
+# What a norm computes in fp32 of 16-bit values, which are kept themselves. No sums: in a model that computes in fp32
+# their operands would be kept in their place.
+_ELEMENTWISE = frozenset(("convert_element_type", "mul", "square", "integer_pow", "broadcast_in_dim"))
+
+
+def regather_policy(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps all but what was gathered, which is gathered again backward.
+
+    Nor does it keep what elementwise operations make in fp32: `jax.checkpoint` holds its residuals as they are, where
+    XLA would compute them again of the 16-bit values that they come from.
+    """
+    if primitive.name.startswith("all_gather"):
+        return False
+    out_dtype = params.get("new_dtype", operands[0].dtype if operands and hasattr(operands[0], "dtype") else None)
+    return not (primitive.name in _ELEMENTWISE and out_dtype == jnp.float32)
+
+
+def gather_quantized(
+    w: Array, axes: manual.Axes, recipe: Recipe | Linear | str, *, scale: Array | None = None
+) -> QuantizedWeight | None:
+    """A whole weight as the products of a recipe read it, of each device's rows; to be called inside `jax.shard_map`.
+
+    The codes and scales are those that `fp8jax.quantize_weight` gives of the whole weight, bit for bit. A byte an
+    element travels. For `fp8jax.linear(x, whole_weight(w, ..., read=False), quantized=...)`, under `jax.checkpoint`
+    with `gathered_again` or another policy that does not keep what was gathered.
+
+    Args:
+        w: a device's part of the rows of a weight (inputs, outputs).
+        axes: the mesh axes that rows are cut over.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
+        scale: as of `quantize_weight`.
+
+    Returns:
+        The whole weight; None where codes do not travel: the recipe reads the weight itself, quantizes it apart for
+        either product or observes it, or a shard ends within a block.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`.
+    """
+    manual.check_manual_axes("gather_quantized", axes, (), _ADVICE)
+    names, linear = manual.axis_names(axes), linear_part(recipe)
+    spec, strategy = linear.spec("w"), linear.stateless_scaling("w")
+    if spec is None or spec != linear.spec("w_dgrad") or spec.granularity not in TRANSPOSABLE:
+        return None
+    collects_w_stats = "w" in linear.states and linear.states["w"].collects_stats
+    if collects_w_stats or w.shape[0] % (spec.group_size or 1):
+        return None
+    w = lax.stop_gradient(w)
+    if spec.granularity == "tensor" and scale is None:
+        amax = lax.pmax(scaling.compute_amax(w), names)
+        scale = scaling.to_scale(strategy.reduce_amax(amax), formats.get(spec.format))
+    shard = quantize(w, spec, scale=scale, strategy=strategy)[0]
+    assert shard is not None
+    shard = to_bytes(shard)
+    scales = shard.scale if spec.granularity == "tensor" else _gather(shard.scale, names)
+    gathered = QTensor(_gather(shard.codes, names), scales, None, None, spec)
+    return QuantizedWeight(to_bytes(transpose(from_bytes(gathered))), gathered)
+
+
+def fsdp_gather_weight(
+    w: Array,
+    axes: manual.Axes,
+    gradients: Comm | Recipe | str,
+    *,
+    dim: int = 0,
+    dtype: DTypeLike | None = None,
+    needs_values: bool = True,
+) -> Array:
+    """A whole weight of each device's shards; to be called inside `jax.shard_map`.
+
+    Backward, the mean of gradients over the devices is scattered, in what `gradients` says.
+
+    Args:
+        w: a device's shard.
+        axes: the mesh axes that it is cut over.
+        gradients: as of `reduce_scatter_gradients`.
+        dim: the dimension that is cut.
+        dtype: that it travels in and has; None keeps that of the shard.
+        read: whether its values are read; without, it stands for the weight where `gather_quantized` gives its codes:
+            zeros, which nothing makes and nothing gathers.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
+    """
+    manual.check_manual_axes("whole_weight", axes, (), _ADVICE)
+    result: Array = _gather_weight(
+        manual.axis_names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), needs_values, w
+    )
+    return result
+
+
+_ADVICE = "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=..., out_specs=...)"
+
+
+def _gather(x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _gather_weight(axes: tuple[str, ...], comm: Comm, dim: int, dtype: Any, needs_values: bool, w: Array) -> Array:
+    if needs_values:
+        return _gather(w.astype(dtype), axes, dim)
+    return jnp.zeros([n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(w.shape)], dtype)
+
+
+def _forward(axes: Any, comm: Any, dim: Any, dtype: Any, needs_values: Any, w: Array) -> tuple[Array, Array]:
+    return _gather_weight(axes, comm, dim, dtype, needs_values, w), jnp.zeros((0,), w.dtype)
+
+
+def _backward(axes: Any, comm: Comm, dim: int, dtype: Any, needs_values: bool, like: Array, dy: Array) -> tuple[Array]:
+    partition_spec = PartitionSpec(*[None] * dim, axes)
+    return (reduce_scatter_gradients(dy, axes, comm, specs=partition_spec).astype(like.dtype),)
+
+
+_gather_weight.defvjp(_forward, _backward)

@@ -1,0 +1,510 @@
+"""The cross-entropy of a linear head, whose logits are never whole: tokens are taken a chunk at a time.
+
+Of 16,384 tokens and a vocabulary of 128,256, logits in fp32 take 8.4 GB, and their cotangents as much. A loss that is
+one number has its gradients computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989, section
+3.2), so that three products are all that the head takes; where each token has a loss, logits are computed again.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import derivatives, scaling
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.ops.dispatch.choice import cast_varying_like
+from fp8jax.ops.dispatch.partition import run_partitioned
+from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
+from fp8jax.ops.dispatch.sharding import explicit_mesh, reshard, spec_of
+from fp8jax.ops.losses import labels
+from fp8jax.ops.losses.head import (
+    CODES_DIMS,
+    HeadCodes,
+    bound_excess,
+    compute_logits,
+    has_codes,
+    make_head,
+    max_logit_cotangent,
+    quantize_head,
+    weight_shape,
+)
+from fp8jax.ops.losses.logits import (
+    LogitCotangentFacts,
+    Logits,
+    cotangent_bound,
+    label_logits,
+    max_and_sum_exp,
+    zero_nonfinite,
+)
+from fp8jax.ops.products.linear import require_stateless
+from fp8jax.recipes import linear_part, resolve
+
+# Of logits and their cotangents, in fp32 and 16 bits, and, of a head of codes, both in 16: fewer and larger chunks, as
+# its products take less of the time that each chunk's addition to the weight's gradient takes.
+CHUNK_BYTES, QUANTIZED_CHUNK_BYTES = 3 * 2**29, 2**31
+MAX_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
+QUANTIZED_CHUNK_TOKENS = 8192  # tokens of a head of codes: with more, measured, it is no faster
+TILE = 128  # tokens of which a product computes no part
+
+
+def num_chunks(tokens: int, vocabulary: int, is_quantized: bool) -> int:
+    """How many chunks the tokens of a device are taken in; `coded` heads have logits in 16 bits.
+
+    A quarter more than would do, where chunks then are of whole tiles.
+    """
+    bytes_per_logit, chunk_bytes = (4, QUANTIZED_CHUNK_BYTES) if is_quantized else (6, CHUNK_BYTES)
+    number = -(-bytes_per_logit * tokens * vocabulary // chunk_bytes)
+    number = min(max(number, -(-tokens // QUANTIZED_CHUNK_TOKENS) if is_quantized else 1), MAX_CHUNKS)
+    candidates = range(number, min(number * 5 // 4, MAX_CHUNKS) + 1)
+    return next((n for n in candidates if tokens % (TILE * n) == 0), number)
+
+
+class TokenChunks(NamedTuple):
+    """How an axis of tokens is cut in so many chunks."""
+
+    axis: int
+    size: int
+    number: int
+
+    @staticmethod
+    def from_array(x: Array, vocabulary: int, is_quantized: bool, tokens_per_chunk: int | None) -> "TokenChunks":
+        """Of (..., channels) along its longest axis of tokens, by a given number of them or as `chunks_of` says."""
+        tokens = x.size // x.shape[-1]
+        axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
+        number = (
+            num_chunks(tokens, vocabulary, is_quantized) if tokens_per_chunk is None else -(-tokens // tokens_per_chunk)
+        )
+        return TokenChunks(axis, x.shape[axis], min(number, x.shape[axis]))
+
+    def split(self, x: Array) -> Array:
+        """(chunks, ...) of (...); what fills the last rows up is 0. Every `number`-th token is in one chunk."""
+        padding = -self.size % self.number
+        if padding:
+            x = jnp.pad(x, [(0, padding if i == self.axis else 0) for i in range(x.ndim)])
+        shape = (*x.shape[: self.axis], (self.size + padding) // self.number, self.number, *x.shape[self.axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), self.axis + 1, 0)
+
+    def merge(self, x: Array) -> Array:
+        """The inverse of `cut`."""
+        x = jnp.moveaxis(x, 0, self.axis + 1)
+        x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
+        return lax.slice_in_dim(x, 0, self.size, axis=self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LossConfig:
+    """What a token's loss is of its logits, and what multiplies."""
+
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+    vocabulary_axis: int
+    tokens_per_chunk: int | None
+    linear_recipe: Linear | None
+
+
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    *,
+    bias: Array | None = None,
+    where: Array | None = None,
+    ignore_label: int | None = labels.IGNORE_LABEL,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    vocabulary_axis: int = -1,
+    tokens_per_chunk: int | None = None,
+    recipe: Recipe | Linear | str | None = None,
+    key: Array | None = None,
+) -> Array:
+    """The softmax cross-entropy of `x @ w + bias` with integer labels, without the logits of all tokens in memory.
+
+    Logits, their softmax and the loss are fp32. Products take `w` in the dtype of `x`; the gradient of `w` is summed
+    over chunks in fp32. A token's loss is
+
+        lse - (1 - label_smoothing) z[label] - label_smoothing mean(z) + z_loss lse^2,    lse = logsumexp(z),
+
+    where z is the logit, or softcap tanh(logit / softcap). Smoothing is optax's, the term in lse^2 PaLM's (arXiv
+    2204.02311, section 5), the cap Gemma 2's (arXiv 2408.00118, section 2).
+
+    Args:
+        x: (..., channels), what the head reads; at least two axes.
+        w: (channels, vocabulary); with `vocabulary_axis=0` (vocabulary, channels), as an embedding's table is. Where a
+            mesh cuts the vocabulary, each device computes its own part of the logits; channels are gathered once.
+        labels: (...), integers of any dtype in [0, vocabulary), or `ignore_label`. The loss of any other label that
+            counts is NaN, whatever the recipe and the mesh: it is not taken for an ignored one, and no entry of the
+            vocabulary is put in its place. Under `jax.experimental.checkify`, with `user_checks`, an error names it.
+        bias: (vocabulary,).
+        where: bool (...), the tokens that count; None counts all. What the others hold, NaN too, has no effect.
+        ignore_label: tokens with this label do not count, either; by default -100, as in PyTorch and in Hugging Face's
+            data sets. None ignores no label, nor does one that the dtype of `labels` cannot hold.
+        softcap: above 0.
+        label_smoothing: in [0, 1].
+        z_loss: at least 0.
+        reduction: "mean" over the tokens that count (0 if none does), "sum", or "none".
+        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1.5 GiB of
+            logits and their cotangents, with a recipe of codes 2 GiB and 8,192 at the most; but no more than 16 chunks.
+        recipe: the head's products follow it: a part `Linear`, such as `fp8jax.recipes.HEAD`, or a recipe's part `head`
+            if that is quantized, else `linear`; None multiplies in the dtype of `x`. Where operands have one FP8 scale
+            each, all chunks have the same, and logits are rounded to the dtype of `x`; else each chunk has its own.
+            Heads in 8 bits cost accuracy: errors of logits are 3 % of their spread, of which the loss is a little above
+            that of the same model in 16 bits.
+        key: PRNG key for recipes that round stochastically.
+
+    Returns:
+        fp32, () or, for "none", (...); 0 where a token does not count. Gradients go to `x`, `w` and `bias`.
+
+    Raises:
+        ValueError: shapes do not match, or an argument is out of its range.
+        TypeError: labels are no integers, or `x` and `w` no floats.
+    """
+    labels.check_operands(x, w, labels, bias, where, vocabulary_axis)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}; None caps nothing")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss must be at least 0, got {z_loss}")
+    if tokens_per_chunk is not None and tokens_per_chunk < 1:
+        raise ValueError(f"tokens_per_chunk must be at least 1, got {tokens_per_chunk}")
+    if isinstance(resolved := recipe if recipe is None else resolve(recipe), Recipe) and resolved.head.is_quantized:
+        recipe = resolved.head
+    linear_recipe = None if recipe is None or not linear_part(recipe).is_quantized else require_stateless(recipe)
+    if linear_recipe is not None and not has_codes(linear_recipe) and explicit_mesh(x, w) is not None:
+        raise ValueError(
+            "on a mesh with Explicit axes the head takes a recipe whose operands have one FP8 scale each, such as "
+            "'te_current', or none: give recipe=None, or Auto axes"
+        )
+    loss = _LossConfig(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, linear_recipe)
+    is_counted = jnp.ones(labels.shape, bool) if where is None else where
+    if ignore_label is not None:
+        is_counted = is_counted & ~labels.is_ignored(labels, ignore_label)
+    if where is not None or ignore_label is not None:
+        x = jnp.where(is_counted[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
+    if not labels.size:
+        return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
+    vocabulary = w.shape[loss.vocabulary_axis]
+    labels.check_labels(labels, is_counted, vocabulary)
+    labels = labels.to_int32_labels(labels, vocabulary)
+    x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
+    token = derivatives.second_order_guard(
+        derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
+    )
+    if reduction == "none":
+        return _per_token(loss, x, w, bias, key, labels, is_counted, token)
+    weights = is_counted.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
+    if x.dtype == jnp.float16:
+        # Gradients of a mean over many tokens are below the smallest fp16: they are divided when they are scaled.
+        return _sum(loss, x, w, bias, key, labels, weights, token) / total
+    return _sum(loss, x, w, bias, key, labels, weights / total, token)
+
+
+class _Softmax(NamedTuple):
+    """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp.
+
+    `label` is the label's logit; `own` are labels in the device's part of the vocabulary; `made` says that logits are
+    as a product made them.
+    """
+
+    z: Array
+    is_label: Array
+    lse: Array
+    label_logit: Array
+    is_valid_label: Array
+    local_labels: Array
+    has_matmul_output: bool
+
+
+def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
+    """The loss of each token, (...), of logits (..., a device's part of the vocabulary)."""
+    if loss.softcap is not None:
+        logits = Logits(loss.softcap * jnp.tanh(logits.values / loss.softcap))
+    z, (local_max_logit, total) = logits.values, max_and_sum_exp(logits)
+    max_logit = zero_nonfinite(sharding.pmax(local_max_logit, "v"))
+    lse = max_logit + jnp.log(
+        sharding.psum(total * jnp.exp(jnp.minimum(zero_nonfinite(local_max_logit) - max_logit, 0.0)), "v")
+    )
+    first, vocabulary = sharding.shard_offset("v", z.shape[-1]), z.shape[-1] * sharding.num_shards("v")
+    local_labels = labels - first
+    is_label = local_labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
+    local_label_logit = (
+        jnp.sum(jnp.where(is_label, z, 0.0), axis=-1)
+        if logits.matmul_output is None
+        else label_logits(logits.matmul_output, local_labels)
+    )
+    label_term = (1 - loss.label_smoothing) * local_label_logit
+    if loss.label_smoothing:
+        label_term = label_term + loss.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
+    value = lse - sharding.psum(label_term, "v")
+    if loss.z_loss:
+        value = value + loss.z_loss * lse**2
+    is_valid_label = (labels >= 0) & (labels < vocabulary)
+    label_logit = sharding.psum(local_label_logit, "v")
+    return jnp.where(is_valid_label, value, jnp.nan), _Softmax(
+        z, is_label, lse, label_logit, is_valid_label, local_labels, logits.matmul_output is not None
+    )
+
+
+def _logit_cotangents(loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array) -> Array:
+    """The gradient with respect to logits of the sum of `weights` times the losses; 0 where the weight is."""
+    z, is_label, lse, *_ = softmax
+    d = jnp.exp(z - lse[..., None])
+    if loss.z_loss:
+        d = d * (1 + 2 * loss.z_loss * lse)[..., None]
+    d = d - jnp.where(is_label, 1 - loss.label_smoothing, 0.0)
+    if loss.label_smoothing:
+        d = d - loss.label_smoothing / (z.shape[-1] * sharding.num_shards("v"))
+    if loss.softcap is not None:
+        d = d * (1 - (z / loss.softcap) ** 2)
+    weights = _mark_invalid_labels(softmax, weights)[..., None]
+    return jnp.where(weights == 0, 0.0, d * weights)
+
+
+def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
+    """NaN where a label that counts is none."""
+    return jnp.where(softmax.is_valid_label | (weights == 0), weights, jnp.nan)
+
+
+def _cotangent_facts(
+    loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
+) -> LogitCotangentFacts | None:
+    """What `_logit_cotangents` are of logits as a product made them."""
+    return _describe_cotangents(loss, sharding, softmax, weights) if softmax.has_matmul_output else None
+
+
+def _describe_cotangents(
+    loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
+) -> LogitCotangentFacts:
+    """What `_logit_cotangents` are, before the cap."""
+    other_weight = loss.label_smoothing / (softmax.z.shape[-1] * int(sharding.num_shards("v")))
+    lse, labels, weights = (
+        x.reshape(-1) for x in (softmax.lse, softmax.local_labels, _mark_invalid_labels(softmax, weights))
+    )
+    return LogitCotangentFacts(
+        lse, labels.astype(jnp.int32), weights, 2 * loss.z_loss, 1 - loss.label_smoothing, other_weight
+    )
+
+
+def _run_sharded(
+    loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
+) -> Any:
+    """`function(cut, *operands)` of a device's tokens and vocabulary; operations of linear layers cut themselves."""
+    if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
+        return function(UNSHARDED, x, w, bias, *other_operands)
+    weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]
+    operand: Array | HeadCodes = w
+    if loss.linear_recipe is not None:
+        weight, vocabulary = CODES_DIMS, w.shape[loss.vocabulary_axis]
+        max_cotangent = None
+        if len(other_operands) > 2:
+            assert other_operands[2] is not None
+            max_cotangent = scaling.compute_amax(other_operands[2]) * max_logit_cotangent(
+                vocabulary, loss.softcap, loss.z_loss
+            )
+        operand = quantize_head(x, w, loss.vocabulary_axis, loss.linear_recipe, max_cotangent)
+    tokens = _token_dims(x)
+    ins = (f"{tokens} -", weight, "v", *[tokens if a is not None else "" for a in other_operands])
+    operands = (x, operand, bias, *other_operands)
+    name = f"linear_cross_entropy_{function.func.__name__}"
+    return cast_varying_like(run_partitioned(name, loss, function, operands, ins, outs, is_kernel=False), operands)
+
+
+_WEIGHT_DIMS = ("v -", "- v")
+
+
+def _token_dims(x: Array) -> str:
+    return " ".join(f"t{i}" for i in range(x.ndim - 1))
+
+
+def _chunks(loss: _LossConfig, x: Array, shape: tuple[int, ...]) -> TokenChunks:
+    return TokenChunks.from_array(x, shape[loss.vocabulary_axis], has_codes(loss.linear_recipe), loss.tokens_per_chunk)
+
+
+def _compute_losses(
+    loss: _LossConfig,
+    sharding: DimSharding,
+    x: Array,
+    w: Array | HeadCodes,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
+) -> Array:
+    """The loss of each token, (...)."""
+    head = make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype)
+    chunks = _chunks(loss, x, weight_shape(w, loss.vocabulary_axis))
+
+    def chunk(operands: tuple[Array, Array]) -> Array:
+        return _values(loss, sharding, compute_logits(head, operands[0], bias)[0], operands[1])[0]
+
+    return chunks.merge(lax.map(chunk, (chunks.split(x), chunks.split(labels))))
+
+
+class _Gradients(NamedTuple):
+    """The weighted sum of the losses, and its gradients with respect to what the head reads, its weight, its bias."""
+
+    total: Array
+    x: Array
+    w: Array
+    bias: Array | None
+
+
+def _compute_gradients(
+    loss: _LossConfig,
+    sharding: DimSharding,
+    x: Array,
+    w: Array | HeadCodes,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
+    weights: Array,
+) -> _Gradients:
+    """Three products a chunk."""
+    head, shape = (
+        make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype),
+        weight_shape(w, loss.vocabulary_axis),
+    )
+    chunks = _chunks(loss, x, shape)
+    tokens = _token_dims(x)
+
+    def chunk(sums: Any, operands: Any) -> Any:
+        x, labels, weights = operands
+        logits, vjp_fn = compute_logits(head, x, bias)
+        values, softmax = _values(loss, sharding, logits, labels)
+        d = _logit_cotangents(loss, sharding, softmax, weights)
+        if isinstance(w, HeadCodes):
+            assert loss.linear_recipe is not None
+            facts_before_cap = _describe_cotangents(loss, sharding, softmax, weights)
+            bound = cotangent_bound(facts_before_cap, softmax.z, softmax.label_logit, loss.softcap)
+            divisor = w.chunk_divisor(loss.linear_recipe, bound)
+            if loss.z_loss and loss.softcap is None:
+                vocabulary = logits.values.shape[-1] * sharding.num_shards("v")
+                divisor = divisor * bound_excess(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, softmax.lse))
+            facts = _cotangent_facts(loss, sharding, softmax, weights / divisor)
+            dx, dw = (divisor * gradient.astype(jnp.float32) for gradient in vjp_fn(d / divisor, facts))
+        else:
+            dx, dw = vjp_fn(d, _cotangent_facts(loss, sharding, softmax, weights))
+        total, sum_w, sum_bias = sums
+        if sum_bias is not None:
+            sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))
+        return (total + _weighted_sum(values, weights), sum_w + dw, sum_bias), dx.astype(x.dtype)
+
+    zeros = (
+        jnp.float32(0),
+        jnp.zeros(shape, jnp.float32),
+        None if bias is None else jnp.zeros(bias.shape, jnp.float32),
+    )
+    zeros = cast_varying_like(zeros, x, labels, weights)
+    (total, dw, db), dx = lax.scan(chunk, zeros, tuple(map(chunks.split, (x, labels, weights))))
+    # Devices sum in the dtype of products, once; tokens that others have the rest of the vocabulary of, likewise.
+    total, dx = sharding.psum(total, tokens), sharding.psum(chunks.merge(dx), "v")
+    return _Gradients(
+        total, dx, sharding.psum(dw.astype(x.dtype), tokens), None if db is None else sharding.psum(db, tokens)
+    )
+
+
+def _weighted_sum(values: Array, weights: Array) -> Array:
+    return jnp.sum(jnp.where(weights == 0, 0.0, values * weights))
+
+
+def _sharded_losses(
+    loss: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array
+) -> Array:
+    return _run_sharded(loss, functools.partial(_compute_losses, loss), _token_dims(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
+
+
+def _sharded_gradients(
+    loss: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
+) -> _Gradients:
+    """Gradients by operands; those by codes have no derivative by what is read."""
+    x, w, bias, *other_operands = operands if loss.linear_recipe is None else lax.stop_gradient(operands)
+    outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[loss.vocabulary_axis], "v")
+    total, *gradients = _run_sharded(
+        loss, functools.partial(_compute_gradients, loss), outs, x, w, bias, *other_operands
+    )
+    resharded: list[Any] = [
+        g if g is None else reshard(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)
+    ]
+    result, name = _Gradients(total, *resharded), f"linear_cross_entropy of {x.shape} and {w.shape}"
+    return (
+        result if loss.linear_recipe is None else derivatives.differentiable_once(name, result, differentiable_inputs)
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(
+    loss: _LossConfig,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
+    weights: Array,
+    _: Array,
+) -> Array:
+    return _weighted_sum(_sharded_losses(loss, x, w, bias, key, labels), weights)
+
+
+def _sum_forward(
+    loss: _LossConfig, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
+) -> tuple[Array, Any]:
+    gradients = _sharded_gradients(loss, other_operands[-1:], x, w, bias, *other_operands[:-1])
+    return gradients.total, (gradients, _dtype_carriers(x, w, bias))
+
+
+def _sum_backward(loss: _LossConfig, residuals: Any, cotangent: Array) -> Any:
+    gradients, dtypes = residuals
+    return _scale_gradients(gradients, dtypes, cotangent)
+
+
+def _dtype_carriers(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """Empty arrays that carry the dtypes of cotangents to a backward pass."""
+    return tuple(None if a is None else jnp.zeros((0,), a.dtype) for a in arrays)
+
+
+def _scale_gradients(gradients: _Gradients, dtype_carriers: Any, factor: Array | float) -> Any:
+    """Of all operands; the gradients times a factor, in the dtypes of what they are gradients of."""
+    scaled = [
+        None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
+        for g, like in zip(gradients[1:], dtype_carriers, strict=True)
+    ]
+    return (*scaled, None, None, None, None)
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _per_token(
+    loss: _LossConfig,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    key: Array | None,
+    labels: Array,
+    is_counted: Array,
+    _: Array,
+) -> Array:
+    return jnp.where(is_counted, _sharded_losses(loss, x, w, bias, key, labels), 0.0)
+
+
+def _per_token_forward(loss: _LossConfig, *operands: Array | None) -> Any:
+    return _per_token(loss, *operands), operands
+
+
+def _per_token_backward(loss: _LossConfig, residuals: Any, cotangents: Array) -> Any:
+    x, w, bias, key, labels, is_counted, token = residuals
+    weights = jnp.where(is_counted, cotangents, 0.0)
+    gradients = _sharded_gradients(loss, (cotangents, token), x, w, bias, key, labels, weights)
+    return _scale_gradients(gradients, _dtype_carriers(x, w, bias), 1.0)
+
+
+_per_token.defvjp(_per_token_forward, _per_token_backward)

@@ -1,0 +1,310 @@
+"""Products of quantized matrices, both with the contraction along their last axis, as 8-bit matrix units want them."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks, formats
+from fp8jax.core.products import dot_general
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.ops.dispatch import sharding
+from fp8jax.ops.dispatch.choice import (
+    Choice,
+    by_platform,
+    capability,
+    check_impl,
+    mark_varying,
+    on_cuda,
+    product_name_scope,
+    record_choice,
+)
+from fp8jax.ops.matmul import hopper
+from fp8jax.ops.matmul.hopper import contraction_length, row_scales
+from fp8jax.ops.matmul.sharded import is_unpacked_quantized, sharded_matmul, strip_residual
+from fp8jax.ops.quantization.fallback import FallbackTensor
+from fp8jax.ops.quantization.quantize import transpose as transpose
+
+Operand = QTensor | Array
+IMPLS = ("auto", "xla", "mosaic")
+_K_MAJOR = (((1,), (1,)), ((), ()))
+_BF16_CAPABILITY = 80  # Ampere
+
+
+def matmul(
+    a: Operand | FallbackTensor,
+    b: Operand | FallbackTensor,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    impl: str = "auto",
+    fast: bool = True,
+    exact: bool = False,
+    out_spec: Sequence[Any] | None = None,
+    transposed: bool = False,
+) -> Array:
+    """a @ b.T of matrices that may be quantized.
+
+    Two quantized operands are multiplied as codes, with fp32 (for integers int32) accumulation, and their scales
+    applied to the sum; scales that change along the contraction split it, and each part is promoted to fp32 under its
+    own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
+    other operand is an fp32 array). On a CUDA GPU, where no kernel takes FP8 codes, or int8 codes whose scales change
+    along the contraction, both operands are rounded to bf16 and multiplied there, with fp32 sums: never in fp32, which
+    GPUs multiply at a fraction of the speed. GPUs without bf16, such as a T4, get fp16, and scales outside of it.
+
+    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 to 512 of the contraction,
+    after which sums are promoted to fp32, or with fast accumulation over all of it. That is 2e-3 to 4e-3 relative on
+    normal data at a length of 8192, most of it the rounding of a bf16 result, and grows with the length: gradients of
+    weights, whose contraction is over all tokens, lose by it. Bits are cut off, not rounded: a sum of products of one
+    sign comes out too small, with fast accumulation by 5e-3 at a length of 512 already.
+
+    Of int8 blocks with residuals (`fp8jax.ops.quantization.fallback`; arXiv 2503.08040, algorithm 1) sums over a block's length are
+    exact, in int32, and enter fp32 under their two scales.
+
+    Args:
+        a: (M, K), or a floating array. Quantized, no scale may be of one index of the contraction alone, as those of
+            "channel" are. Blocks may have residuals.
+        b: (N, K), likewise, without residuals: beside those of `a`, blocks of the same side.
+        dtype: of the result.
+        impl: "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the
+            fastest there (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a
+            Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.dispatch.partition`); for two of int8 a kernel where
+            there is one: on Hopper for scales of tensors and rows, from Ampere on for blocks of 128; for other operands
+            the reference. "mosaic" is the kernel. `fp8jax.ops.dispatch.choice.listening` tells what was chosen.
+        fast: fast accumulation, where the GPU has it.
+        exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
+            under a level 1 scale are first folded (`fp8jax.ops.quantization.microscaling.refold`, with a copy of them for the time of the
+            product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
+            row's scale. Only kernels have this choice, the reference is exact.
+        spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
+        transposed: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
+            decoded matrix then serves both.
+
+    Returns:
+        (M, N) array.
+
+    Raises:
+        ValueError: shapes do not match, or an operand has a scale for each index of the contraction; `impl` is
+            unknown, or it is "mosaic" and no kernel can run: the message says why.
+        ShardingTypeError, JAX's own: JAX's own rule needs a sharding of the result.
+    """
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
+    if isinstance(b, FallbackTensor) or (isinstance(a, FallbackTensor) and getattr(b, "spec", None) != a.base.spec):
+        raise ValueError(
+            f"beside blocks with residuals, a, matmul takes plain ones, b, of one spec, not {_describe(a)} and {_describe(b)}"
+        )
+    choice, kernel_name = _choose_with_fallback(a, b, impl, impl == "mosaic" or on_cuda())
+    record_choice("fallback matmul" if isinstance(a, FallbackTensor) else "matmul", choice)
+    out_spec = out_spec or sharding.product_sharding(strip_residual(a), b, _K_MAJOR)
+    dense_reference = functools.partial(_reference, fast)
+    kernel: Callable[..., Array] | None = None
+    if kernel_name is not None:
+        kernel = functools.partial(hopper.run, kernel_name, exact, fast)
+    elif on_cuda() and _needs_16_bits(a, b):
+        kernel = functools.partial(
+            sharded_matmul, dot_in_16_bits(transposed), (capability() >= _BF16_CAPABILITY, transposed)
+        )
+    elif on_cuda() and is_unpacked_quantized(a, b):
+        kernel = functools.partial(sharded_matmul, dense_reference, fast)
+
+    def reference(a: Any, b: Operand) -> Array:
+        if isinstance(a, FallbackTensor):
+            product = functools.partial(
+                sharding.matmul_sharded, functools.partial(dense_reference, jnp.float32), b=b, spec=out_spec
+            )
+            return (product(a=a.base) + product(a=a.masked_residual())).astype(dtype)
+        return sharding.matmul_sharded(functools.partial(dense_reference, dtype), a, b, out_spec)
+
+    def run_kernel(a: Any, b: Operand) -> Array:
+        assert kernel is not None
+        product = kernel(dtype, a, b, out_spec)
+        return product if out_spec is None else sharding.reshard(product, out_spec, *jax.tree.leaves((a, b)))
+
+    with product_name_scope(strip_residual(a), b):
+        if kernel is None:
+            return reference(a, b)
+        return (
+            mark_varying(run_kernel)(a, b)
+            if impl == "mosaic"
+            else by_platform(a, b, cuda=run_kernel, default=reference)
+        )
+
+
+def _describe(q: Any) -> str:
+    """What an operand is, for messages."""
+    if isinstance(q, FallbackTensor):
+        return f"{q.base.spec} with residuals"
+    return str(q.spec) if isinstance(q, QTensor) else f"an array of {q.dtype}"
+
+
+def _choose_with_fallback(a: Operand | FallbackTensor, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+    choice, kernel_name = _choose_kernel(a, b, impl, cuda)
+    if kernel_name is None and cuda and _needs_16_bits(a, b):
+        half_format = "bf16" if capability() >= _BF16_CAPABILITY else "fp16"
+        choice = Choice("xla", f"{choice.reason}; codes are decoded and multiplied in {half_format}")
+    return choice, kernel_name
+
+
+def _choose_kernel(a: Operand | FallbackTensor, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+    check_impl(impl, IMPLS)
+    if impl == "xla":
+        return Choice("xla", "asked for"), None
+    reason = None if cuda else "it needs a CUDA GPU"
+    left = strip_residual(a)
+    if not (isinstance(left, QTensor) and isinstance(b, QTensor) and has_matmul_codes(left) and has_matmul_codes(b)):
+        reason = reason or "an operand has no codes that matrix units take"
+    elif reason is None:
+        if impl == "auto":
+            return hopper.choose_kernel(a, b)
+        reason = hopper.unsupported_reason(a, b)
+        if reason is None:
+            return Choice("mosaic", "asked for"), hopper.find_kernel(a, b)
+    if impl == "mosaic":
+        raise ValueError(f"impl 'mosaic' cannot run: {reason}")
+    return Choice("xla", f"not a kernel: {reason}"), None
+
+
+def _needs_16_bits(a: Operand | FallbackTensor, b: Operand) -> bool:
+    """Whether XLA on a GPU would widen codes to fp32 for a product, at a fraction of the speed of 16 bits."""
+    if isinstance(a, FallbackTensor):
+        return True
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
+        # Without bf16 XLA widens that, too.
+        is_dense = not (isinstance(a, QTensor) or isinstance(b, QTensor))
+        return not is_dense or (capability() < _BF16_CAPABILITY and _dense_dtype(a, b) == jnp.bfloat16)
+    integers = all(has_matmul_codes(q) and jnp.issubdtype(q.codes.dtype, jnp.integer) for q in (a, b))
+    return not integers or any(contraction_length(q) for q in (a, b))
+
+
+def dot_in_16_bits(transposed: bool = False) -> Callable[..., Array]:
+    """The product of codes that are decoded on a GPU, a function of the result's dtype and two operands."""
+    return functools.partial(_dot_decoded, transposed=transposed) if capability() >= _BF16_CAPABILITY else _dot_fp16
+
+
+def _dot_decoded(dtype: DTypeLike, a: Any, b: Any, transposed: bool = False) -> Array:
+    """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
+    if 0 in (*a.shape, *b.shape):
+        return jnp.zeros((a.shape[0], b.shape[0]), dtype)
+
+    def decode(x: Any) -> Array:
+        return x.astype(jnp.bfloat16) if isinstance(x, Array) else x.dequantize(jnp.bfloat16)
+
+    if transposed and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
+        # XLA takes these transpositions away and finds the codes decoded already.
+        return _dot_fp32_sums(decode(a), decode(transpose(b, impl="xla")).T, dtype)
+    return _dot_fp32_sums(decode(a), decode(b), dtype)
+
+
+def _dot_fp16(dtype: DTypeLike, a: Any, b: Any) -> Array:
+    """One product of what the codes stand for, rounded to fp16 in units of each row, with fp32 sums."""
+    if 0 in (*a.shape, *b.shape):
+        return jnp.zeros((a.shape[0], b.shape[0]), dtype)
+    (left, rows), (right, columns) = map(_to_fp16, (a, b))
+    return (_dot_fp32_sums(left, right, jnp.float32) * rows * columns.T).astype(dtype)
+
+
+def _decode_unscaled(q: QTensor) -> Array:
+    """The fp32 values of codes, in units of their scales."""
+    return formats.get(q.spec.format).decode(q.codes)
+
+
+def _to_fp16(x: Any) -> tuple[Array, Array]:
+    """A matrix in fp16, which holds 8-bit codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
+
+    Under scales that change along a row its unit is the largest: smaller values keep 2^-24 of that or their own 11
+    bits. Of what is no code, the largest magnitude is the unit.
+    """
+    if isinstance(x, QTensor) and has_matmul_codes(x):
+        size = contraction_length(x)
+        if size == 0:
+            return _decode_unscaled(x).astype(jnp.float16), row_scales(x)
+        scales = _section_scales(x, size, -(-x.shape[1] // size))
+        unit = jnp.max(scales, axis=1, keepdims=True)
+        relative = blocks.broadcast_blocks(scales / unit, x.shape, (1, size))
+        return (_decode_unscaled(x) * relative).astype(jnp.float16), unit
+    if isinstance(x, Array) and x.dtype == jnp.float16:
+        return x, jnp.ones((1, 1), jnp.float32)
+    wide = x.astype(jnp.float32) if isinstance(x, Array) else x.dequantize()
+    largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
+    unit = jnp.where(largest > 0, largest, 1)
+    return (wide / unit).astype(jnp.float16), unit
+
+
+def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
+    """A product that sums in fp32; of devices that share the sum, each sends 16 bits where the result has them."""
+    narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
+    return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
+
+
+def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+    if 0 in (*a.shape, *b.shape):
+        # Of blocks, which have the scales, an empty matrix has none.
+        return mark_varying(lambda *_: jnp.zeros((a.shape[0], b.shape[0]), dtype))(a, b)
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor) and has_matmul_codes(a) and has_matmul_codes(b)):
+        wide = _dense_dtype(a, b)
+        a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
+        return _dot_fp32_sums(a, b, dtype)
+    size = math.gcd(*(contraction_length(q) for q in (a, b)))
+    if size == 0:
+        sums = _dot_codes(a.codes, b.codes, fast)
+        return (sums * row_scales(a) * row_scales(b).T).astype(dtype)
+    return _dot_promoted(a, b, size).astype(dtype)
+
+
+def has_matmul_codes(q: QTensor) -> bool:
+    """Whether matrix units take the codes of a quantized matrix as they are."""
+    along = {"channel": 1, "token": 0, "group": 0, "mx": 0}.get(q.spec.granularity)
+    if along is not None and q.spec.axis % 2 == along:
+        raise ValueError(
+            f"{q.spec} along axis {q.spec.axis} has a scale for each index of the contraction, which no product of "
+            f"codes can apply"
+        )
+    return formats.get(q.spec.format).is_matmul_format and not q.spec.expand
+
+
+def _dense_dtype(a: Operand, b: Operand) -> DTypeLike:
+    dense_dtypes = [x.dtype for x in (a, b) if not isinstance(x, QTensor)]
+    return jnp.float32 if dense_dtypes and all(d == jnp.float32 for d in dense_dtypes) else jnp.bfloat16
+
+
+def _dot_codes(a: Array, b: Array, fast: bool) -> Array:
+    integers = jnp.issubdtype(a.dtype, jnp.integer)
+    precision = hopper.accumulation_precision(fast or integers)
+    sum_dtype = jnp.int32 if integers else jnp.float32
+    sums = dot_general(a, b, _K_MAJOR, precision=precision, preferred_element_type=sum_dtype)
+    return sums.astype(jnp.float32)
+
+
+def _dot_promoted(a: QTensor, b: QTensor, size: int) -> Array:
+    """Sums products over `size` long parts of the contraction, each under its own scales, in fp32."""
+    count = -(-a.shape[1] // size)
+
+    def split_contraction(q: QTensor) -> tuple[Array, Array]:
+        codes = jnp.pad(q.codes, ((0, 0), (0, count * size - q.shape[1])))
+        codes = codes.reshape(q.shape[0], count, size).swapaxes(0, 1)
+        return codes, _section_scales(q, size, count).T[:, :, None]
+
+    def add_section(sums: Array, part: tuple[tuple[Array, Array], tuple[Array, Array]]) -> tuple[Array, None]:
+        (a_codes, a_scale), (b_codes, b_scale) = part
+        return sums + _dot_codes(a_codes, b_codes, True) * a_scale * b_scale.T, None
+
+    sections = split_contraction(a), split_contraction(b)
+    zeros = mark_varying(lambda _: jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))(sections)
+    return lax.scan(add_section, zeros, sections)[0]
+
+
+def _section_scales(q: QTensor, size: int, n_sections: int) -> Array:
+    """The scale of each row in each part of the contraction, (rows, parts)."""
+    shape = (q.shape[0], n_sections * size)
+    scale = blocks.broadcast_blocks(q.scale.astype(jnp.float32), q.shape, q.spec.block_shape(q.shape))
+    scale = jnp.broadcast_to(scale, q.shape)
+    if q.microscale is not None:
+        power = blocks.broadcast_blocks(formats.decode_e8m0(q.microscale), q.shape, q.spec.micro_shape(q.shape))
+        scale = scale * power
+    return jnp.pad(scale[:, ::size], ((0, 0), (0, n_sections - scale[:, ::size].shape[1])))[: shape[0]]

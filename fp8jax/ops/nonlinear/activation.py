@@ -1,0 +1,395 @@
+"""Gated and plain activations that keep their inputs in 8 bits for the backward pass (COAT, section 5.2)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import derivatives, formats, scaling
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.autodiff.checkpointing import ACTIVATION, with_checkpoint_name
+from fp8jax.ops.autodiff.residuals import (
+    NO_FACTS,
+    ArrayFacts,
+    CotangentFacts,
+    Recomputed,
+    dequantize_residual,
+    quantize_residual,
+    with_saved_vjp,
+)
+from fp8jax.ops.quantization import fused_outputs
+from fp8jax.ops.quantization.fused_reference import ACTIVATIONS, activation_cotangents
+from fp8jax.recipes import context_part
+
+
+def glu(
+    gate: Array,
+    up: Array,
+    *,
+    recipe: Recipe | Context | str,
+    activation: str = "silu",
+) -> Array:
+    """activation(gate) * up (Shazeer, 2020).
+
+    Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
+    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_linear` is it with the layer
+    that reads it, which keeps less.
+
+    Args:
+        gate: (..., channels), any floating dtype.
+        up: the same shape and dtype.
+        recipe: a `Recipe`, its part `Context`, or a name.
+        activation: "silu", "gelu" (exact) or "gelu_tanh".
+
+    Returns:
+        (..., channels) in the dtype of `gate`.
+
+    Raises:
+        ValueError: unknown activation, or the shapes or dtypes differ.
+    """
+    check_glu_inputs(gate, up)
+    return activate(activation, gate, up, context_part(recipe))[0]
+
+
+def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> Array:
+    """activation(x), of which the backward pass reads the codes of `x`.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        recipe, activation: as of `glu`.
+
+    Returns:
+        (..., channels) in the dtype of `x`.
+
+    Raises:
+        ValueError: unknown activation.
+    """
+    return activate(activation, x, None, context_part(recipe))[0]
+
+
+def check_glu_inputs(gate: Array, up: Array) -> None:
+    """Raises ValueError for what are no two inputs of a gated activation."""
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
+
+
+# The derivative of GELU is at most 1.129, that of SiLU 1.100; neither is larger than its argument.
+MAX_SLOPE = 1.13
+
+
+class ActivationResiduals(NamedTuple):
+    """What an activation saves: the codes of its gate or only input, of `up`, and of the activated gate.
+
+    Where inputs are kept as they are, these in place of their codes.
+    """
+
+    gate: QTensor | Array
+    up: QTensor | Array | None
+    activated: QTensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationBackward:
+    """How an activation goes back: `fp8jax.ops.autodiff.residuals.Remade`.
+
+    Attributes:
+        activation: its name. dtype: of its inputs.
+        bounded: whether scales of its cotangents come from bounds.
+        written: whether kernels write its cotangents, as `fused.written`.
+        biased: whether layers before it have biases, whose gradients are sums of its cotangents.
+    """
+
+    activation: str
+    dtype: DTypeLike
+    uses_bounds: bool = False
+    writes_cotangents: bool = False
+    biased: bool = False
+
+    def recompute(self, saved: ActivationResiduals, gradient: CotangentFacts) -> Recomputed:
+        activated = ACTIVATIONS[self.activation](dequantize_residual(saved.gate))
+        y = (activated if saved.up is None else activated * dequantize_residual(saved.up)).astype(self.dtype)
+        dy = gradient.array if (gradient.array.shape, gradient.array.dtype) == (y.shape, y.dtype) else None
+        sources, fused_output = self._operands(saved, y, dy), None
+        predicted = self._predict_cotangents(saved, gradient, None if dy is None else sources)
+        if sources is not None:
+            from pallas_kernels.nonlinear.quantize_recomputed_triton import RESULT
+
+            operation, operands = sources
+            result_prediction = None if dy is None else predicted
+            (fused_output,) = fused_outputs.FusedOutputs(
+                operation, (RESULT,), operands, predicted=result_prediction
+            ).outputs
+        return Recomputed(y, fused_output, predicted)
+
+    def backward(
+        self,
+        saved: ActivationResiduals,
+        dy: Array,
+        dtypes: tuple[DTypeLike | None, ...],
+        passthrough_cotangent: Array | None,
+        predicted: fused_outputs.CotangentPrediction | None,
+    ) -> tuple[tuple[Array, ...], tuple[ArrayFacts, ...]]:
+        kernel_operands = (
+            self._operands(saved, dy, dy, fp8=False) if self.writes_cotangents and {*dtypes} == {self.dtype} else None
+        )
+        if kernel_operands is not None:
+            operation, operands = kernel_operands
+            arrays = fused_outputs.run(lambda backend, operands: backend.cotangents(operation, operands), operands)
+            return tuple(fused_outputs.reshape_like(x, dy) for x in arrays), ()
+        up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
+        cotangents = activation_cotangents(
+            ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
+        )
+        cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
+        if any(dtype != self.dtype for dtype in dtypes):
+            return cast, ()
+        predicted, sources = predicted or fused_outputs.CotangentPrediction(), self._operands(saved, cast[0], dy)
+        fused_outputs: tuple[fused_outputs.FusedOutput | None, ...] = (None,) * len(cast)
+        if sources is not None:
+            from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
+
+            kinds = (GATE, UP)[: len(cast)]
+            sums = dict(enumerate(predicted.sums))
+            fused_outputs = fused_outputs.FusedOutputs(
+                sources[0], kinds, sources[1], predicted.peaks, None, predicted.variants, sums
+            ).outputs
+        spec, scales = predicted.spec, predicted.scales or (None,) * len(cast)
+        scale_facts = (None if spec is None or scale is None else (spec, scale) for scale in scales)
+        return cast, tuple(
+            ArrayFacts(None, fused_output, scale)
+            for fused_output, scale in zip(fused_outputs, scale_facts, strict=True)
+        )
+
+    def _predict_cotangents(
+        self, saved: ActivationResiduals, gradient: CotangentFacts, sources: Any
+    ) -> fused_outputs.CotangentPrediction:
+        """Scales of the cotangents of gate and up from bounds on them, if these are wanted.
+
+        `sources` are how kernels compute the cotangents, or None.
+        """
+        spec = gradient.spec
+        if not self.uses_bounds or spec is None or spec.format != "e5m2" or not fused_outputs.supports(spec):
+            return fused_outputs.CotangentPrediction()
+        assert isinstance(saved.gate, QTensor)
+        has_row_scales = saved.gate.spec.granularity in ("tensor", "token", "group")
+        if not has_row_scales or gradient.array.shape != saved.gate.shape:
+            return fused_outputs.CotangentPrediction()
+        slopes = [jnp.float32(MAX_SLOPE)]
+        if saved.up is not None:
+            assert isinstance(saved.up, QTensor)
+            slopes = [MAX_SLOPE * _row_bounds(saved.up), _row_bounds(saved.gate)]
+        rows, fmt = gradient.row_bounds(), formats.get(spec.format)
+        bounds = tuple(scaling.compute_amax(rows * slope) for slope in slopes)
+        if sources is None:
+            peaks = self._cotangent_amaxes(saved, gradient.array)
+        else:
+            operation, operands = sources
+            peaks = fused_outputs.run(functools.partial(_peaks_if_loose, operation, fmt), operands, bounds)
+        scale_bounds = (
+            jnp.where(scaling.is_loose(bound, peak, fmt), peak, bound)
+            for bound, peak in zip(bounds, peaks, strict=True)
+        )
+        return fused_outputs.CotangentPrediction(
+            spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in scale_bounds), needs_sums=self.biased
+        )
+
+    def _cotangent_amaxes(self, saved: ActivationResiduals, dy: Array) -> tuple[Array, ...]:
+        """The largest magnitudes of the cotangents of gate and up."""
+        up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
+        cotangents = activation_cotangents(
+            ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
+        )
+        return tuple(scaling.compute_amax(ct.astype(self.dtype)) for ct in cotangents)
+
+    def _operands(
+        self, saved: ActivationResiduals, like: Array, dy: Array | None, *, fp8: bool = True
+    ) -> tuple[Any, Any] | None:
+        """How the kernels compute the result, or with its gradient those of the inputs, alike to an array.
+
+        None for XLA.
+        """
+        spec = None if isinstance(saved.gate, Array) else saved.gate.spec
+        operation = _kernel_operation(self.activation, like, saved.up, spec, saved.activated is not None, fp8=fp8)
+        if operation is None:
+            return None
+        from pallas_kernels.nonlinear import quantize_recomputed_triton
+
+        names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
+        arrays_and_scales = [
+            array for q in saved for array in ((None, None) if q is None else fused_outputs.residual_matrices(q))
+        ]
+        named_arrays: Any = dict(zip(names, arrays_and_scales, strict=True))
+        return operation, quantize_recomputed_triton.Operands(
+            **named_arrays, gradient=None if dy is None else fused_outputs.to_matrix(dy)
+        )
+
+
+def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands: Any, bounds: tuple[Array, ...]) -> Any:
+    """The largest magnitudes of an activation's cotangents, or 0 where a sample of rows shows that no bound is loose.
+
+    The fp32 scalars are those of the gate and, if the activation is gated, of `up`.
+    """
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
+
+    kinds = (GATE, UP)[: len(bounds)]
+    with jax.named_scope("sample"):
+        sample = backend.peaks(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
+    is_loose = [(peak == 0) | scaling.is_loose(bound, peak, fmt) for bound, peak in zip(bounds, sample, strict=True)]
+    with jax.named_scope("mend"):
+        return tuple(backend.peaks(operation, kinds, operands, wanted=functools.reduce(jnp.logical_or, is_loose)))
+
+
+def _row_bounds(residual: QTensor) -> Array:
+    """An upper bound of the magnitudes in each row, fp32 (rows,), from the scales."""
+    scale = fused_outputs.to_matrix(residual.scale).astype(jnp.float32)
+    return jnp.max(scale, -1, initial=0.0) * formats.get(residual.spec.format).max
+
+
+def activate(
+    name: str,
+    gate: Array,
+    up: Array | None,
+    recipe: Recipe | Context | str,
+    *,
+    has_bias: bool = False,
+) -> tuple[Array, ArrayFacts]:
+    """The result of an activation, `glu` where there is an `up`, and what it is made from.
+
+    `biased` says that linear layers with a bias have made an input: the pass that quantizes its gradient then gives
+    that of the bias, too.
+    """
+    context, function, consumer = context_part(recipe), _function(name), fused_outputs.find_consumer(recipe)
+    omits_activated, operation, writes_result = (
+        context.lean or context.spec is None or up is None,
+        None,
+        fused_outputs.writes_result(recipe),
+    )
+    if context.spec is not None or fused_outputs.emits_codes(recipe):
+        operation = _kernel_operation(
+            name, gate, up, context.spec, not omits_activated, forward=True, fp8=not writes_result
+        )
+    if context.spec is None and operation is None:
+        y = function(gate) if up is None else function(gate) * up
+        return derivatives.check_differentiable_dtypes("an activation", y, gate, up), NO_FACTS
+    g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
+    out_spec = None if consumer is None else consumer.spec("x")
+    fused_output = scale = codes = None
+    # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
+    barrier_gate = lax.optimization_barrier(g)
+    activated = function(barrier_gate)
+    y = activated if u is None else activated * u
+    if operation is None:
+        assert context.spec is not None
+        residual_arrays = barrier_gate, u, None if omits_activated else activated
+        residuals = ActivationResiduals(
+            *(None if x is None else quantize_residual(x, context.spec) for x in residual_arrays)
+        )  # type: ignore[arg-type]
+        if out_spec is not None and not out_spec.is_folded:
+            matrix = fused_outputs.to_matrix(y)
+            scale = _scale_from_sample(out_spec, scaling.compute_sample_amax(matrix), scaling.compute_amax(matrix))
+    elif writes_result:
+        assert context.spec is not None
+        residuals, y = _save_and_write_result(operation, g, u, context.spec)
+    else:
+        residuals, result, scale, codes = _save_and_quantize_result(operation, g, u, context.spec, out_spec)
+        (fused_output,) = result.outputs
+    inputs = (gate,) if up is None else (gate, up)
+    residuals = residuals if context.spec is None else with_checkpoint_name(residuals, ACTIVATION)
+    recomputable = ActivationBackward(
+        name, gate.dtype, context.lean and context.scales == "bound", writes_result, has_bias
+    )
+    y, _ = with_saved_vjp(recomputable, inputs, residuals, y, name="an activation")
+    facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, scale, codes)
+    y = derivatives.check_differentiable_dtypes("an activation", y, *inputs)
+    return y, facts
+
+
+def _scale_from_sample(out_spec: QuantSpec, sample: Array, amax: Array | float = 0.0) -> Array:
+    """The scale of a result from the largest magnitudes of a sample of it, and of all of it if that is known."""
+    return scaling.to_scale(jnp.maximum(scaling.amax_from_sample(sample), amax), formats.get(out_spec.format))
+
+
+def _kernel_operation(
+    name: str,
+    like: Array,
+    up: Any,
+    spec: QuantSpec | None,
+    saves_activated: bool,
+    *,
+    forward: bool = False,
+    fp8: bool = True,
+) -> Any:
+    fields: Any = {"activation": name, "gated": up is not None, "activated": saves_activated}
+    return fused_outputs.describe_operation(like, spec, like.dtype, forward=forward, fp8=fp8, **fields)
+
+
+def _save_and_write_result(
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec
+) -> tuple[ActivationResiduals, Array]:
+    """What is kept, and the result."""
+    coding, dtype = fused_outputs.to_coding(spec), gate.dtype
+    g, u = fused_outputs.to_matrix(gate), None if up is None else fused_outputs.to_matrix(up)
+    parts, _, y = fused_outputs.run(
+        lambda backend, *arrays: backend.keep_activation(operation, *arrays, coding, result=(None, dtype)), g, u
+    )
+    return _to_residuals(parts, gate, spec), fused_outputs.reshape_like(y, gate)
+
+
+def _to_residuals(parts: Any, like: Array, spec: QuantSpec) -> ActivationResiduals:
+    codes: Any = [None if part is None else fused_outputs.to_residual(part[0], part[1], like, spec) for part in parts]
+    return ActivationResiduals(*codes)
+
+
+def _save_and_quantize_result(
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec | None, out_spec: QuantSpec | None
+) -> tuple[ActivationResiduals, fused_outputs.FusedOutputs, Array | None, Any]:
+    """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes.
+
+    Codes of rows have their scales beside them.
+    """
+    from pallas_kernels.nonlinear import quantize_recomputed_triton
+
+    coding, g, u = (
+        fused_outputs.to_coding(spec),
+        fused_outputs.to_matrix(gate),
+        None if up is None else fused_outputs.to_matrix(up),
+    )
+    exact_operation, kinds = operation._replace(exact=True), (quantize_recomputed_triton.RESULT,)
+
+    def save_and_quantize(backend: Any, *arrays: Any) -> Any:
+        save = functools.partial(backend.keep_activation, operation, *arrays, coding)
+        if out_spec is None or out_spec.is_folded:
+            parts, peak, codes = save(result=None if out_spec is None else (None, formats.get(out_spec.format).dtype))
+            return parts, peak, None, codes
+        operands = quantize_recomputed_triton.Operands(arrays[0], up=arrays[1])
+        with jax.named_scope("sample"):
+            (sample,) = backend.peaks(exact_operation, kinds, operands, every=scaling.SAMPLE_EVERY)
+        parts, peak, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
+        scale = _scale_from_sample(out_spec, sample, peak)
+        with jax.named_scope("mend"):
+            codes = backend.mend(
+                exact_operation, kinds, operands, codes, scale, peak > scaling.amax_from_sample(sample)
+            )
+        return parts, peak, scale, codes
+
+    # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
+    is_empty = spec is None and (out_spec is None or not out_spec.is_folded)
+    parts, peak, scale, codes = ((), None, None, None) if is_empty else fused_outputs.run(save_and_quantize, g, u)
+    residuals = ActivationResiduals(gate, up, None) if spec is None else _to_residuals(parts, gate, spec)
+    result = fused_outputs.FusedOutputs(
+        exact_operation, kinds, quantize_recomputed_triton.Operands(g, up=u), () if peak is None else (peak,)
+    )
+    return residuals, result, scale, codes
+
+
+def _function(name: str) -> Callable[[Array], Array]:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {name!r}; it is one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

@@ -1,0 +1,387 @@
+"""RMSNorm and LayerNorm that keep their input in 8 bits for the backward pass (COAT, section 5.2)."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import derivatives, formats, scaling
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.autodiff.checkpointing import NORM, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.autodiff.residuals import (
+    NO_FACTS,
+    ArrayFacts,
+    CotangentFacts,
+    Recomputed,
+    dequantize_residual,
+    quantize_residual,
+    with_saved_vjp,
+)
+from fp8jax.ops.quantization import fused_outputs
+from fp8jax.ops.quantization.fused_reference import apply_normalization, norm_cotangents, statistics
+from fp8jax.ops.quantization.microscaling import RECOMPUTE_HEADROOM
+from fp8jax.recipes import context_part
+
+
+def rms_norm(
+    x: Array,
+    scale: Array | None = None,
+    *,
+    recipe: Recipe | Context | str,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
+
+    Forward it is exact, in fp32; the backward pass reads the codes of `x` and the fp32 root of each row. Where inputs
+    are kept as they are JAX differentiates. `norm_linear` is a norm with the layers that read it, which keep less.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        scale: (channels,), or None.
+        recipe: a `Recipe`, its part `Context`, or a name.
+        eps: added to the mean square.
+        dtype: of the result; that of `x` if None.
+
+    Returns:
+        (..., channels). Gradients have the dtypes of what they are gradients of.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    return normalize(x, scale, None, context_part(recipe), eps, dtype, centered=False)[0]
+
+
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe | Context | str,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
+
+    Forward it is exact, in fp32; the backward pass reads the codes of `x - mean(x)`, whose error unlike that of codes
+    of `x` does not grow with the mean, and the fp32 root of each row.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        scale: (channels,), or None.
+        bias: (channels,), or None.
+        eps: added to the variance.
+        recipe, dtype: as of `rms_norm`.
+
+    Returns, raises: as `rms_norm`.
+    """
+    return normalize(x, scale, bias, context_part(recipe), eps, dtype, centered=True)[0]
+
+
+class NormResiduals(NamedTuple):
+    """What a norm saves: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters.
+
+    Where inputs are kept as they are, the input in place of its codes.
+    """
+
+    codes: QTensor | Array
+    inverse: Array
+    scale: Array | None
+    bias: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class NormBackward:
+    """How a norm goes back: `fp8jax.ops.autodiff.residuals.Remade`."""
+
+    centered: bool
+    dtype: DTypeLike
+
+    def recompute(self, saved: NormResiduals, gradient: CotangentFacts) -> Recomputed:
+        z, mean = self._input(saved)
+        y = apply_normalization(z, saved.inverse, saved.scale, saved.bias).astype(self.dtype)
+        operation, fused_output = self._kernel_operation(saved, y), None
+        if operation is not None:
+            stored_input = fused_outputs.residual_matrices(saved.codes)
+            (fused_output,) = _fused_result(
+                operation, stored_input, saved.inverse, mean, saved.scale, saved.bias, None
+            ).outputs
+        return Recomputed(y, fused_output)
+
+    def backward(
+        self,
+        saved: NormResiduals,
+        dy: Array,
+        dtypes: tuple[DTypeLike | None, ...],
+        passthrough_cotangent: Array | None,
+        predicted: Any,
+    ) -> tuple[tuple[Array | None, ...], tuple[ArrayFacts, ...]]:
+        operation = self._kernel_operation(
+            saved, dy, fp8=isinstance(saved.codes, Array) or not saved.codes.spec.is_packed
+        )
+        if operation is None:
+            options = {"centered": self.centered, "biased": saved.bias is not None}
+            dx, *sums = norm_cotangents(self._input(saved)[0], saved.inverse, saved.scale, dy, **options)
+            return _cast(
+                (dx if passthrough_cotangent is None else dx + passthrough_cotangent.astype(jnp.float32), *sums), dtypes
+            ), ()
+
+        operands = (
+            *fused_outputs.residual_matrices(saved.codes),
+            saved.inverse.reshape(-1),
+            saved.scale,
+            fused_outputs.to_matrix(dy),
+        )
+        other_cotangents = None if passthrough_cotangent is None else fused_outputs.to_matrix(passthrough_cotangent)
+        dx, *sums, peak = fused_outputs.run(
+            lambda backend, *arrays: backend.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]),
+            *operands,
+            other_cotangents,
+        )
+        return _cast((fused_outputs.reshape_like(dx, dy), *sums), dtypes), (ArrayFacts(amax=peak),)
+
+    def _input(self, saved: NormResiduals) -> tuple[Array, Array | None]:
+        """The input, centered where the norm is, and its mean where that is not taken from what is saved."""
+        z = dequantize_residual(saved.codes)
+        if not (self.centered and isinstance(saved.codes, Array)):
+            return z, None
+        mean = jnp.mean(z, -1, keepdims=True)
+        return z - mean, mean
+
+    def _kernel_operation(self, saved: NormResiduals, like: Array, *, fp8: bool = True) -> Any:
+        fields = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
+        spec = None if isinstance(saved.codes, Array) else saved.codes.spec
+        return fused_outputs.describe_operation(
+            like, spec, self.dtype, norm=True, fp8=fp8, centered=self.centered, **fields
+        )
+
+
+def normalize(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    recipe: Recipe | Context | str,
+    eps: float,
+    dtype: DTypeLike | None,
+    *,
+    centered: bool,
+    returns_input: bool = False,
+) -> tuple[Array, Array | None, ArrayFacts]:
+    """A norm's result, and what it is made from; between them `x` for its other readers, if `residual`.
+
+    The norm adds the gradients of those to its own.
+    """
+    for name, parameter in (("scale", scale), ("bias", bias)):
+        if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
+            shape = None if parameter is None else parameter.shape
+            raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
+    dtype, context, consumer = (
+        jnp.dtype(x.dtype if dtype is None else dtype),
+        context_part(recipe),
+        fused_outputs.find_consumer(recipe),
+    )
+    operation, writes_result = None, fused_outputs.writes_result(recipe)
+    if context.spec is not None or fused_outputs.emits_codes(recipe):
+        fields = {"scaled": scale is not None, "biased": bias is not None, "centered": centered}
+        operation = fused_outputs.describe_operation(
+            x, context.spec, dtype, norm=True, forward=True, fp8=not writes_result, **fields
+        )
+    if context.spec is None and operation is None:
+        z, inverse = statistics(x, eps, centered=centered)
+        y = apply_normalization(z, inverse, scale, bias).astype(dtype)
+        return (
+            derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias),
+            x if returns_input else None,
+            NO_FACTS,
+        )
+    value, weight, shift = lax.stop_gradient((x, scale, bias))
+    out_spec = None if consumer is None else consumer.spec("x")
+    result_bound = (
+        None
+        if out_spec is None or out_spec.is_folded
+        else ResultBound.from_params(weight, shift, x.shape[-1], out_spec)
+    )
+    fused_output = codes = out_scale = None
+    if operation is None:
+        assert context.spec is not None
+        z, inverse = statistics(value, eps, centered=centered)
+        residuals = NormResiduals(quantize_residual(z if centered else value, context.spec), inverse, weight, shift)
+        y = apply_normalization(z, inverse, weight, shift).astype(dtype)
+        out_scale = None if result_bound is None else result_bound.scale_from_amax(scaling.compute_amax(y))
+    elif writes_result:
+        residuals, _, _, y, _ = _save_and_quantize_result(
+            operation, value, weight, shift, context.spec, eps, None, dtype
+        )
+        y = fused_outputs.reshape_like(y, value)
+    else:
+        out_dtype = None if out_spec is None else formats.get(out_spec.format).dtype
+        residuals, mean, peak, codes, out_scale = _save_and_quantize_result(
+            operation, value, weight, shift, context.spec, eps, result_bound, out_dtype
+        )
+        z, inverse = value.astype(jnp.float32), residuals.inverse
+        if mean is not None:
+            z = z - mean.reshape(inverse.shape)
+        exact_operation = operation._replace(exact=True)
+        (fused_output,) = _fused_result(
+            exact_operation, (fused_outputs.to_matrix(value), None), inverse, mean, weight, shift, peak
+        ).outputs
+        y = apply_normalization(z, inverse, weight, shift).astype(dtype)
+    if context.spec is None:
+        residuals = residuals._replace(inverse=with_checkpoint_name(residuals.inverse, PRODUCT_AUX))
+    else:
+        residuals = residuals._replace(
+            codes=with_checkpoint_name(residuals.codes, NORM), inverse=with_checkpoint_name(residuals.inverse, NORM)
+        )
+    recomputable = NormBackward(centered, dtype)
+    y, passthrough = with_saved_vjp(
+        recomputable, (x, scale, bias), residuals, y, returns_input=returns_input, name="a norm"
+    )
+    facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, out_scale, codes)
+    y = derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias)
+    return y, passthrough, facts
+
+
+class ResultBound(NamedTuple):
+    """A bound on the magnitudes of a norm's result, known before it is computed.
+
+    No normalized value is more than the root of the channels, the norm of its row. The bound is far too large if eps is
+    far above the mean squares of all rows, or if one channel has a scale far above those of the others.
+
+    Attributes:
+        largest: the bound, an fp32 scalar.
+        spread: how far the largest scale is above EVEN times the geometric mean of the others, fp32, at least 1.
+        spec: how the result is quantized.
+    """
+
+    max_magnitude: Array
+    outlier_ratio: Array
+    spec: QuantSpec
+
+    @classmethod
+    def from_params(cls, scale: Array | None, bias: Array | None, channels: int, spec: QuantSpec) -> "ResultBound":
+        max_normalized, outlier_ratio = math.sqrt(channels), jnp.float32(1)
+        max_magnitude = jnp.float32(max_normalized)
+        if scale is not None:
+            scale_amax = scaling.compute_amax(scale)
+            max_magnitude, outlier_ratio = (
+                max_normalized * scale_amax,
+                jnp.maximum(scale_amax / (OUTLIER_FACTOR * _geometric_mean(scale)), 1.0),
+            )
+        if bias is not None:
+            max_magnitude = max_magnitude + scaling.compute_amax(bias)
+        return cls(jnp.minimum(1.01 * max_magnitude, np.finfo(np.float32).max), outlier_ratio, spec)
+
+    @property
+    def scale(self) -> Array:
+        """The scale that the bound gives."""
+        return scaling.to_scale(self.max_magnitude, formats.get(self.spec.format))
+
+    def is_loose(self, amax: Array) -> Array:
+        """Whether the scale must come from the result's largest magnitude instead: `fp8jax.core.scaling.is_loose`."""
+        return scaling.is_loose(self.max_magnitude * self.outlier_ratio, amax, formats.get(self.spec.format))
+
+    def scale_from_amax(self, amax: Array) -> Array:
+        """The scale of a result whose largest magnitude is known."""
+        # The input of the weight's gradient is computed again from rounded codes.
+        bound = jnp.where(
+            self.is_loose(amax), jnp.minimum(RECOMPUTE_HEADROOM * amax, self.max_magnitude), self.max_magnitude
+        )
+        return scaling.to_scale(bound, formats.get(self.spec.format))
+
+
+# How many times their geometric mean the largest scale of a norm's channels may be before it counts as an outlier.
+OUTLIER_FACTOR = 8.0
+
+
+def _geometric_mean(scale: Array) -> Array:
+    """That of the finite magnitudes which are not 0, an fp32 scalar; 1 if there are none."""
+    magnitude = jnp.abs(scale.astype(jnp.float32))
+    is_counted = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
+    logarithms = jnp.log2(jnp.where(is_counted, magnitude, 1.0))
+    return jnp.exp2(jnp.sum(logarithms) / jnp.maximum(jnp.sum(is_counted, dtype=jnp.float32), 1.0))
+
+
+def _save_and_quantize_result(
+    operation: Any,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    spec: QuantSpec | None,
+    eps: float,
+    bound: ResultBound | None,
+    dtype: DTypeLike | None,
+) -> tuple[NormResiduals, Array | None, Array, Any, Array | None]:
+    """What is kept, the mean of rows where the norm is centered, and of the result what follows.
+
+    These are its largest magnitude; what is asked for in `dtype`, codes under a scale, codes and scales of rows, or the
+    result itself; and the scale, if there is a bound.
+    """
+    from pallas_kernels.nonlinear import quantize_recomputed_triton
+
+    # JAX keeps traced functions: `make` must not hold arrays of a trace.
+    coding, out_spec = fused_outputs.to_coding(spec), None if bound is None else bound.spec
+
+    def make(backend: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:
+        result_bound = None if bound is None or out_spec is None else ResultBound(*bound, out_spec)
+        result = None if dtype is None else (None if result_bound is None else result_bound.scale, dtype)
+        *residual_arrays, peak, codes = backend.forward(operation, x, scale, bias, eps, coding, result=result)
+        if result_bound is None:
+            return *residual_arrays, peak, codes, None
+        inverse, mean = residual_arrays[2:]
+        operands = quantize_recomputed_triton.Operands(x, inverse=inverse, mean=mean, weight=scale, bias=bias)
+        out_scale, exact_operation = result_bound.scale_from_amax(peak), operation._replace(exact=True)
+        with jax.named_scope("mend"):
+            codes = backend.mend(
+                exact_operation,
+                (quantize_recomputed_triton.NORM,),
+                operands,
+                codes,
+                out_scale,
+                result_bound.is_loose(peak),
+            )
+        return *residual_arrays, peak, codes, out_scale
+
+    codes, scales, inverse, mean, peak, result, to_scale = fused_outputs.run(
+        make,
+        fused_outputs.to_matrix(x),
+        scale,
+        bias,
+        None if bound is None else (bound.max_magnitude, bound.outlier_ratio),
+    )
+    input_residual = x if spec is None else fused_outputs.to_residual(codes, scales, x, spec)
+    return (
+        NormResiduals(input_residual, fused_outputs.reshape_like(inverse[:, None], x), scale, bias),
+        mean,
+        peak,
+        result,
+        to_scale,
+    )
+
+
+def _fused_result(
+    operation: Any,
+    stored_input: tuple[Array, Array | None],
+    inverse: Array,
+    mean: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    peak: Array | None,
+) -> fused_outputs.FusedOutputs:
+    from pallas_kernels.nonlinear import quantize_recomputed_triton
+
+    rows = {"inverse": inverse.reshape(-1), "mean": None if mean is None else mean.reshape(-1)}
+    operands = quantize_recomputed_triton.Operands(stored_input[0], stored_input[1], weight=scale, bias=bias, **rows)
+    return fused_outputs.FusedOutputs(
+        operation, (quantize_recomputed_triton.NORM,), operands, () if peak is None else (peak,)
+    )
+
+
+def _cast(cotangents: tuple[Array | None, ...], dtypes: tuple[DTypeLike | None, ...]) -> Any:
+    return tuple(None if ct is None else ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))

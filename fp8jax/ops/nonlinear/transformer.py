@@ -1,0 +1,180 @@
+"""The linear layers of a transformer with what comes before them, as functions for models without modules.
+
+One FP8 copy serves both neighbours of each array between them, and no 16-bit copy survives to the backward pass (COAT,
+section 5.2 and appendix D).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+from jax import Array
+
+from fp8jax.core.recipe import Recipe
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, NO_INPUT_FACTS, ArrayFacts, InputFacts
+from fp8jax.ops.dispatch.sharding import OutSharding, merge
+from fp8jax.ops.nonlinear.activation import activate, check_glu_inputs
+from fp8jax.ops.nonlinear.norm import normalize
+from fp8jax.ops.products.linear import flatten_tokens, linears, output_spec, require_stateless
+from fp8jax.ops.products.operands import Input
+from fp8jax.ops.products.product import QuantizedWeight, recipe_dot
+from fp8jax.recipes import resolve
+
+
+def norm_linear(
+    x: Array,
+    scale: Array | None,
+    weights: Sequence[Array],
+    *,
+    recipe: Recipe | str,
+    norm: Literal["rms", "layer"] = "rms",
+    norm_bias: Array | None = None,
+    eps: float = 1e-6,
+    key: Array | None = None,
+    residual: bool = False,
+    quantized: Sequence[QuantizedWeight] | None = None,
+    out_sharding: OutSharding = None,
+) -> tuple[Array, ...]:
+    """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
+
+    The layers share one quantized copy of the norm's result. For the backward pass a lean context keeps the codes of
+    `x` alone, a faithful one also that copy.
+
+        x, q, k, v = fp8jax.norm_linear(x, scale, (wq, wk, wv), recipe=recipe, residual=True)
+        x = fp8jax.attention_output(attention(q, k, v), wo, x, recipe=recipe)
+
+    Args:
+        x: (..., channels), any floating dtype.
+        scale: (channels,), of the norm; or None.
+        weights: (channels, outputs) each.
+        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
+        norm: "rms" or "layer".
+        norm_bias: (channels,), for "layer"; or None.
+        eps: added to the mean square or variance.
+        residual: whether to return `x`, too, for what is added to it: the gradient of that sum is then added in the
+            norm's own backward pass.
+        quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
+        key, out_sharding: as of `linear`.
+
+    Returns:
+        (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
+
+    Raises:
+        ValueError: an unknown norm, a bias for "rms", or another number of `quantized` than of weights; or as
+            `rms_norm` and `linear`.
+        TypeError: `recipe` is a part of one.
+    """
+    recipe = _resolve_whole_recipe(recipe)
+    if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
+        raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
+    prequantized = [None] * len(weights) if quantized is None else list(quantized)
+    if len(prequantized) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
+    centered = norm == "layer"
+    h, passthrough, facts = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, returns_input=residual)
+    options: Any = {"key": key, "quantized": prequantized, "out_sharding": out_sharding}
+    y = linears(h, weights, recipe=recipe, facts=facts, **options)
+    if not residual:
+        return y
+    assert passthrough is not None
+    return (passthrough, *y)
+
+
+def attention_out_proj(
+    y: Array,
+    w: Array,
+    residual: Array | None = None,
+    *,
+    recipe: Recipe | str,
+    key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
+    out_sharding: OutSharding = None,
+) -> Array:
+    """The projection of what attention returns, plus a residual.
+
+    Flash attention keeps its output for its own backward pass, so where the recipe has a context, this layer keeps of
+    it one scale alone, which is cheaper to keep than to find again (COAT, appendix D).
+
+    Args:
+        y: (..., heads, channels) as attention returns it, not reshaped: a reshaped copy would be kept beside it. Any
+            floating dtype.
+        w: (heads * channels, outputs), or (heads, channels, outputs).
+        residual: (..., outputs), or None.
+        recipe: as of `norm_linear`.
+        quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
+        key, out_sharding: as of `linear`; the sharding is that of the projection.
+
+    Returns:
+        (..., outputs) in the dtype of `y`, promoted with that of the residual.
+
+    Raises:
+        ValueError: shapes do not match, or as `linear`.
+        TypeError: `recipe` is a part of one.
+    """
+    recipe = _resolve_whole_recipe(recipe)
+    shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
+    if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
+        raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
+    input_facts = (
+        InputFacts(ArrayFacts(recompute_rule=(ALREADY_SAVED, y)))
+        if recipe.context.residual is not None
+        else NO_INPUT_FACTS
+    )
+    tokens, matrix = merge(y, *[1] * (y.ndim - 2), 2), merge(w, w.ndim - 1, 1)
+    out_spec, token_input = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, input_facts)
+    out = recipe_dot(token_input, matrix, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    return out if residual is None else residual + out
+
+
+def glu_down_proj(
+    gate: Array,
+    up: Array | None,
+    w: Array,
+    residual: Array | None = None,
+    *,
+    recipe: Recipe | str,
+    activation: str = "silu",
+    key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
+    out_sharding: OutSharding = None,
+) -> Array:
+    """residual + (activation(gate) * up) @ w, the second half of a perceptron.
+
+    For the backward pass a lean context keeps the codes of `gate` and `up` alone.
+
+    Args:
+        gate: (..., inner), any floating dtype.
+        up: the same shape and dtype; None for activation(gate) @ w.
+        w: (inner, outputs).
+        residual: (..., outputs), or None. With a context nothing but norms before should read it beside this layer,
+            as what `norm_linear` returns of `residual=True`: the product then is added to it in place, else to a copy.
+        recipe: as of `norm_linear`.
+        activation: "silu", "gelu" (exact) or "gelu_tanh".
+        key, quantized, out_sharding: as of `linear`; the sharding is that of the product.
+
+    Returns:
+        (..., outputs) in the dtype of `gate`, promoted with that of the residual.
+
+    Raises:
+        ValueError: as `glu` and `linear`.
+        TypeError: `recipe` is a part of one.
+    """
+    recipe = _resolve_whole_recipe(recipe)
+    if up is not None:
+        check_glu_inputs(gate, up)
+    h, facts = activate(activation, gate, up, recipe)
+    out_spec = output_spec(h, w, out_sharding)
+    h_input = Input(flatten_tokens(h, w), h, input_facts=InputFacts(facts))
+    y = recipe_dot(h_input, w, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    if residual is not None and recipe.context.residual is not None:
+        # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
+        residual = jax.lax.optimization_barrier(residual)
+    return y if residual is None else residual + y
+
+
+def _resolve_whole_recipe(recipe: Recipe | str) -> Recipe:
+    preset = resolve(recipe)
+    if not isinstance(preset, Recipe):
+        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {preset!r}")
+    return preset

@@ -1,0 +1,327 @@
+"""When the fused AdamW kernel can take a parameter, and how it is called."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fp8jax.core import expansion, formats, noise
+from fp8jax.core.masters import MasterWeight
+from fp8jax.core.noise import round_stochastic
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.dispatch.choice import Choice, capability, check_impl, choose_impl, missing_triton
+from fp8jax.ops.dispatch.partition import on_one_device, run_partitioned
+from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
+from fp8jax.ops.optimizers.adamw_leaf import Adam as Adam
+from fp8jax.ops.optimizers.adamw_leaf import AdamLeaf as AdamLeaf
+from fp8jax.ops.optimizers.adamw_leaf import Form as Form
+from fp8jax.ops.optimizers.adamw_leaf import Moment as Moment
+from fp8jax.ops.optimizers.adamw_leaf import exact_update
+
+# Members of a group that no longer matter, as `fp8jax.ops.optimizers.dead_elements.settled` takes them: shares of a group's direction,
+# and of its largest second moment.
+DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
+DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
+# Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
+# bring weights a quarter too far after their last gradient.
+DITHER_FROM_B1 = 0.98
+
+
+class _Operands(NamedTuple):
+    grad: Array
+    weight: Any
+    mu: tuple[Array, ...]
+    nu: tuple[Array, ...]
+    scalars: tuple[Array | None, ...]
+    noise: Array | None
+    nu_noise: Array | None
+
+
+def needs_dither(moment: Moment, b1: Any) -> bool:
+    """Whether a first moment is rounded by `fp8jax.core.noise.fading`, so that its decay is not lost.
+
+    With range expansion codes reach down to the smallest value of a group, and lie close enough together for a decay of
+    `SLOW` or faster. Nobody knows the decay where it is an array, traced or not.
+    """
+    if not isinstance(moment, QTensor):
+        return False
+    return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > DITHER_FROM_B1)
+
+
+def choose(leaf: AdamLeaf, impl: str, nesterov: bool = False) -> Choice:
+    """What computes the step of a parameter; with `nesterov`, XLA.
+
+    Raises:
+        ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
+    """
+    check_impl(impl)
+    if not leaf.quantized_moments:
+        return Choice("xla", "no moment is quantized")
+    reason = "the kernel has no nesterov" if nesterov else None
+    return choose_impl(
+        impl, lambda: reason or missing_triton("adamw_triton") or _unsupported_reason(leaf), "the fused kernel"
+    )
+
+
+def _unsupported_reason(leaf: AdamLeaf) -> str | None:
+    from pallas_kernels.optimizers import adamw_triton
+
+    if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
+        return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
+
+    specs = [moment.spec for moment in leaf.quantized_moments]
+    if any(spec.expand == "coat" for spec in specs):
+        return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
+    in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
+    if not in_groups or any(spec.rounding != "nearest" or spec.group_size != leaf.group_size for spec in specs):
+        stored_specs = " and ".join(map(str, specs))
+        return f"moments are stored as {stored_specs}, not in the same groups along the last axis, to nearest"
+    mu, nu = (tuple(x.dtype for x in _moment_arrays(moment)) for moment in (leaf.mu, leaf.nu))
+    return adamw_triton.unsupported_reason(leaf.grad.shape, leaf.grad.dtype, leaf.dtype, mu, nu, leaf.group_size)
+
+
+class ShardStride(NamedTuple):
+    """Where the groups of a part, or its elements, lie among those of the whole array.
+
+    Group n of the part is group `first + n // inner * stride + n % inner` of the whole.
+
+    Attributes:
+        first: number of the part's first group, uint32.
+        inner: groups of the part that follow each other in the whole.
+        stride: how many groups further the next such run begins; 0 if all follow each other.
+    """
+
+    first: Array
+    inner: int
+    stride: int
+
+    @classmethod
+    def from_sharding(
+        cls, sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], shard_counts: Sequence[int]
+    ) -> "ShardStride | None":
+        """None where runs of groups have no constant stride.
+
+        Args:
+            names: of the axes.
+            whole, part: groups along each axis.
+        """
+        runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
+        first = jnp.zeros((), jnp.uint32)
+        for name, n, shard_count in zip(reversed(names), reversed(global_counts), reversed(shard_counts), strict=True):
+            first = first + jnp.asarray(sharding.shard_offset(name, shard_count)).astype(jnp.uint32) * np.uint32(
+                stride % 2**32
+            )
+            if stride == runs[-1][0] * runs[-1][1]:
+                runs[-1][0] *= shard_count
+            elif shard_count > 1:
+                runs.append([shard_count, stride])
+            stride *= n
+        return None if len(runs) > 2 else cls(first, runs[0][0], runs[1][1] if len(runs) > 1 else 0)
+
+
+def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
+    """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is faded or not."""
+    from pallas_kernels.optimizers import adamw_triton
+
+    count = jnp.asarray(adam.count, jnp.float32)
+    scalars = adamw_triton.AdamWScalars(
+        adam.rate,
+        adam.weight_decay if decays else 0.0,
+        *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
+        *(1 - adam.b1**count, 1 - adam.b2**count),
+        *(adam.eps, adam.eps_root),
+        *(adam.grad_scale, adam.apply_if, adam.max_direction),
+        noise.decay_dither(adam.count)[0] if is_dithered else None,
+    )
+    return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
+
+
+def run(
+    form: Form, leaf: AdamLeaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
+) -> tuple[Array, Moment, Moment]:
+    """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `scalars_of`."""
+    from pallas_kernels.optimizers import adamw_triton
+
+    is_dithered = needs_dither(leaf.mu, adam.b1)
+    storage = (
+        _kernel_storage(leaf.mu, signed=True, is_dithered=is_dithered),
+        _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.nu_noise is not None),
+    )
+    values = (scalars or functools.partial(make_scalars, adam))(leaf.decays, is_dithered)
+    requested_form, form = form, "step" if leaf.exact else form
+    needs_weight = form == "step" or (
+        leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
+    )
+    size = leaf.group_size
+
+    def groups(shape: Sequence[int]) -> list[int]:
+        return [*shape[:-1], -(-shape[-1] // size)]
+
+    def kernel(x: _Operands, run: tuple[int, int] | None, form: Form, dtype: Any) -> Any:
+        return adamw_triton.adamw(
+            *x[:4],
+            adamw_triton.AdamWScalars(*x.scalars),
+            mu_storage=storage[0],
+            nu_storage=storage[1],
+            dead_elements=dead_element_params(),
+            group_size=size,
+            form=form,
+            dtype=dtype,
+            seed=x.noise,
+            nu_seed=x.nu_noise,
+            salt=leaf.salt,
+            run=run,
+            compute_capability=capability(),
+        )
+
+    def step_part(
+        sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], x: _Operands, *kernel_args: Any
+    ) -> Any:
+        """The step of a part of the parameter; noise of its second moment goes by numbers of groups of the whole."""
+        if x.nu_noise is None or not sharding.axes:
+            return kernel(x, None, *kernel_args)
+        stride = ShardStride.from_sharding(sharding, names, global_counts, groups(x.grad.shape))
+        if stride is not None:
+            run = stride.inner, stride.stride or 1
+            return kernel(x._replace(nu_noise=_advance_seed(x.nu_noise, stride.first, size)), run, *kernel_args)
+
+        def step_row(i: Array) -> Any:
+            number = (sharding.shard_offset(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
+            seed = _advance_seed(x.nu_noise, number * np.uint32(math.prod(global_counts[1:]) % 2**32), size)
+            grad, weight, mu, nu = jax.tree.map(lambda array: array[i], tuple(x[:4]))
+            row_operands = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=seed)
+            return step_part(sharding, names[1:], global_counts[1:], row_operands, *kernel_args)
+
+        return jax.lax.map(step_row, jnp.arange(x.grad.shape[0]))
+
+    def step_shard(sharding: DimSharding, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
+        if x.noise is None or not sharding.axes:
+            return step_part(sharding, names, groups(shape), x, form, leaf.dtype)
+        # The kernel numbers weights in its own part; their noise goes by their places in the whole.
+        assert x.weight is not None
+        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
+        offsets = [sharding.shard_offset(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
+        weight = x.weight.astype(jnp.float32) + change
+        weight = round_stochastic(weight, x.noise, whole=shape, begin=offsets)
+        applied = adamw_triton.AdamWScalars(*x.scalars).apply_if
+        return weight if applied is None else jnp.where(applied > 0, weight, x.weight), mu, nu
+
+    def call(*operands: Any) -> Any:
+        x = _Operands(*operands)
+        names = [f"axis{i}" for i in range(x.grad.ndim)]
+        dims, shape = " ".join(names), x.grad.shape
+        moments = [
+            (dims, *[f"{dims}/{size}"] * (len(weight_arrays) - 1)) for weight_arrays in (x.mu, x.nu)
+        ]  # codes or values, then what there is for each group
+        if on_one_device():  # `_over_leading_axes` has mapped it
+            return step_shard(UNSHARDED, names, shape, x)
+        dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
+        static = storage, size, dtypes, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
+        weight_dims = dims if remainder is None else (dims, dims)
+        ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
+        return run_partitioned(
+            f"adamw_{form}", static,
+            lambda cut, *own: step_shard(cut, names, shape, _Operands(*own)), operands, ins, (weight_dims, *moments),
+        )  # fmt: skip
+
+    weight: Any = leaf.weight
+    weight, remainder = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
+    parts = weight if remainder is None else (weight, remainder)
+    moments = _moment_arrays(leaf.mu), _moment_arrays(leaf.nu)
+    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, values, leaf.noise, leaf.nu_seed)
+    results = _vmap_as_leading_axis(call)(*operands)
+    # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
+    result, mu, nu = jax.tree.map(reshard_array_like, results, (leaf.grad if parts is None else parts, *moments))
+    result = result if remainder is None else MasterWeight(*result)
+    if requested_form != form:
+        result = exact_update(result, leaf.weight)
+    return result, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu)
+
+
+def reshard_array_like(x: Array, like: Array) -> Array:
+    """A result that lies on Explicit axes as what it takes the place of."""
+    sharding = jax.typeof(like).sharding
+    is_same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
+    return x if is_same else jax.sharding.reshard(x, sharding)
+
+
+def _advance_seed(seed: Array | None, groups: Array, size: int) -> Array:
+    """The words of noise of a part that begins so many groups of a size after the whole."""
+    assert seed is not None
+    return noise.advance_counter(seed, groups * np.uint32(size // 8))
+
+
+def _vmap_as_leading_axis(function: Any) -> Any:
+    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see.
+
+    Noise does: with it, which goes by positions in one parameter, the kernel runs once for each.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def mapped(*operands: Any) -> Any:
+        return function(*operands)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Any, *operands: Any) -> Any:
+        if any(seed is not None for seed in operands[5:]):
+
+            def one(i: Array) -> Any:
+                return mapped(*jax.tree.map(lambda x, is_mapped: x[i] if is_mapped else x, operands, tuple(batched)))
+
+            results = jax.lax.map(one, jnp.arange(size))
+            return results, jax.tree.map(lambda _: True, results)
+        if any(jax.tree.leaves(batched[4])):
+            raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
+
+        def broadcast(x: Array, is_mapped: bool) -> Array:
+            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+        results = mapped(*jax.tree.map(broadcast, operands[:4], tuple(batched[:4])), *operands[4:])
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped
+
+
+def _moment_arrays(moment: Moment) -> tuple[Array, ...]:
+    if not isinstance(moment, QTensor):
+        return (moment,)
+    moment.check_blocks()
+    return tuple(x for x in (moment.codes, moment.scale, moment.expansion) if x is not None)
+
+
+def _to_moment(arrays: tuple[Array, ...], like: Moment) -> Moment:
+    if not isinstance(like, QTensor):
+        return arrays[0]
+    exponents = arrays[2] if like.spec.expand else None
+    return dataclasses.replace(like, codes=arrays[0], scale=arrays[1], expansion=exponents)
+
+
+def dead_element_params() -> Any:
+    """`fp8jax.ops.optimizers.dead_elements` as the kernel takes it."""
+    from pallas_kernels.optimizers import adamw_triton
+
+    return adamw_triton.DeadElementParams(DEAD_M_RATIO, DEAD_V_RATIO, DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW)
+
+
+def _kernel_storage(moment: Moment, signed: bool, is_stochastic: bool = False, is_dithered: bool = False) -> Any:
+    from pallas_kernels.optimizers import adamw_triton
+
+    if not isinstance(moment, QTensor):
+        return None
+    spec, fmt = moment.spec, formats.get(moment.spec.format)
+    ratio = fmt.normal_range**expansion.TARGET_FILL if is_stochastic else fmt.expansion_range
+    expanded = (ratio, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT) if spec.expand else None
+    smallest = fmt.smallest if spec.underflow == "smallest" else None
+    storage = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
+    if is_dithered:
+        return dataclasses.replace(storage, dither_format=(fmt.mantissa_bits, fmt.smallest_normal))
+    if not is_stochastic:
+        return storage
+    ratios = (fmt.normal_range**expansion.MIN_FILL, fmt.normal_range)
+    return dataclasses.replace(storage, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, ratios))

@@ -1,0 +1,312 @@
+"""Low-rank adapters beside weights that are not trained (LoRA: Hu et al., 2021, section 4.1): y = x w + s (x a) b.
+
+The weight may be `FrozenWeight` codes, as in QLoRA (Dettmers et al., 2023), but with products on 8-bit matrix units
+where the device has them; adapters are computed in the input's dtype.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.products.frozen_weights import FrozenWeight, freeze
+from fp8jax.ops.products.linear import linear
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The two factors of what is added to a weight.
+
+    Attributes:
+        a: (..., inputs, rank). b: (..., rank, outputs). Leading axes as of the weight.
+        alpha: static; the product of the factors is multiplied by `scale` = alpha / rank.
+    """
+
+    a: Array
+    b: Array
+    alpha: float = dataclasses.field(default=1.0, metadata={"static": True})
+
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[-1])
+
+    @property
+    def T(self) -> "Adapter":
+        """Of the transposed weight."""
+        return dataclasses.replace(self, a=jnp.swapaxes(self.b, -1, -2), b=jnp.swapaxes(self.a, -1, -2))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that it belongs to, (..., inputs, outputs)."""
+        return (*self.a.shape[:-1], self.b.shape[-1])
+
+
+Weight = Array | FrozenWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight:
+    """A parameter that is not trained with the adapter beside it, in a model's parameters: `adapt` puts it there.
+
+    Attributes:
+        weight: an array or what `freeze` made of it. adapter: of this weight as a matrix.
+    """
+
+    weight: Weight
+    adapter: Adapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    def __jax_array__(self, *_: Any) -> Any:
+        raise TypeError(
+            f"a weight {self.shape} with an adapter is no array: call the model through fp8jax.transform, "
+            "fp8jax.nnx.quantize or fp8jax.linen.quantize, or merge it with fp8jax.lora.merge"
+        )
+
+    __getitem__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __jax_array__
+
+
+def init_adapter(
+    key: Array, shape: tuple[int, ...], rank: int, alpha: float, dtype: DTypeLike = jnp.float32
+) -> Adapter:
+    """An adapter that adds nothing yet: `a` uniform within 1 / sqrt(inputs), as of `peft`, and `b` of zeros.
+
+    Args:
+        key: a PRNG key.
+        shape: (..., inputs, outputs), of the weight.
+        rank: columns of `a`.
+        alpha: see `Adapter`.
+        dtype: of both factors.
+
+    Raises:
+        ValueError: the rank is not from 1 to the smaller side of the weight, or alpha is not positive and finite.
+    """
+    *stacked, inputs, outputs = shape
+    if not 1 <= rank <= min(inputs, outputs):
+        raise ValueError(f"the rank of an adapter of a weight {shape} is from 1 to {min(inputs, outputs)}, not {rank}")
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"alpha of an adapter must be positive and finite, got {alpha}")
+    a = jax.random.uniform(key, (*stacked, inputs, rank), jnp.float32, -1, 1) / inputs**0.5
+    return Adapter(a.astype(dtype), jnp.zeros((*stacked, rank, outputs), dtype), float(alpha))
+
+
+def lora_linear(
+    x: Array,
+    w: Weight,
+    adapter: Adapter,
+    *,
+    recipe: Recipe | Linear | str,
+    key: Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Array:
+    """x @ w + scale (x a) b, differentiable in x and the adapter; the weight has no gradient.
+
+    Args:
+        x: (..., inputs).
+        w: (inputs, outputs), an array or what `freeze` made of it; the recipe's products read it.
+        adapter: of this weight; its factors are cast to the dtype of `x`.
+        recipe, key: as of `fp8jax.linear`.
+        dropout: share of the adapter's inputs that are dropped; needs `dropout_key`.
+
+    Returns:
+        (..., outputs) in the dtype of `x`.
+
+    Raises:
+        ValueError: the adapter is of a weight of another shape, the dropout is no share or has no key; or as
+            `fp8jax.linear`.
+    """
+    check_adapter_shape(adapter, w.shape)
+    y = linear(x, w if isinstance(w, FrozenWeight) else lax.stop_gradient(w), recipe=recipe, key=key)
+    return y + apply_adapter(x, adapter, dropout, dropout_key)
+
+
+def apply_adapter(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None = None) -> Array:
+    """What an adapter adds to a product of `x`: scale (x a) b; see `lora_linear`."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is a share of the adapter's inputs, from 0 to below 1, got {dropout}")
+    if dropout:
+        if key is None:
+            raise ValueError(f"dropout {dropout} needs dropout_key=jax.random.key(...); leave it 0 in evaluation")
+        x = jnp.where(jax.random.bernoulli(key, 1 - dropout, x.shape), x / (1 - dropout), 0).astype(x.dtype)
+    return (x @ adapter.a.astype(x.dtype)) @ (adapter.b * adapter.scale).astype(x.dtype)
+
+
+def check_adapter_shape(adapter: Adapter, shape: tuple[int, ...], name: str = "the weight") -> None:
+    """Raises ValueError where an adapter is not of a weight of this shape, or its factors of different ranks."""
+    w_shape, stacked = tuple(shape), adapter.a.ndim - 2
+    # Of the axes of a parameter that are inputs or outputs, some may be several.
+    fits = w_shape[:stacked] == adapter.shape[:-2] and any(
+        (math.prod(w_shape[stacked:i]), math.prod(w_shape[i:])) == adapter.shape[-2:]
+        for i in range(stacked + 1, len(w_shape))
+    )
+    if adapter.a.shape[-1] != adapter.b.shape[-2] or not fits:
+        raise ValueError(
+            f"an adapter with a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} does not fit {name}, "
+            f"{tuple(shape)}"
+        )
+
+
+def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -> Array:
+    """w + scale a b, computed in fp32.
+
+    Args:
+        w: (..., inputs, outputs). adapter: of this weight.
+        dtype: of the result; None for that of `w`, fp32 of codes.
+
+    Raises:
+        ValueError: the adapter is of a weight of another shape.
+    """
+    check_adapter_shape(adapter, w.shape)
+    values = w.dequantize() if isinstance(w, FrozenWeight) else w
+    delta = jnp.matmul(adapter.a.astype(jnp.float32), adapter.b.astype(jnp.float32), precision="highest")
+    return (values.astype(jnp.float32) + adapter.scale * delta.reshape(w.shape)).astype(dtype or values.dtype)
+
+
+def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
+    """The tree with adapters beside the weights of their paths, for a model that `fp8jax` transforms.
+
+    `fp8jax.transform`, `fp8jax.linen.quantize` and the checkpointing, scanning and sharding in what they transform take
+    such a tree, and one with frozen weights, in place of the parameters that the model was written for: a product with
+    such a weight is `fp8jax.lora.linear`.
+
+    Args:
+        params: tree of arrays or frozen weights. adapters: by path, as of `init`.
+
+    Raises:
+        ValueError: there is no weight of a path, or one of another shape.
+    """
+    weights = _weights_by_path(params, adapters)
+    for path, adapter in adapters.items():
+        check_adapter_shape(adapter, weights[path].shape, path)
+    return _replace_leaves(params, {path: AdaptedWeight(weights[path], adapter) for path, adapter in adapters.items()})
+
+
+def _weights_by_path(params: Any, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
+    weights = leaves_by_path(params)
+    if unknown := sorted(set(adapters) - set(weights)):
+        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; the weights are {', '.join(weights)}")
+    return weights
+
+
+def _is_weight_leaf(x: Any) -> bool:
+    return isinstance(x, (FrozenWeight, QTensor, Adapter, AdaptedWeight))
+
+
+def leaves_by_path(params: Any) -> dict[str, Any]:
+    """The leaves of a tree of parameters by path, steps joined by "/"; frozen weights and QTensors are leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_weight_leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def match_matrices(params: Any, targets: str) -> dict[str, Any]:
+    """The matrices of a tree whose paths a regular expression matches as a whole.
+
+    Raises:
+        ValueError: it is no regular expression, or matches no matrix; the message lists those there are.
+    """
+    try:
+        pattern = re.compile(targets)
+    except re.error as error:
+        raise ValueError(f"targets {targets!r} is no regular expression: {error}") from None
+    matrices = {path: w for path, w in leaves_by_path(params).items() if len(w.shape) >= 2}
+    matches = {path: w for path, w in matrices.items() if pattern.fullmatch(path)}
+    if not matches:
+        raise ValueError(f"targets {targets!r} match none of the matrices: {', '.join(matrices) or 'there are none'}")
+    return matches
+
+
+def init_adapters(
+    key: Array,
+    params: Any,
+    *,
+    rank: int,
+    alpha: float,
+    targets: str,
+    dtype: DTypeLike = jnp.float32,
+    axes: tuple[int, int] = (1, 1),
+) -> dict[str, Adapter]:
+    """Adapters of the matrices of a tree whose paths match, by path: what is trained, and an optimizer has states of.
+
+    Args:
+        key: a PRNG key.
+        params: tree of arrays or frozen weights (..., inputs, outputs).
+        rank, alpha, dtype: as of `init_adapter`.
+        targets: regular expression of whole paths, such as r".*/(q|v)/kernel".
+        axes: of arrays, as of `freeze`; what is frozen knows its own.
+
+    Raises:
+        ValueError: nothing matches; or as `init_adapter`.
+    """
+    matrices = match_matrices(params, targets)
+    return {
+        path: init_adapter(jax.random.fold_in(key, i), matrix_shape(w, axes), rank, alpha, dtype)
+        for i, (path, w) in enumerate(sorted(matrices.items()))
+    }
+
+
+def matrix_shape(w: Any, axes: tuple[int, int]) -> tuple[int, ...]:
+    """(..., inputs, outputs) of a weight that has so many axes for either."""
+    if isinstance(w, FrozenWeight):
+        return w.matrix.shape
+    n_stacked, ins = len(w.shape) - sum(axes), len(w.shape) - axes[1]
+    return (*w.shape[:n_stacked], math.prod(w.shape[n_stacked:ins]), math.prod(w.shape[ins:]))
+
+
+def freeze_weights(
+    params: Any, spec: QuantSpec | str = "e4m3", *, targets: str = ".*kernel", axes: tuple[int, int] = (1, 1)
+) -> Any:
+    """The tree with those matrices as codes whose paths match; each is made, and can be freed, one after the other.
+
+    Codes lie on a mesh as the weights do. Args as of `freeze`, and `targets`, a regular expression of whole paths.
+
+    Raises:
+        ValueError: nothing matches; or as `freeze`.
+    """
+    matrices = match_matrices(params, targets)
+    freeze_jit = jax.jit(freeze, static_argnums=(1, 2))
+    return _replace_leaves(params, {path: freeze_jit(w, QuantSpec.parse(spec), axes) for path, w in matrices.items()})
+
+
+def merge_adapters(params: Any, adapters: Mapping[str, Adapter], dtype: DTypeLike | None = None) -> Any:
+    """The tree with adapters merged into the weights of their paths, by `merge_adapter`.
+
+    Raises:
+        ValueError: there is no weight of a path, or one of another shape.
+    """
+    weights = _weights_by_path(params, adapters)
+    return _replace_leaves(
+        params, {path: merge_adapter(weights[path], adapter, dtype) for path, adapter in adapters.items()}
+    )
+
+
+def _replace_leaves(params: Any, new: Mapping[str, Any]) -> Any:
+    def replace_leaf(path: Any, x: Any) -> Any:
+        return new.get(jax.tree_util.keystr(path, simple=True, separator="/"), x)
+
+    return jax.tree_util.tree_map_with_path(replace_leaf, params, is_leaf=_is_weight_leaf)

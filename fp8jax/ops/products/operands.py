@@ -1,0 +1,517 @@
+"""Operand sources: what a product is given for its input and for its weight, and what it saves of each.
+
+A product y = x @ w reads both matrices twice: forward, and in the gradient of the other one. A source says where the
+codes come from. All sources have one contract:
+
+    operand = source.forward(matrix, side)              # codes for the forward product, or the matrix itself
+    residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
+    operand = residual.operand(side, gradient)          # codes for the backward product, from the residual alone
+
+where `gradient` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes, one or
+one a token, where the gradient's scales may be chosen to go with it, else None.
+
+| source | its codes | its residual |
+|---|---|---|
+| `Plain` | made in the product, under a given scale or the matrix's own | `Matrix`: the matrix |
+| `InputCodes` | made before, shared by all products of one input | `SavedCodes`: these codes |
+| `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
+| `HeldWeight` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+| `fp8jax.ops.products.frozen_weights.FrozenCodes` | a weight's that is not trained, for both products | itself; nothing of the input |
+| `Blocks` | of an input's blocks, some with a residual, made before | `SavedCodes`: the codes given for that |
+
+A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
+for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
+because an FP8 array may not enter a differentiated function. `of_input` and `fp8jax.ops.products.weights.of_weight` choose the
+source: what a product saves is decided there and nowhere else.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.autodiff.residuals import (
+    ALREADY_SAVED,
+    NO_FACTS,
+    NO_INPUT_FACTS,
+    ArrayFacts,
+    CotangentFacts,
+    InputFacts,
+    Layout,
+    Recomputable,
+    derive_key,
+    from_bytes,
+    to_bytes,
+)
+from fp8jax.ops.dispatch.sharding import reshape_to_matrix
+from fp8jax.ops.matmul.matmul import Operand
+from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
+from fp8jax.ops.quantization.fallback import FallbackTensor
+from fp8jax.ops.quantization.quantize import quantize, transpose
+
+# What a forward product reads.
+ForwardOperand = Operand | FallbackTensor
+
+
+class Side(NamedTuple):
+    """How a recipe quantizes one of the two matrices of a product.
+
+    Attributes:
+        forward: in the forward product; None for as it is.
+        backward: in the backward product.
+        saved: what is saved of it, if codes are.
+        transposed: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
+            else it is the other way round.
+        strategy: where per-tensor scales come from, as of `fp8jax.ops.quantization.quantize.quantize`.
+        shared: whether the operand of the backward product takes the scales of tokens of both operands
+            (`fp8jax.ops.quantization.microscaling`).
+    """
+
+    forward: QuantSpec | None
+    backward: QuantSpec | None
+    residual: QuantSpec | None
+    transposed: bool
+    strategy: Scaling
+    shares_token_scales: bool = False
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether both products read the matrix under one scale for all of it: cheaper to save than to find again."""
+        spec = self.forward
+        return spec is not None and spec == self.backward and spec.granularity == "tensor"
+
+
+def input_side(recipe: Linear) -> Side:
+    """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
+    specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
+    return Side(
+        *specs, transposed=False, strategy=recipe.stateless_scaling("x"), shares_token_scales=recipe.shares_token_scales
+    )
+
+
+def weight_side(recipe: Linear) -> Side:
+    """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
+    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.stateless_scaling("w"))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["used", "layout", "turned"]
+)
+@dataclasses.dataclass(frozen=True)
+class ArrayResidual:
+    """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
+
+    `used` says whether codes were made under that, `turned` as of `Plain`.
+    """
+
+    values: Any
+    scale: Array | None
+    is_scale_clamped: bool
+    layout: Layout | None = None
+    transposed: bool = False
+    token_scale = None
+
+    def __str__(self) -> str:
+        return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
+
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
+        values = self.values if self.layout is None else self.layout(self.values)
+        options: Any = {"scale": self.scale, "used": self.is_scale_clamped, "turned": self.transposed}
+        return encode(values, side.backward, side.strategy, **options, transposed=not side.transposed)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CodesResidual:
+    """Codes of the input as bytes, (tokens, inputs)."""
+
+    codes: QTensor
+
+    def __str__(self) -> str:
+        return f"codes, {self.codes.spec}"
+
+    @property
+    def token_scale(self) -> Array:
+        return self.codes.scale
+
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
+        codes, spec = from_bytes(self.codes), side.backward
+        if side.shares_token_scales:
+            assert cotangent_facts is not None
+            assert cotangent_facts.codes is not None
+            return microscaling.rescale_rows_pow2(codes, cotangent_facts.codes)
+        if spec is None:
+            return codes.dequantize(jnp.bfloat16).T
+        if spec == codes.spec and spec.granularity in TRANSPOSABLE:
+            return transpose(codes)
+        # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
+        codes = from_bytes(lax.optimization_barrier(self.codes))
+        return encode(codes.dequantize(), spec, side.strategy, transposed=True)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["residuals", "scale"], meta_fields=["operation", "shape", "dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class RecomputeResidual:
+    """What the operation has saved that made the input, and the scale of the input's codes: one, or one a token."""
+
+    operation: Recomputable
+    residuals: Any
+    scale: Array | None
+    shape: tuple[int, int]
+    dtype: DTypeLike
+    token_scale = None
+
+    def __str__(self) -> str:
+        return "nothing; the operation before makes it again"
+
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
+        assert cotangent_facts is not None
+        array, fused_output, cotangent_facts.predicted = self.operation.recompute(self.residuals, cotangent_facts)
+        matrix = reshape_to_matrix(array.astype(self.dtype), *self.shape)
+        scale = self.scale if side.backward == side.residual else None
+        fused_output = (
+            None if fused_output is None or array.shape[-1] != matrix.shape[-1] else fused_output.cast(self.dtype)
+        )
+        operand: Operand
+        if side.shares_token_scales:
+            assert self.scale is not None
+            assert side.backward is not None
+            assert cotangent_facts.codes is not None
+            operand = microscaling.requantize_recomputed(
+                matrix, self.scale, cotangent_facts.codes, side.backward, fused_output
+            )
+        else:
+            options: Any = {"scale": scale, "used": True, "part": fused_output}
+            operand = encode(matrix, side.backward, side.strategy, **options, transposed=True)
+        if fused_output is not None and fused_output.result.ahead is not None:
+            cotangent_facts.predicted = fused_output.result.ahead
+        return operand
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OperandResidual:
+    """The operand of the backward product, its codes as bytes."""
+
+    codes: QTensor
+    token_scale = None
+
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
+        return from_bytes(self.codes)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout", "transposed"]
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizeHere:
+    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
+
+    Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
+    parameter is saved, of which the layout makes it again. `turned` says that the matrix is the transpose of what lies
+    in memory, as of `LaidOut`: that is what is quantized then, and no transposed copy of the values is made.
+    """
+
+    scale: Array | None = None
+    values: Any = None
+    layout: Layout | None = None
+    transposed: bool = False
+
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        options: Any = {"scale": self.scale, "transposed": side.transposed, "turned": self.transposed}
+        return encode(matrix, side.forward, side.strategy, **options)
+
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> ArrayResidual:
+        keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
+        values = matrix if self.values is None else self.values
+        scale = operand.scale if keeps_scale else convert_scale_to_spec(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
+        return ArrayResidual(
+            values, with_checkpoint_name(scale, PRODUCT_AUX), keeps_scale, self.layout, self.transposed
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrequantizedInput:
+    """Codes of an input that were made before, as bytes, (tokens, inputs), as the recipe saves them.
+
+    The forward product reads them, too, unless the recipe saves others than it multiplies.
+    """
+
+    codes: QTensor
+    scale: Array | None = None
+
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        if side.residual == side.forward:
+            return from_bytes(self.codes)
+        return encode(matrix, side.forward, side.strategy, scale=self.scale)
+
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> CodesResidual:
+        return CodesResidual(self.codes)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["residuals", "forward_source"], meta_fields=["operation"]
+)
+@dataclasses.dataclass(frozen=True)
+class RecomputableInput:
+    """An input that the operation before makes again from what it has saved; `first` is its source forward."""
+
+    operation: Recomputable
+    residuals: Any
+    forward_source: "QuantizeHere | PrequantizedInput"
+
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        return self.forward_source.forward(matrix, side)
+
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> RecomputeResidual:
+        codes, scale = getattr(self.forward_source, "codes", None), None
+        # One scale is cheaper to save than to find again (COAT, section D).
+        if codes is not None and (codes.spec.granularity == "tensor" or side.shares_token_scales):
+            scale = codes.scale
+        return RecomputeResidual(self.operation, self.residuals, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight as the products read it, made once for all calls of a step by `quantize_weight`.
+
+    Codes are kept as bytes, which unlike FP8 arrays may enter a differentiated function.
+
+    Attributes:
+        forward: (outputs, inputs).
+        dgrad: (inputs, outputs).
+    """
+
+    forward: QTensor
+    dgrad: QTensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrequantizedWeight:
+    """A weight whose codes for both products were made before; the weight itself is not saved."""
+
+    weight: QuantizedWeight
+
+    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
+        return from_bytes(self.weight.forward)
+
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> OperandResidual:
+        return OperandResidual(self.weight.dgrad)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FallbackBlocks:
+    """An input in int8 blocks, some of which have fallen back, and the codes that are saved of it, as bytes."""
+
+    fallback_tensor: FallbackTensor
+    codes: QTensor
+
+    def forward(self, matrix: Array, side: Side) -> FallbackTensor:
+        return self.fallback_tensor
+
+    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> CodesResidual:
+        return CodesResidual(self.codes)
+
+
+Source = QuantizeHere | PrequantizedInput | RecomputableInput | PrequantizedWeight | FallbackBlocks
+Residual = ArrayResidual | CodesResidual | RecomputeResidual | OperandResidual
+
+
+def choose_input_source(
+    x: Array,
+    side: Side,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    facts: ArrayFacts = NO_FACTS,
+    get_or_compute: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+) -> Source:
+    """The source of an input, and with it what the product saves of it.
+
+    Args:
+        x: (tokens, inputs).
+        side: how the recipe quantizes it.
+        key: for codes that are saved rounded stochastically.
+        scale: fp32, given for its codes in the forward product; None takes it from `x`.
+        origin: what is known of `x`.
+        share: gives what another product has made so of `x` to save it, or makes it.
+    """
+    source: QuantizeHere | PrequantizedInput
+    residual_spec = side.residual
+    if residual_spec is None:
+        source = QuantizeHere(scale, get_or_compute(lambda: lax.stop_gradient(x)))
+    else:
+
+        def make_residual() -> QTensor:
+            if facts.codes is not None and facts.codes[0] == residual_spec:
+                q = with_checkpoint_name(facts.codes[1], INPUT)
+            else:
+                residual_scale = convert_scale_to_spec(scale, side.forward, residual_spec)
+                q = with_checkpoint_name(
+                    make_codes(x, residual_spec, side.strategy, key=key, scale=residual_scale, part=facts.fused_output),
+                    INPUT,
+                )
+            return (
+                q
+                if facts.recompute_rule is None
+                else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
+            )
+
+        source = PrequantizedInput(get_or_compute(make_residual), scale)
+    # Codes rounded stochastically can be made again only with their key.
+    if facts.recompute_rule is None or (residual_spec is not None and residual_spec.rounding == "stochastic"):
+        return source
+    return RecomputableInput(*facts.recompute_rule, source)
+
+
+def convert_scale_to_spec(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:
+    """A given scale of the forward product's codes, for other codes of the matrix."""
+    if scale is None or forward is None or spec is None:
+        return scale
+    return scaling.convert_scale(scale, formats.get(forward.format), formats.get(spec.format))
+
+
+def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **options: Any) -> QTensor:
+    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes; arguments as of `encode`."""
+    q = encode(lax.stop_gradient(x), spec, strategy, **options)
+    assert isinstance(q, QTensor)
+    return to_bytes(q)
+
+
+def encode(
+    x: Array,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    is_scale_clamped: bool = False,
+    transposed: bool = False,
+    fused_output: fused_outputs.FusedOutput | None = None,
+    x_is_transposed: bool = False,
+) -> Operand:
+    """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
+
+    `used` says of a scale that codes were made under it before; `turned`, that the matrix is a transpose itself, which
+    XLA takes back.
+    """
+    if x_is_transposed and spec is not None:
+        x, transposed = x.T, not transposed
+    if spec is None:
+        return x.T if transposed else x
+    if spec.is_folded:
+        return microscaling.fold_rows(x.T if transposed else x, spec, fused_output=None if transposed else fused_output)
+    specs = (None, spec) if transposed else (spec, None)
+    key = key if spec.rounding == "stochastic" else None
+    q = quantize(
+        x, *specs, scale=scale, is_scale_clamped=is_scale_clamped, strategy=strategy, key=key, fused_output=fused_output
+    )[int(transposed)]
+    assert q is not None
+    return q
+
+
+class Input(NamedTuple):
+    """What a product reads, and what is known of it.
+
+    Attributes:
+        matrix: (tokens, inputs); where it is no view of `source`, the first axes may be several.
+        source: the user's array that it is made of, by which products that share an input are known; None for itself.
+        view: whether `source` is (..., inputs), so that gradients flow to it; it may have other axes.
+        known: what the caller knows of `source`.
+    """
+
+    matrix: Array
+    source: Array | None = None
+    is_view: bool = True
+    input_facts: InputFacts = NO_INPUT_FACTS
+
+    @property
+    def source_or_matrix(self) -> Array:
+        """The array by which it is known."""
+        return self.matrix if self.source is None else self.source
+
+    @property
+    def value(self) -> Array:
+        """The array that gradients flow to."""
+        return self.source_or_matrix if self.is_view else self.matrix
+
+
+def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
+    """Where the codes of an input come from, for `multiply`; arguments as of `product`, `scale` as of its `scales`."""
+    side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
+    facts = x.input_facts.facts
+    if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
+        facts = facts._replace(again=(ALREADY_SAVED, source))
+    fused_output = facts.fused_output if x.is_view and source.shape[-1] == matrix.shape[-1] else None
+    facts = facts._replace(part=fused_output and fused_output.cast(matrix.dtype))
+    # Layers whose scales come from states of their own share codes under that of the first one.
+    strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
+    scale = facts.scale_for(recipe) if scale is None else scale
+    subkey = None if side.residual is None else derive_key(key, side.residual, "saved")
+
+    def get_or_compute(make: Callable[[], Any]) -> Any:
+        dependencies = scale if given_scale is None else None, None if subkey is None else key
+        return x.input_facts.get_or_compute((side.residual, strategy, matrix.shape), make, *dependencies)
+
+    return choose_input_source(matrix, side, key=subkey, scale=scale, facts=facts, get_or_compute=get_or_compute)
+
+
+def gradient_key(recipe: Linear, key: Array | None, uses: Sequence[str] = ("dy", "dy_wgrad")) -> Array | None:
+    """The key for codes of the output's gradient in these uses; None where they are rounded to nearest.
+
+    Raises:
+        ValueError: they are not, and there is no key.
+    """
+    stochastic_specs = [s for use in uses if (s := recipe.spec(use)) is not None and s.rounding == "stochastic"]
+    return derive_key(key, stochastic_specs[0], "dy") if stochastic_specs else None
+
+
+def fallback_input_source(
+    x: Array,
+    recipe: Linear,
+    key: Array | None,
+    source: Array,
+    threshold: Array,
+    input_facts: InputFacts = NO_INPUT_FACTS,
+) -> tuple[Array, FallbackBlocks]:
+    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
+
+    Raises:
+        ValueError: the recipe rounds what it saves stochastically, and there is no key.
+    """
+    side = input_side(recipe)
+    spec, residual_spec = side.forward, side.residual
+    assert spec is not None
+    assert residual_spec is not None
+    subkey = derive_key(key, residual_spec, "saved")
+    quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
+    fallback_tensors: list[FallbackTensor] = []
+
+    def make_residual() -> QTensor:
+        pair, codes = quantizer(key=subkey if residual_spec == fallback.with_stochastic_rounding(spec) else None)
+        fallback_tensors.append(pair)
+        if residual_spec == spec:
+            return to_bytes(pair.base)
+        return make_codes(x, residual_spec, side.strategy, key=subkey) if codes is None else to_bytes(codes)
+
+    use = side.residual, side.strategy, x.shape
+    codes = input_facts.get_or_compute(
+        use, lambda: with_checkpoint_name(make_residual(), INPUT), None, None if subkey is None else key
+    )
+    # Another product of this input may have made what is saved; thresholds are each layer's own.
+    return source, FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)

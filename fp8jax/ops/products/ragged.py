@@ -1,0 +1,248 @@
+"""Products of groups of tokens with a matrix each, as experts have them, whose three products follow a recipe."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from fp8jax.core import derivatives
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
+from fp8jax.ops.autodiff.residuals import (
+    ALREADY_SAVED,
+    NO_INPUT_FACTS,
+    CotangentFacts,
+    InputFacts,
+    Recomputable,
+    derive_key,
+    from_bytes,
+    to_bytes,
+)
+from fp8jax.ops.dispatch.choice import match_varying_axes
+from fp8jax.ops.dispatch.sharding import DtypeAndSharding, reshape_to_matrix
+from fp8jax.ops.products.linear import require_stateless
+from fp8jax.ops.products.operands import Side, encode, gradient_key, input_side, weight_side
+from fp8jax.ops.products.ragged_segments import Segments, column_values, row_codes
+
+
+def ragged_dot(
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    *,
+    recipe: Recipe | Linear | str,
+    key: Array | None = None,
+    input_facts: InputFacts = NO_INPUT_FACTS,
+) -> Array:
+    """`jax.lax.ragged_dot` with the products of a recipe, differentiable in `x` and `w`.
+
+    Operands are quantized as the recipe says, and the codes of `x` are what is saved. Each group has scales of its own:
+    a scale of a tensor becomes one of each group, a scale of a channel one of each group's channel, and blocks along
+    tokens start at each group's first token. Tokens in no group enter no scale. Saved codes have scales of each token:
+    granularity "tensor" is saved as "token", and "block" as "group".
+    The products are XLA's, of the values of the codes in the dtype of `x`: this saves memory, no time.
+
+    Args:
+        x: (tokens, inputs), any floating dtype, the tokens of each group one after another.
+        w: (groups, inputs, outputs).
+        group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group: they may
+            hold anything, NaN and Inf too, and so may their cotangents. Their results and gradients are 0.
+        recipe, key: as of `fp8jax.linear`. known: as of `fp8jax.dot_general`.
+
+    Returns:
+        (tokens, outputs) in the dtype of `x`.
+
+    Raises:
+        ValueError: shapes do not match, a key is missing, or the recipe's scaling observes operands.
+        TypeError: `group_sizes` are no integers.
+    """
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
+        shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
+        raise ValueError(f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) and (groups,), not {shapes}")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
+    linear_recipe = require_stateless(recipe)
+    source, dy_key = _input_source(x, group_sizes, linear_recipe, key, input_facts), gradient_key(linear_recipe, key)
+    value, w = match_varying_axes(x, w)  # type: ignore[assignment]
+    name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
+    token = derivatives.second_order_guard(name, value, w)
+    y: Array = _ragged_product(linear_recipe, name, value, w, source, group_sizes, dy_key, token)
+    return derivatives.check_differentiable_dtypes("ragged_dot", y, x, w)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["operation"])
+@dataclasses.dataclass(frozen=True)
+class _RecomputeResidual:
+    """An input that the operation before computes again from what that saved."""
+
+    operation: Recomputable
+    residuals: Any
+
+
+class _Source(NamedTuple):
+    """The input besides its values: codes as bytes if the recipe saves some, and what the backward pass reads."""
+
+    codes: QTensor | None
+    residual: QTensor | Array | _RecomputeResidual
+
+
+class _Residuals(NamedTuple):
+    """What a product saves: what its input's source says, the matrices, the groups, a key for gradients, a token."""
+
+    x: QTensor | Array | _RecomputeResidual
+    w: Array
+    group_sizes: Array
+    key: Array | None
+    x_kind: DtypeAndSharding
+    token: Array | None
+
+
+def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
+    # Scales and codes of the whole array are not used: rows in no group may have entered them.
+    side, recompute_rule, residual_spec = input_side(recipe), input_facts.facts.recompute_rule, recipe.spec("saved")
+    if residual_spec is None:
+        values = input_facts.get_or_compute((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
+        return _Source(None, values if recompute_rule is None else _recompute_residual(recompute_rule, x))
+    subkey = derive_key(key, residual_spec, "saved")
+
+    def make_residual() -> QTensor:
+        segments = Segments(x.shape[0], group_sizes)
+        q = with_checkpoint_name(
+            to_bytes(row_codes(lax.stop_gradient(x), residual_spec, side.strategy, segments, subkey)), INPUT
+        )
+        return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
+
+    use = "groups of rows", residual_spec, side.strategy, x.shape
+    codes: QTensor = input_facts.get_or_compute(use, make_residual, group_sizes, None if subkey is None else key)
+    if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key
+        return _Source(codes, codes)
+    return _Source(codes, _recompute_residual(recompute_rule, x))
+
+
+def _recompute_residual(recompute_rule: tuple[Recomputable, Any], x: Array) -> _RecomputeResidual:
+    operation, residuals = recompute_rule
+    return _RecomputeResidual(operation, lax.stop_gradient(x) if operation == ALREADY_SAVED else residuals)
+
+
+def _quantize_dequantize(
+    x: Array,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    segments: Segments,
+    dtype: Any,
+    key: Array | None = None,
+    *,
+    along_rows: bool = False,
+) -> Array:
+    """The values of codes of `x`, contracted along its rows if `columns`; of no spec its own."""
+    if spec is None:
+        return segments.mask(x).astype(dtype)
+    if along_rows:
+        return column_values(x, spec, strategy, segments, dtype, key)
+    return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
+
+
+def _dequantize(operand: Any, dtype: Any) -> Array:
+    return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
+
+
+def _weight_values(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, transposed: bool) -> Array:
+    """The matrices of all groups as a product reads them, (groups, inputs, outputs)."""
+
+    def matrix_values(w: Array) -> Array:
+        values = _dequantize(encode(w, spec, side.strategy, transposed=transposed), dtype)
+        return values.T if transposed else values
+
+    return jax.vmap(matrix_values)(w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ragged_product(recipe: Linear, name: str, *operands: Any) -> Array:
+    return _forward(recipe, name, *operands)[0]
+
+
+def _forward(
+    recipe: Linear,
+    name: str,
+    x: Array,
+    w: Array,
+    source: _Source,
+    group_sizes: Array,
+    key: Array | None,
+    token: Array | None,
+) -> tuple[Array, _Residuals]:
+    side, weights = input_side(recipe), weight_side(recipe)
+    is_unquantized = not recipe.is_quantized and recipe.spec("saved") is None
+    if is_unquantized:
+        token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
+    a, b = (x, w) if token is None else lax.stop_gradient((x, w))
+    segments = Segments(x.shape[0], group_sizes)
+    if source.codes is not None and side.residual == side.forward:
+        x_values = from_bytes(source.codes).dequantize(x.dtype)
+    else:
+        x_values = _quantize_dequantize(a, side.forward, side.strategy, segments, x.dtype)
+    w_values = _weight_values(b, weights.forward, weights, x.dtype, transposed=True)
+    y = lax.ragged_dot(x_values, w_values, segments.sizes)
+    y = checkpoint_name(y.astype(x.dtype), PRODUCT)
+    if token is not None:
+        y = derivatives.differentiable_once(name, y, token)
+    residual = x if is_unquantized else source.residual
+    return y, _Residuals(residual, w, group_sizes, key, DtypeAndSharding.from_array(x), token)
+
+
+def _ragged_bwd(recipe: Linear, name: str, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
+    if residuals.token is None:
+        return _gradients(recipe, residuals, dy)
+    return derivatives.differentiable_once(
+        name, _gradients(recipe, *lax.stop_gradient((residuals, dy))), (dy, residuals.token)
+    )
+
+
+def _gradients(recipe: Linear, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
+    weights, dtype, strategy = weight_side(recipe), residuals.x_kind.dtype, recipe.stateless_scaling("dy")
+    segments = Segments(dy.shape[0], residuals.group_sizes)
+    keys = (None, None) if residuals.key is None else jax.random.split(residuals.key)
+    dy_rows = _quantize_dequantize(dy, recipe.spec("dy"), strategy, segments, dtype, keys[0])
+    dy_columns = _quantize_dequantize(dy, recipe.spec("dy_wgrad"), strategy, segments, dtype, keys[1], along_rows=True)
+
+    def ragged_dot_fn(x: Array, w: Array) -> Array:
+        return lax.ragged_dot(x, w, segments.sizes)
+
+    w_values = _weight_values(residuals.w, weights.backward, weights, dtype, transposed=False)
+    like = jax.ShapeDtypeStruct((dy.shape[0], w_values.shape[1]), dtype)
+    (dx,) = jax.linear_transpose(lambda x: ragged_dot_fn(x, w_values), like)(dy_rows)
+    x_values = _input_values(recipe, residuals.x, segments, dx)
+    (dw,) = jax.linear_transpose(lambda w: ragged_dot_fn(x_values, w), jax.ShapeDtypeStruct(residuals.w.shape, dtype))(
+        dy_columns
+    )
+    return dx, dw.astype(residuals.w.dtype), None, None, None, None
+
+
+def _input_values(
+    recipe: Linear, residual: QTensor | Array | _RecomputeResidual, segments: Segments, dx: Array
+) -> Array:
+    """The values of the input in the product for the weight's gradient, in the shape and dtype of `dx`."""
+    side = input_side(recipe)
+    if isinstance(residual, QTensor):
+        codes = from_bytes(residual)
+        if side.backward is None or (side.backward == side.residual and side.backward.granularity in TRANSPOSABLE):
+            return codes.dequantize(dx.dtype)
+        # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
+        x = from_bytes(lax.optimization_barrier(residual)).dequantize()
+    elif isinstance(residual, _RecomputeResidual):
+        bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # nothing is known of the gradient's rows
+        x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dx.dtype)
+        x = reshape_to_matrix(x, *dx.shape)
+    else:
+        x = residual
+    return _quantize_dequantize(x, side.backward, side.strategy, segments, dx.dtype, along_rows=True)
+
+
+_ragged_product.defvjp(_forward, _ragged_bwd)

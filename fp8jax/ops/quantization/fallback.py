@@ -1,0 +1,184 @@
+"""Fallback quantization (arXiv 2503.08040, section 4.3): int8 blocks, and the residual of those with outliers."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks, formats, noise
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
+from fp8jax.ops.dispatch.partition import run_partitioned
+from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+
+
+class FallbackTensor(NamedTuple):
+    """A matrix as int8 blocks and, where a block falls back, what that leaves as int8 blocks too; 16 bits in all.
+
+    The values are base + used * residual. Codes of the residual of other blocks are undefined: only `used` says which
+    are read.
+
+    Attributes:
+        base: of the matrix. residual: of what the base leaves, with scales of its own.
+        used: bool, one for each block: whether it falls back.
+    """
+
+    base: QTensor
+    residual: QTensor
+    fallback_mask: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
+        """The values, computed in fp32 and cast to `dtype`."""
+        return (self.base.dequantize() + self.masked_residual().dequantize()).astype(dtype)
+
+    def masked_residual(self) -> QTensor:
+        """The residual with zeros where it is not used."""
+        block = self.base.spec.block_shape(self.shape)
+
+        def mask_blocks(codes: Array, scale: Array, fallback_mask: Array) -> tuple[Array, Array]:
+            element_mask = blocks.broadcast_blocks(fallback_mask, codes.shape, block)
+            return jnp.where(element_mask, codes, 0).astype(codes.dtype), jnp.where(fallback_mask, scale, 1)
+
+        arrays = self.residual.codes, self.residual.scale, self.fallback_mask
+        codes, scale = blocks.on_logical_array(mask_blocks, *arrays, out_shapes=[self.shape, self.fallback_mask.shape])
+        return dataclasses.replace(self.residual, codes=codes, scale=scale)
+
+
+def quantize(
+    x: Array,
+    spec: QuantSpec | str,
+    threshold: Array | float,
+    *,
+    key: Array | None = None,
+    impl: str = "auto",
+) -> tuple[FallbackTensor, QTensor | None]:
+    """Blocks of a matrix; those whose largest magnitude exceeds the threshold fall back (section 4.4, "absmax").
+
+    A block with a NaN or Inf has a NaN scale, as every int8 block, and does not fall back.
+
+    Args:
+        x: (M, N), floating.
+        spec: int8 in blocks, such as "int8:block128".
+        threshold: fp32 scalar.
+        key: PRNG key, for the second result.
+        impl: "auto", "xla" or "triton": "auto" is the kernel on CUDA GPUs for blocks of 32 or 128.
+
+    Returns:
+        The pair; and, where there is a key, the same blocks under the same scales, rounded stochastically, as a linear
+        saves its input for the backward pass.
+
+    Raises:
+        ValueError: the spec or `impl` is another; or `impl` is "triton" and the kernel cannot run.
+    """
+    spec = _check(spec)
+    choice = record_choice("fallback quantize", _choose(x, spec, impl))
+    threshold = jnp.asarray(threshold, jnp.float32)
+    reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
+    result: tuple[FallbackTensor, QTensor | None] = run(
+        choice, impl, x, threshold, key, kernel=kernel, reference=reference
+    )
+    return result
+
+
+def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> FallbackTensor:
+    """The pair whose blocks `used` fall back; residual codes of others are zero here, their scales one."""
+    block = base.spec.block_shape(x.shape)
+    x = x.astype(jnp.float32)
+    remainder = jnp.where(jnp.abs(x) < formats.TINY, 0, x) - base.dequantize()
+    element_mask = blocks.broadcast_blocks(fallback_mask, x.shape, block)
+    return FallbackTensor(
+        base, quantize_with_scale(jnp.where(element_mask, remainder, 0), base.spec, None), fallback_mask
+    )
+
+
+def _check(spec: QuantSpec | str) -> QuantSpec:
+    spec = QuantSpec.parse(spec)
+    if (spec.format, spec.granularity, spec.rounding) != ("int8", "block", "nearest"):
+        raise ValueError(f"fallback is of int8 in blocks, rounded to nearest, such as 'int8:block128', not {spec}")
+    return spec
+
+
+def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
+    if len(x.shape) != 2:
+        raise ValueError(f"fallback quantization takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
+
+    def unsupported_reason() -> str | None:
+        if (reason := missing_triton("fallback_triton")) is not None:
+            return reason
+        from pallas_kernels.quantization import fallback_triton
+
+        return fallback_triton.unsupported_reason(x, spec.group_size or 0)
+
+    return choose_impl(impl, unsupported_reason)
+
+
+def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[FallbackTensor, QTensor | None]:
+    def quantize_arrays(x: Array, threshold: Array, *seed: Array) -> tuple[Array, ...]:
+        base = quantize_with_scale(x, spec, None)
+        block_amax = blocks.reduce(jnp.abs(x.astype(jnp.float32)), spec.block_shape(x.shape), jnp.max, 0.0)
+        fallback_tensor = make_fallback_tensor(
+            x, base, jnp.where(jnp.isnan(base.scale), jnp.nan, block_amax) > threshold
+        )
+        stochastic_codes = [quantize_with_scale(x, with_stochastic_rounding(spec), None, seed=w) for w in seed]
+        return tuple(jax.tree.leaves((fallback_tensor, stochastic_codes)))
+
+    words = () if key is None else (noise.key_to_seed(key),)
+    block_counts = blocks.counts(x.shape, spec.block_shape(x.shape))
+    like = [*[x.shape, block_counts] * 2, block_counts, *[x.shape, block_counts] * len(words)]
+    parts = blocks.on_logical_array(quantize_arrays, x, threshold, *words, out_shapes=like)
+    base, residual, *drawn = (
+        QTensor(codes, scale, None, None, with_stochastic_rounding(spec) if i > 1 else spec)
+        for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if words else [])])
+    )
+    return FallbackTensor(base, residual, parts[4]), drawn[0] if drawn else None
+
+
+def with_stochastic_rounding(spec: QuantSpec) -> QuantSpec:
+    """The same blocks, rounded stochastically."""
+    return QuantSpec.parse(f"{spec}+stochastic")
+
+
+def _kernel(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[FallbackTensor, QTensor | None]:
+    seed = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
+    block_notation = notation(spec, x.shape, "m n")
+    outs = ((block_notation, block_notation, block_notation[1]), None if key is None else block_notation)
+    quantize_shard = functools.partial(_quantize_shard, spec, x.shape)
+    result: tuple[FallbackTensor, QTensor | None] = run_partitioned(
+        "fallback", (spec, x.shape), quantize_shard, (x, threshold, seed), ("m n", "", "-"), outs, units={"m": 4}
+    )
+    return result
+
+
+def _quantize_shard(
+    spec: QuantSpec,
+    full_shape: tuple[int, ...],
+    dim_sharding: DimSharding,
+    x: Array,
+    threshold: Array,
+    seed: Array | None,
+) -> tuple[FallbackTensor, QTensor | None]:
+    """Of a device's own part of a matrix, whose whole shape is given."""
+    from pallas_kernels.quantization import fallback_triton
+
+    rng_offset = None if seed is None else dim_sharding.rng_offset(full_shape, x.shape)
+    assert spec.group_size is not None
+    arrays = fallback_triton.quantize(
+        x, threshold, spec.group_size, words=seed, place=rng_offset, compute_capability=capability()
+    )
+    base = QTensor(arrays.base, arrays.base_scale, None, None, spec)
+    residual = QTensor(arrays.residual, arrays.residual_scale, None, None, spec)
+    stochastic_codes = (
+        None
+        if arrays.stochastic is None
+        else QTensor(arrays.stochastic, arrays.base_scale, None, None, with_stochastic_rounding(spec))
+    )
+    return FallbackTensor(base, residual, arrays.is_fallback), stochastic_codes

@@ -1,0 +1,208 @@
+"""Codes of arrays that a kernel computes where it quantizes them (`fp8jax.ops.quantization.fused_outputs`), under one scale or one a row.
+
+Of rows: a norm holds whole rows; its kernel writes their codes and scales in the pass in which it computes them. An
+activation's reads its operands twice, the second time from the cache. Backward, a first pass over what an activation
+keeps makes what the weight's gradient reads and finds the largest magnitude of each row of the cotangents, a second
+their codes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.autodiff.residuals import from_bytes
+from fp8jax.ops.dispatch.choice import Choice, record_choice
+from fp8jax.ops.quantization import fused_outputs
+from fp8jax.ops.quantization.fused_outputs import FusedOutput, FusedOutputs
+
+FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
+
+
+def quantize_fused(
+    fused_output: FusedOutput,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    *,
+    shares_codes: bool,
+    scale: Array | None,
+    strategy: Scaling,
+    sums: bool = False,
+) -> tuple[QTensor | None, QTensor | None] | None:
+    """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
+
+    Args:
+        part: what the matrix is computed from.
+        rows, columns: how `x` and `x.T` are quantized, or None where they are not.
+        same: whether both have the same codes; else one of them is None.
+        scale, strategy: as of `fp8jax.ops.quantization.quantize.quantize`.
+        sums: whether sums of columns are wanted, which `part.result.sums` then has if the codes are made here.
+    """
+    spec = rows if columns is None else columns
+    if spec is None or not (shares_codes or rows is None or columns is None) or not fused_outputs.supports(spec):
+        return None
+    key = (rows is not None, columns is not None, spec, strategy if scale is None else None)
+    scales, pairs = fused_output.group.variants.get(key, (None, None))
+    if pairs is not None and (scale is None or scales[fused_output.position] is scale):
+        return pairs[fused_output.position]  # type: ignore[no-any-return]
+    if scale is None:
+        pairs = _quantize_group(fused_output.group, key, None, sums)
+        fused_output.group.variants[key] = None, pairs
+        return pairs[fused_output.position]
+    if fused_output.group.predicted is not None and rows is None:
+        return None, _quantize_and_predict(fused_output.group, spec, scale)
+    single = dataclasses.replace(fused_output.group, kinds=(fused_output.group.kinds[fused_output.position],))
+    single.sums = {}
+    pair = _quantize_group(single, key, scale, sums)[0]
+    if single.sums:
+        fused_output.group.sums[fused_output.position] = single.sums[0]
+    return pair
+
+
+def _quantize_group(
+    group: FusedOutputs, key: Any, scale: Array | None, sums: bool = False
+) -> list[tuple[QTensor | None, QTensor | None]]:
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
+
+    rows, columns, spec, strategy = key
+    record_choice("quantize", FROM_OPERANDS)
+    # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
+    fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
+    sums = sums and kinds[0] in (GATE, UP)
+
+    def make(backend: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
+        if scale is None:
+            amaxes = peaks or backend.peaks(operation, kinds, operands)
+            scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in amaxes)
+        else:
+            scales = (scaling.clamp_scale(scale.reshape(())),)
+        quantized = backend.quantize(
+            operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns, sums=sums
+        )
+        pairs, totals = quantized if sums else (quantized, [])
+        return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)], totals
+
+    pairs, totals = fused_outputs.run(make, group.operands, scale, group.peaks)
+    group.sums.update(enumerate(totals))
+    return [fused_outputs.to_qtensor_pair(spec, *arrays) for arrays in pairs]
+
+
+def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) -> QTensor:
+    """Transposed codes of an activation's result, made with what the backward pass will ask for next.
+
+    These are the peaks of the cotangents that the result's gradient gives, or their codes where scales are given.
+    """
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
+
+    record_choice("quantize", FROM_OPERANDS)
+    operation, dtype = group.operation, formats.get(spec.format).dtype
+    predicted = group.predicted
+    assert predicted is not None
+    out_dtype, needs_sums = (
+        None if predicted.spec is None else formats.get(predicted.spec.format).dtype,
+        predicted.needs_sums,
+    )
+
+    def make(backend: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
+        scale = scaling.clamp_scale(scale.reshape(()))
+        if not scales:
+            codes, peaks = backend.ahead(operation, operands, scale, dtype)
+            return codes, scale.reshape(1, 1), tuple(peaks), []
+        keywords: Any = {"rows": True, "columns": True, "result_coding": (scale, dtype), "sums": needs_sums}
+        quantized = backend.quantize(operation, (GATE, UP)[: len(scales)], operands, scales, out_dtype, **keywords)
+        (*pairs, (_, codes)), totals = quantized if needs_sums else (quantized, [])
+        cotangents = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
+        return codes, scale.reshape(1, 1), cotangents, totals
+
+    codes, used_scale, cotangents, totals = fused_outputs.run(make, group.operands, scale, predicted.scales)
+    if predicted.spec is None:
+        group.predicted = predicted._replace(peaks=cotangents)
+    else:
+        pairs = tuple(fused_outputs.to_qtensor_pair(predicted.spec, *parts) for parts in cotangents)
+        group.predicted = predicted._replace(codes=pairs, sums=tuple(totals))
+    return QTensor(codes, used_scale, None, None, spec)
+
+
+def cached_row_codes(fused_output: FusedOutput | None, spec: QuantSpec) -> QTensor | None:
+    """What `Output.hold` was given of rows."""
+    codes = None if fused_output is None else fused_output.group.variants.get(("rows", spec))
+    return None if codes is None else from_bytes(codes)
+
+
+def quantize_columns(fused_output: FusedOutput | None, spec: QuantSpec, scale: Array) -> QTensor | None:
+    """Transposed codes of a matrix under a scale for each row, fp32 (M, 1), or None where no kernel makes them.
+
+    Returns:
+        (N, M) of granularity "tensor" and scale 1: rows' scales are the caller's.
+    """
+    if fused_output is None or len(fused_output.group.kinds) > 1:
+        return None
+    group, fmt = fused_output.group, formats.get(spec.format)
+    record_choice("quantize", FROM_OPERANDS)
+    operation, kinds, predicted = group.operation, group.kinds, group.predicted
+
+    def make(backend: Any, operands: Any, scale: Array) -> Any:
+        if predicted is None:
+            ((_, codes),) = backend.quantize(operation, kinds, operands, (scale,), fmt.dtype, rows=False, columns=True)
+            return codes, ()
+        return backend.ahead(operation, operands, scale, fmt.dtype)
+
+    codes, peaks = fused_outputs.run(make, group.operands, scale.reshape(-1))
+    if predicted is not None:
+        group.predicted = predicted._replace(peaks=tuple(peaks))
+    return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
+
+
+def quantize_cotangent(
+    fused_output: FusedOutput | None, spec: QuantSpec, outer_scale: Array | None
+) -> tuple[QTensor, QTensor] | None:
+    """Codes of an activation's cotangent, as they are and transposed; None where no kernel makes them.
+
+    Args:
+        part: what it is computed from.
+        spec: of granularity "mx".
+        level: fp32 (M, 1), as of `fp8jax.ops.quantization.microscaling.fold_rows`; None for 1.
+
+    Returns:
+        Of granularity "token", and (N, M) of "tensor" with scale 1: rows' scales are the caller's.
+    """
+    if fused_output is None or not fused_output.group.peaks or any(peak.ndim != 1 for peak in fused_output.group.peaks):
+        return None
+    group, position = fused_output
+    if outer_scale is not None:
+        peak = group.peaks[position]
+        single = dataclasses.replace(group, kinds=(group.kinds[position],), peaks=(peak,), variants={})
+        return _quantize_rows_and_transposed(single, spec, outer_scale)[0]
+    key = ("cotangents", spec)
+    if key not in group.variants:
+        group.variants[key] = _quantize_rows_and_transposed(
+            group, spec, jnp.ones((group.peaks[position].size, 1), jnp.float32)
+        )
+    pair: tuple[QTensor, QTensor] = group.variants[key][position]
+    return pair
+
+
+def _quantize_rows_and_transposed(
+    group: FusedOutputs, spec: QuantSpec, outer_scale: Array
+) -> list[tuple[QTensor, QTensor]]:
+    record_choice("quantize", FROM_OPERANDS)
+    fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
+    scales = [scaling.pow2_scale(peak.reshape(-1, 1), outer_scale, fmt) for peak in group.peaks]
+
+    def make(backend: Any, operands: Any, scales: Any) -> Any:
+        flat = tuple(scale.reshape(-1) for scale in scales)
+        return backend.quantize(operation, kinds, operands, flat, fmt.dtype, rows=True, columns=True)
+
+    one = jnp.ones((1, 1), jnp.float32)
+    return [
+        (
+            QTensor(codes, scale, None, None, QuantSpec(spec.format, "token")),
+            QTensor(transposed, one, None, None, QuantSpec(spec.format)),
+        )
+        for (codes, transposed), scale in zip(fused_outputs.run(make, group.operands, scales), scales, strict=True)
+    ]

@@ -1,0 +1,224 @@
+"""The kernels of norms and activations on arrays that may be sharded; arguments and results are the kernels' own.
+
+Rows may be cut everywhere, channels where no row is needed as a whole. Largest magnitudes are of all parts, and so are
+sums over rows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from fp8jax.core import scaling
+from fp8jax.ops.dispatch.choice import capability
+from fp8jax.ops.dispatch.partition import run_partitioned
+from fp8jax.ops.dispatch.shard_notation import DimSharding
+from fp8jax.ops.quantization import fused_reference
+from pallas_kernels.nonlinear import (
+    activation_rows_triton,
+    activation_triton,
+    cotangents_triton,
+    norm_triton,
+    quantize_recomputed_triton,
+    requantize_triton,
+    sampled_amax_triton,
+)
+from pallas_kernels.nonlinear.quantize_recomputed_triton import result_kinds
+
+_ROWS, _TILE, _TRANSPOSED = "m -", "m n", "n m"
+
+
+def forward(
+    operation: Any,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    coding: Any,
+    *,
+    result: fused_reference.Result = None,
+) -> Any:
+    (scale, dtype), has_row_scales = result or (None, None), fused_reference.is_scaled_by_row(result)
+
+    def run(sharding: DimSharding, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
+        result = None if dtype is None else (scale, dtype)
+        *arrays, peak, codes = norm_triton.forward(
+            operation, x, weight, bias, eps, coding, result=result, compute_capability=capability()
+        )
+        return *arrays, sharding.pmax(peak, "m"), codes
+
+    return run_partitioned(
+        "norm_forward", (operation, eps, coding, str(dtype)), run, (x, weight, bias, scale),
+        (_ROWS, "-", "-", _replicated(scale)),
+        (_ROWS, _ROWS, "m", "m", "", (_ROWS, _ROWS) if has_row_scales else _ROWS),
+    )  # fmt: skip
+
+
+def backward(
+    operation: Any,
+    codes: Array,
+    scales: Array | None,
+    inverse: Array,
+    weight: Array | None,
+    dy: Array,
+    dtype: Any,
+    residual: Array | None = None,
+) -> Any:
+    def run(
+        sharding: DimSharding, codes: Array, scales: Array | None, inverse: Array, weight: Any, dy: Array, residual: Any
+    ) -> Any:
+        dx, *sums, peak = norm_triton.backward(
+            operation, codes, scales, inverse, weight, dy, dtype, residual, compute_capability=capability()
+        )
+        return dx, *(None if total is None else sharding.psum(total, "m") for total in sums), sharding.pmax(peak, "m")
+
+    return run_partitioned(
+        "norm_backward", (operation, str(dtype)), run, (codes, scales, inverse, weight, dy, residual),
+        (_ROWS, _ROWS, "m", "-", _ROWS, _ROWS), (_ROWS, "-", "-", ""),
+    )  # fmt: skip
+
+
+def encode_activation_residuals(
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: fused_reference.Result = None
+) -> Any:
+    (scale, dtype), has_row_scales = result or (None, None), fused_reference.is_scaled_by_row(result)
+
+    def run(sharding: DimSharding, gate: Array, up: Array | None, scale: Array | None) -> Any:
+        if has_row_scales:
+            residuals, codes, rows = activation_rows_triton.keep_activation(
+                operation, gate, up, coding, dtype, compute_capability=capability()
+            )
+            return residuals, None, (codes, rows)
+        result = None if dtype is None else (scale, dtype)
+        residuals, peak, result_codes = activation_triton.keep_activation(
+            operation, gate, up, coding, result=result, compute_capability=capability()
+        )
+        return residuals, sharding.pmax(peak, "m n"), result_codes
+
+    # Where rows are needed whole channels that are cut are gathered.
+    needs_whole_rows = has_row_scales or coding.is_packed
+    pair, tile = ((_ROWS, _ROWS), _ROWS) if needs_whole_rows else ((_TILE, f"m n/{coding.size}"), _TILE)
+    return run_partitioned(
+        "keep_activation", (operation, coding, str(dtype)), run, (gate, up, scale), (tile, tile, _replicated(scale)),
+        ((pair, pair, pair), "", (tile, tile) if has_row_scales else tile),
+    )  # fmt: skip
+
+
+def requantize_if(
+    operation: Any, kinds: tuple[int, ...], operands: Any, codes: Array, scale: Array, condition: Array
+) -> Any:
+    def run(sharding: DimSharding, *arrays: Any) -> Array:
+        return requantize_triton.requantize_if(operation, kinds, *arrays, compute_capability=capability())
+
+    # The codes of a norm's result come from whole rows.
+    tile = _ROWS if result_kinds(kinds).norm else _TILE
+    channels = tile.split()[1]
+    operand_dims = quantize_recomputed_triton.Operands(
+        tile, up=tile, inverse="m", mean="m", weight=channels, bias=channels
+    )  # type: ignore[arg-type]
+    ins = (operand_dims, tile, _replicated(scale), _replicated(condition))
+    return run_partitioned("mend", (operation, kinds), run, (operands, codes, scale, condition), ins, tile)
+
+
+def quantize(
+    operation: Any,
+    kinds: tuple[int, ...],
+    operands: Any,
+    scales: tuple[Array, ...],
+    dtype: Any,
+    *,
+    rows: bool,
+    columns: bool,
+    result_coding: tuple[Array, Any] | None = None,
+    sums: bool = False,
+) -> Any:
+    scale, result_dtype = result_coding or (None, None)
+
+    def run(sharding: DimSharding, operands: Any, scales: tuple[Array, ...], scale: Array | None) -> Any:
+        result_coding = None if scale is None else (scale, result_dtype)
+        quantized = quantize_recomputed_triton.quantize(
+            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, result_coding=result_coding, sums=sums,
+            compute_capability=capability(),
+        )  # fmt: skip
+        return (quantized[0], [sharding.psum(total, "m") for total in quantized[1]]) if sums else quantized
+
+    ins = (_operands(operation), tuple(map(_scale_dims, scales)), _replicated(scale))
+    outs: Any = [(_tile(operation), _transposed_tile(operation))] * (len(kinds) + (result_coding is not None))
+    if sums:
+        outs = outs, ["-" if _packed(operation) else "n"] * len(kinds)
+    static = (operation, kinds, str(dtype), rows, columns, str(result_dtype), sums)
+    return run_partitioned("remake", static, run, (operands, scales, scale), ins, outs)
+
+
+def peaks(
+    operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, compute_if: Array | None = None
+) -> Any:
+    def run(sharding: DimSharding, operands: Any, compute_if: Array | None) -> Any:
+        rows = operands.first.shape[0]
+        if every > 1 and sharding.axes.get("m") and rows % (sampled_amax_triton.SAMPLE_ROWS * every):
+            # The rows of the sample are those of the whole matrix, which the kernel counts in its own part.
+            compute_amax = functools.partial(scaling.compute_sample_amax, row_offset=sharding.shard_offset("m", rows))
+            maxima = [compute_amax(x) for x in fused_reference.results(operation, kinds, operands)]
+        else:
+            maxima = sampled_amax_triton.peaks(
+                operation, kinds, operands, every=every, is_needed=compute_if, compute_capability=capability()
+            )
+        return [sharding.pmax(peak, "m n") for peak in maxima]
+
+    ins, outs = (_operands(operation), _replicated(compute_if)), [""] * len(kinds)
+    return run_partitioned("peaks", (operation, kinds, every), run, (operands, compute_if), ins, outs)
+
+
+def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
+    def run(sharding: DimSharding, operands: Any, scale: Array) -> Any:
+        codes, maxima = quantize_recomputed_triton.quantize_and_predict(
+            operation, operands, scale, dtype, compute_capability=capability()
+        )
+        return codes, [sharding.pmax(peak, "n" if peak.ndim else "m n") for peak in maxima]
+
+    amax_dims = "m" if scale.ndim else ""
+    ins, outs = (
+        (_operands(operation), _scale_dims(scale)),
+        (_transposed_tile(operation), [amax_dims] * (1 + operation.gated)),
+    )
+    return run_partitioned("ahead", (operation, str(dtype)), run, (operands, scale), ins, outs)
+
+
+def cotangents(operation: Any, operands: Any) -> Any:
+    def run(sharding: DimSharding, operands: Any) -> Any:
+        return cotangents_triton.cotangents(operation, operands, compute_capability=capability())
+
+    outs = [_tile(operation)] * (1 + operation.gated)
+    return run_partitioned("cotangents", operation, run, (operands,), (_operands(operation),), outs)
+
+
+def _operands(operation: Any) -> Any:
+    tile, packed = _tile(operation), _packed(operation)
+    scales = _ROWS if packed else f"m n/{operation.group}"
+    channels = "-" if packed else "n"
+    dims: Any = (tile, scales, tile, scales, tile, scales, tile, "m", "m", channels, channels)
+    return quantize_recomputed_triton.Operands(*dims)
+
+
+def _packed(operation: Any) -> bool:
+    return operation.format == "int10" and not operation.exact
+
+
+def _tile(operation: Any) -> str:
+    """A matrix. Packed rows are never cut: the high bits come after all low bytes."""
+    return _ROWS if _packed(operation) else _TILE
+
+
+def _transposed_tile(operation: Any) -> str:
+    return "- m" if _packed(operation) else _TRANSPOSED
+
+
+def _scale_dims(x: Array) -> str | None:
+    """Scales (rows,), or one."""
+    return "m" if x.ndim else ""
+
+
+def _replicated(x: Any) -> str | None:
+    """An array of few numbers, which is never cut."""
+    return None if x is None else " ".join("-" * jax.numpy.ndim(x))

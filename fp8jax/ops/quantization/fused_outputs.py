@@ -1,0 +1,349 @@
+"""Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
+
+A norm or an activation says what its result is computed from (`Output`); an activation also of the cotangents of its
+inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself stays
+an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks, formats
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import SAME, Context, Linear, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.autodiff.residuals import ArrayFacts, Recomputable, from_bytes, to_bytes
+from fp8jax.ops.dispatch.choice import Choice, by_platform, missing_triton, on_cuda, record_choice
+from fp8jax.ops.dispatch.sharding import merge, reshape, reshard, spec_of
+from fp8jax.ops.quantization import fused_reference
+from fp8jax.recipes import resolve
+
+
+@dataclasses.dataclass(eq=False)
+class FusedOutputs:
+    """What arrays are computed from: those that one kernel makes together, in its order.
+
+    Attributes:
+        operation: `pallas_kernels.nonlinear.operations_triton.Operation`.
+        kinds: what each of the arrays is.
+        operands: `pallas_kernels.nonlinear.quantize_recomputed_triton.Operands`.
+        peaks: the largest finite magnitude of each array; none where they are not known.
+        ahead: of an activation's result whose gradient is known already, what is known of its cotangents.
+        variants: codes of all arrays by how they were made, each with the scales that were given for them, or None.
+        sums: of columns of arrays, by their places, as far as kernels have made them.
+    """
+
+    operation: Any
+    kinds: tuple[int, ...]
+    operands: Any
+    peaks: tuple[Array, ...] = ()
+    predicted: "CotangentPrediction | None" = None
+    variants: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    sums: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def outputs(self) -> "tuple[FusedOutput, ...]":
+        """Each of the arrays."""
+        return tuple(FusedOutput(self, position) for position in range(len(self.kinds)))
+
+
+class FusedOutput(NamedTuple):
+    """An array as one of those of a `Computation`."""
+
+    group: FusedOutputs
+    position: int
+
+    @property
+    def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
+        """What `of` takes: operands, peaks, and codes with scales of rows, in bytes."""
+        return self.group.operands, self.group.peaks, list(self._row_codes.values())
+
+    def with_arrays(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "FusedOutput":
+        """The same, computed from the same operands in another trace."""
+        variants = dict(zip(self._row_codes, rows, strict=True))
+        return self._replace(
+            result=FusedOutputs(self.group.operation, self.group.kinds, operands, peaks, variants=variants)
+        )
+
+    @property
+    def _row_codes(self) -> dict[Any, Any]:
+        return {key: codes for key, codes in self.group.variants.items() if key[0] == "rows"}
+
+    def cast(self, dtype: DTypeLike) -> "FusedOutput | None":
+        """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""
+        from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
+
+        group = self.group
+        dtypes = PLAIN_DTYPES[group.operation.dtype], jnp.dtype(dtype)
+        if dtypes[0] == dtypes[1]:
+            return self
+        if dtypes != (jnp.float32, jnp.bfloat16) or len(group.kinds) > 1:
+            return None
+        operation = group.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
+        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in group.peaks)
+        return FusedOutput(FusedOutputs(operation, group.kinds, group.operands, peaks), 0)
+
+    def cache_codes(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
+        """What quantizing the array as `spec` says will give: codes (M, N) under a scale.
+
+        Or, where codes fold powers of two into them, codes and the scales of rows, (M, 1).
+        """
+        if scale is not None:
+            pairs = [to_qtensor_pair(spec, codes, None, scale.reshape(1, 1))]
+            self.group.variants[True, False, spec, None] = (scale,), pairs
+        else:
+            q = QTensor(codes[0], codes[1], None, None, QuantSpec(spec.format, "token"))
+            self.group.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
+
+
+class CotangentPrediction(NamedTuple):
+    """What is known of the cotangents of an activation's inputs before its backward pass makes them.
+
+    Attributes:
+        peaks: their largest finite magnitudes; or
+        spec, scales: how they will be quantized, under given scales; and
+        codes: what that makes of them, as they are and transposed.
+        summed: whether the sums of their columns are to be made with the codes: those of the layers' biases.
+        sums: these sums.
+    """
+
+    peaks: tuple[Array, ...] = ()
+    spec: QuantSpec | None = None
+    scales: tuple[Array, ...] = ()
+    codes: tuple[Any, ...] = ()
+    needs_sums: bool = False
+    sums: tuple[Array, ...] = ()
+
+    @property
+    def variants(self) -> dict[Any, Any]:
+        """`Computation.variants` of them."""
+        return {(True, True, self.spec, None): (self.scales, self.codes)} if self.codes else {}
+
+
+def find_consumer(recipe: Recipe | Context | str) -> Linear | None:
+    """The linear layers for which an operation makes codes of its result, if it does.
+
+    These are of its rows alone, microscaled and folded, or under a scale from a bound.
+    """
+    resolved = resolve(recipe)
+    spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) and resolved.linear.x_residual == SAME else None
+    if not isinstance(resolved, Recipe) or spec is None:
+        return None
+    uses_bound = resolved.context.scales == "bound" and "x" not in resolved.linear.states and supports(spec)
+    return resolved.linear if uses_bound or _needs_only_rows(spec) else None
+
+
+def make_array_facts(
+    context: Context,
+    recomputable: Recomputable,
+    residuals: Any,
+    fused_output: FusedOutput | None,
+    consumer: Linear | None,
+    scale: Array | None,
+    codes: Any,
+) -> ArrayFacts:
+    """What an operation's result is made from.
+
+    Args:
+        context: what the operation keeps.
+        how, saved: how it is made again, and from what.
+        part: what kernels compute it from.
+        reader, scale: the layers that are to quantize it under this scale, if it is known.
+        codes: what they will make of it, as of `Output.hold`, if that is made.
+    """
+    if fused_output is not None and consumer is not None and codes is not None:
+        spec = consumer.spec("x")
+        assert spec is not None
+        fused_output.cache_codes(spec, scale, codes)
+    recompute_rule = (recomputable, residuals) if context.lean or context.spec is None else None
+    return ArrayFacts(recompute_rule, fused_output, None if consumer is None or scale is None else (consumer, scale))
+
+
+def emits_codes(recipe: Recipe | Context | str) -> bool:
+    """Whether operations that keep their inputs as they are make, on a GPU, the codes that linear layers read.
+
+    These layers then keep no codes of the result: it is made again from the inputs, with the same values, so that per
+    tensor the weight's gradient reads the same codes; microscaled ones are not shifted, but rounded under the scales
+    of tokens of both operands (`fp8jax.ops.quantization.microscaling`). The operation can be differentiated once.
+    """
+    resolved = resolve(recipe)
+    if not isinstance(resolved, Recipe) or resolved.context.residual is not None or not on_cuda():
+        return False
+    spec = resolved.linear.spec("x")
+    if (
+        spec is None
+        or resolved.linear.x_residual != SAME
+        or resolved.linear.x_wgrad != SAME
+        or "x" in resolved.linear.states
+    ):
+        return False
+    return supports(spec) or _needs_only_rows(spec)
+
+
+def _needs_only_rows(spec: QuantSpec) -> bool:
+    """Whether codes that microscaling leaves, folded, need nothing but their rows."""
+    return spec.is_folded and spec.outer_scale == "token" and formats.get(spec.format).bits == 8
+
+
+def writes_result(recipe: Recipe | Context | str) -> bool:
+    """Whether on a GPU operations write what they compute, and not the layers that read it: these take no FP8 codes.
+
+    So it is where what is kept are codes of ten bits, and layers of the recipe have others than `codes` or
+    `fp8jax.ops.quantization.fused_codes` makes.
+    """
+    resolved = resolve(recipe)
+    context = resolved.context if isinstance(resolved, Recipe) else resolved
+    if context.spec is None or not context.spec.is_packed:
+        return False
+    spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) else None
+    return spec is None or not (supports(spec) or spec.is_folded)
+
+
+def supports(spec: QuantSpec) -> bool:
+    """Whether the kernels make such codes."""
+    fmt = formats.get(spec.format)
+    is_fp8_per_tensor = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
+    return (
+        is_fp8_per_tensor
+        and spec.rounding == "nearest"
+        and not (spec.expand or spec.layer_axes)
+        and spec.underflow == "zero"
+    )
+
+
+def to_qtensor_pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
+    """Codes of an array and of its transposed copy as tensors."""
+    return tuple(None if codes is None else QTensor(codes, scale, None, None, spec) for codes in (row, column))
+
+
+def identity_output(x: Array) -> FusedOutput | None:
+    """A matrix as what it is computed from, where kernels can read it so."""
+    if not on_cuda() or missing_triton("remake_triton"):
+        return None
+    from pallas_kernels.nonlinear import quantize_recomputed_triton
+
+    description = describe_operation(x, None, x.dtype, activation="identity", gated=False)
+    if description is None:
+        return None
+    return FusedOutputs(
+        description, (quantize_recomputed_triton.RESULT,), quantize_recomputed_triton.Operands(x)
+    ).outputs[0]
+
+
+def run(call: Callable[..., Any], *arrays: Any) -> Any:
+    """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
+    from fp8jax.ops.quantization import fused_kernels
+
+    kernel_impl, reference_impl = (functools.partial(call, backend) for backend in (fused_kernels, fused_reference))
+    return by_platform(*arrays, cuda=kernel_impl, default=reference_impl, hide_explicit_axes=True)
+
+
+def describe_operation(
+    x: Array,
+    spec: QuantSpec | None,
+    dtype: DTypeLike,
+    *,
+    norm: bool = False,
+    forward: bool = False,
+    fp8: bool = True,
+    **fields: Any,
+) -> Any:
+    """The operation, as the kernels describe it, whose operands are alike to `x`, (..., channels); None for XLA.
+
+    Args:
+        x: an operand, from whose dtype, shape and place the choice follows.
+        spec: what is kept of operands; None keeps them as they are.
+        dtype: of the result.
+        norm: whether it is a norm, which reads whole rows.
+        forward: whether it is computed for the first time, which is told to who listens.
+        fp8: whether kernels make or read FP8 codes of it.
+        fields: as of `pallas_kernels.nonlinear.operations_triton.Operation`, an activation by its name.
+    """
+    reason = None if on_cuda() else "it needs a CUDA GPU"
+    reason = reason or missing_triton("remake_triton" if fp8 else "cotangents_triton") or _unsupported_reason(x, spec)
+    if reason is None:
+        description = _describe(x, spec, dtype, norm, fields)
+        reason = description if isinstance(description, str) else None
+    choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel takes it")
+    if forward:
+        record_choice("norm" if norm else "activation", choice)
+    return None if reason else description
+
+
+def _unsupported_reason(x: Array, spec: QuantSpec | None) -> str | None:
+    if 0 in x.shape:
+        return f"shape {x.shape} is empty"
+    if spec is None:
+        return None
+    grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
+    if not (grouped and (formats.get(spec.format).is_fp8 or spec.is_packed)):
+        return f"it keeps codes of FP8 or of ten bits in groups along the last axis, not {spec}"
+    if spec.expand or spec.layer_axes or spec.underflow != "zero" or spec.rounding != "nearest":
+        return f"it keeps plain codes rounded to nearest, not {spec}"
+    return None
+
+
+def _describe(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
+    """The operation as the kernels describe it, or why they cannot compute it."""
+    from pallas_kernels.nonlinear import norm_triton, operations_triton
+    from pallas_kernels.quantization import quantize_triton, storage_triton
+
+    if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
+        return f"it makes no results in {jnp.dtype(dtype)}"
+    if "activation" in fields:
+        if fields["activation"] not in operations_triton.ACTIVATIONS:
+            return f"it has no {fields['activation']}"
+        fields = fields | {"activation": operations_triton.ACTIVATIONS.index(fields["activation"])}
+    storage = to_coding(spec)
+    index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
+    storage_fields = {"exact": True} if storage is None else {"group": storage.size, "format": storage.format}
+    description = operations_triton.Operation(dtype=index, **storage_fields, **fields)
+    unsupported = norm_triton.unsupported_reason if norm else storage_triton.unsupported_reason
+    return unsupported((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, storage) or description
+
+
+def to_coding(spec: QuantSpec | None) -> Any:
+    """A spec as the kernels take it."""
+    if spec is None:
+        return None
+    from pallas_kernels.quantization.scaling_triton import Coding
+
+    dtype, scale = (jnp.dtype(formats.get(name).dtype) for name in (spec.format, spec.scale_format))
+    is_plain = spec.outer_scale == "none"
+    return Coding(spec.granularity, dtype, spec.group_size or 0, is_plain, scale, spec.rounding == "stochastic")  # type: ignore[arg-type]
+
+
+def to_matrix(x: Array) -> Array:
+    """(..., channels) as (rows, channels)."""
+    return merge(x, x.ndim - 1, 1)
+
+
+def reshape_like(x: Array, like: Array) -> Array:
+    """(rows, channels) as (..., channels), with the leading axes of another array."""
+    return reshape(x, (*like.shape[:-1], x.shape[-1]), (*spec_of(like)[:-1], spec_of(x)[-1]))
+
+
+def to_residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
+    """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.autodiff.residuals.keep` has them."""
+    length = like.shape[-1] if spec.is_packed else None
+    axes, like_spec = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
+    # Kernels of whole rows gather channels.
+    arrays = reshape_like(codes, like), reshape_like(scale, like)
+    codes, scale = (reshard(x, tuple(blocks.block_partition_spec(like_spec, x.shape, axes)), like) for x in arrays)
+    return to_bytes(QTensor(codes, scale, None, None, spec, length))
+
+
+def residual_matrices(q: QTensor | Array) -> tuple[Array, Array | None]:
+    """The codes and scales, as matrices, of what `residual` returned; an array that is kept as it is, and None."""
+    if isinstance(q, Array):
+        return to_matrix(q), None
+    q = from_bytes(q)
+    return to_matrix(q.codes), to_matrix(q.scale)

@@ -1,0 +1,420 @@
+"""Quantization of a matrix and of its transposed copy, as the products of a linear read them: one pass on a GPU."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import blocks, derivatives, encoding, formats, noise, scaling
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, on_cuda, record_choice, run
+from fp8jax.ops.dispatch.partition import run_partitioned
+from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.quantization import fused_codes, fused_outputs, packed
+from fp8jax.ops.quantization.fused_reference import column_sums
+
+_COLUMNS_SEED = noise.param_seed("columns")
+_KERNEL_GRANULARITIES = ("tensor", "token", "group", "block", "mx")  # of the kernel
+Columns = QuantSpec | Literal["same"] | None
+Pair = tuple[QTensor | None, QTensor | None]
+PairAndSums = tuple[Pair, Array | None]
+
+
+def quantize(
+    x: Array,
+    rows: QuantSpec | str | None,
+    columns: QuantSpec | str | None = None,
+    *,
+    scale: Array | None = None,
+    is_scale_clamped: bool = False,
+    strategy: Scaling | str = "current",
+    key: Array | None = None,
+    impl: str = "auto",
+    fused_output: fused_outputs.FusedOutput | None = None,
+) -> Pair:
+    """Codes of a matrix and of its transposed copy.
+
+    The codes are those of `fp8jax.quantize`, but stochastic rounding draws other noise, in the kernel as well as in XLA
+    (`fp8jax.core.noise`); both are unbiased, and each repeats exactly.
+
+    Args:
+        x: (M, N), floating.
+        rows: how `x` is quantized, or None where its codes are not wanted.
+        columns: how `x.T`, (N, M), is: a spec of its own, "same" for the codes of `rows` transposed, which needs
+            granularity "tensor" or "block", or None.
+        scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
+            block counts; None takes them from `x`. Finite values beyond their range saturate. They are for the format
+            of `rows`, if rows are asked for; columns of another format have the same range.
+        used: whether codes were made under this scale before, which then is one that `fp8jax.core.scaling.usable` gave.
+        strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
+            "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
+        key: PRNG key for specs that round stochastically.
+        impl: "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
+            makes such codes, on however many devices: FP8 and int8 without expansion, groups and blocks of 16 to 128.
+            "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.dispatch.choice.listening` tells which.
+        part: what `x` is computed from, where that is known: kernels read this then, under "auto".
+
+    Returns:
+        What was asked for, `x` and `x.T`; None for the others.
+
+    Raises:
+        ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
+            or it is "triton" and the kernel cannot run: the message says why.
+    """
+    keywords: Any = {
+        "scale": scale,
+        "used": is_scale_clamped,
+        "strategy": strategy,
+        "key": key,
+        "impl": impl,
+        "part": fused_output,
+    }
+    return quantize_and_sum(x, rows, columns, sums=False, **keywords)[0]
+
+
+def quantize_and_sum(
+    x: packed.PackedMatrix,
+    rows: QuantSpec | str | None,
+    columns: QuantSpec | str | None = None,
+    *,
+    sums: bool = True,
+    scale: Array | None = None,
+    is_scale_clamped: bool = False,
+    strategy: Scaling | str = "current",
+    key: Array | None = None,
+    impl: str = "auto",
+    fused_output: fused_outputs.FusedOutput | None = None,
+    amax: Array | None = None,
+) -> PairAndSums:
+    """`quantize`, and the sums of columns, fp32 (N,), from the same pass; None without `sums`.
+
+    `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it. `x` may be the
+    matrices, of M rows, that it is side by side: on one GPU the kernel reads these where each lies.
+    """
+    strategy = scaling.find_scaling(strategy)
+    config = dataclasses.replace(_parse(rows, columns, strategy, sums), used=is_scale_clamped)
+    if isinstance(x, tuple) and not packed.can_quantize_unpacked(x, config.specs):
+        x = packed.concatenated(x)
+    x = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, x, scale)
+    if (key is not None) != config.is_stochastic:
+        need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
+        raise ValueError(f"rows {rows} and columns {columns} {need}")
+    if 0 in packed.packed_shape(x):
+        scale = None  # there is nothing to have one
+    if impl == "auto" and fused_output is not None and not isinstance(x, tuple):
+        keywords: Any = {"same": config.shares_codes, "scale": scale, "strategy": strategy, "sums": sums}
+        pair = fused_codes.quantize_fused(fused_output, config.rows, config.transposed_spec, **keywords)
+        if pair is not None:
+            known_sums = fused_output.group.sums.get(fused_output.position)
+            return pair, column_sums(x) if sums and known_sums is None else known_sums
+    choice = record_choice("quantize", _choose(x, config, scale, impl))
+    impls: Any = {"kernel": functools.partial(_kernel, config), "reference": functools.partial(_reference, config)}
+    result: PairAndSums = run(choice, impl, x, scale, key, amax, **impls)
+    return result
+
+
+def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") -> QTensor:
+    """The same codes and scales with both axes of a matrix exchanged.
+
+    Args:
+        q: (M, N), of granularity "tensor" or "block", where a transposed matrix has transposed scales. (Groups and
+            tokens of a transposed matrix run across its contraction: quantize again along the other axis.)
+        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
+        impl: "auto", "xla" or "triton": XLA's own transposition of bytes reaches a fraction of a GPU's bandwidth.
+
+    Raises:
+        ValueError: the granularity is another; or as `quantize`.
+    """
+    if q.spec.granularity not in TRANSPOSABLE:
+        raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
+    fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
+    shape_reason = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
+    choice = choose_impl(impl, lambda: shape_reason or missing_triton("transpose_triton", fp8=factor is not None))
+    codes = run(choice, impl, q.codes, factor, kernel=_transpose_kernel, reference=_multiply_and_transpose)
+    return dataclasses.replace(q, codes=codes, scale=q.scale.T)
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuantizeConfig:
+    rows: QuantSpec | None
+    columns: Columns
+    strategy: Scaling
+    sums: bool
+    is_scale_clamped: bool = False
+
+    @property
+    def shares_codes(self) -> bool:
+        return self.columns == "same"
+
+    @property
+    def transposed_spec(self) -> QuantSpec | None:
+        """The spec of the transposed copy."""
+        return self.rows if self.columns == "same" else self.columns
+
+    @property
+    def specs(self) -> tuple[QuantSpec | None, QuantSpec | None]:
+        return self.rows, self.transposed_spec
+
+    @property
+    def has_integers(self) -> bool:
+        return any(spec is not None and not formats.get(spec.format).is_float for spec in self.specs)
+
+    @property
+    def is_stochastic(self) -> bool:
+        return any(spec is not None and spec.rounding == "stochastic" for spec in self.specs)
+
+    def scale_for(self, spec: QuantSpec, scale: Array) -> Array:
+        """The given scale, which is for the first format asked for, for that of `spec`."""
+        first_spec = self.rows or self.transposed_spec
+        assert first_spec is not None
+        return scaling.convert_scale(scale, formats.get(first_spec.format), formats.get(spec.format))
+
+
+def _parse(
+    rows: QuantSpec | str | None, columns: QuantSpec | str | None, strategy: Scaling, sums: bool
+) -> _QuantizeConfig:
+    first = None if rows is None else QuantSpec.parse(rows)
+    second: Any = columns if columns is None or columns == "same" else QuantSpec.parse(columns)
+    config = _QuantizeConfig(first, second, strategy, sums)
+    if config.shares_codes and (first is None or first.granularity not in TRANSPOSABLE):
+        raise ValueError(f"columns 'same' needs rows with scales that transpose, not {rows}")
+    if config.shares_codes and first is not None and first.granularity == "block" and first.axis not in (-1, 1):
+        raise ValueError(f"columns 'same' needs blocks along the last axis, not {first}")
+    return config
+
+
+def _choose(x: Any, config: _QuantizeConfig, scale: Array | None, impl: str) -> Choice:
+    x = jax.ShapeDtypeStruct(packed.packed_shape(x), x[0].dtype) if isinstance(x, tuple) else x
+    if len(x.shape) != 2:
+        raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
+    fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in config.specs)
+    return choose_impl(
+        impl, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported_reason(x, config, scale)
+    )
+
+
+def _unsupported_reason(x: Any, config: _QuantizeConfig, scale: Array | None) -> str | None:
+    from pallas_kernels.quantization import quantize_triton
+
+    if len({formats.get(spec.format).is_float for spec in config.specs if spec}) > 1:
+        return f"{config.rows} and {config.transposed_spec} are floating and integer codes"
+    for spec in config.specs:
+        if spec is None:
+            continue
+        fmt = formats.get(spec.format)
+        if not fmt.is_matmul_format or fmt.name == "e8m0" or spec.expand or spec.underflow != "zero":
+            return f"it makes plain FP8 and int8 codes, not {spec}"
+        if spec.granularity not in _KERNEL_GRANULARITIES or spec.axis not in (-1, 1) or spec.layer_axes:
+            return f"it makes scales of {', '.join(_KERNEL_GRANULARITIES)} along the last axis of a matrix, not {spec}"
+        if scale is not None and spec.granularity not in ("tensor", "token"):
+            return f"given scales of {spec} are XLA's"
+        if scale is not None and not fmt.is_float:
+            return f"given scales of {spec}, which NaN and Inf change, are XLA's"
+    return quantize_triton.unsupported_reason(x.shape, x.dtype, tuple(map(fused_outputs.to_coding, config.specs)))
+
+
+def _reference(
+    config: _QuantizeConfig, x: packed.PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
+) -> PairAndSums:
+    x = packed.concatenated(x)
+    return _codes(config, x, scale, key), column_sums(x) if config.sums else None
+
+
+def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | None) -> Pair:
+    if on_cuda() and config.rows is not None and config.transposed_spec is not None and not config.shares_codes:
+        # XLA would compute what makes the matrix where it reduces its columns, which takes three times as long.
+        (x,) = lax.optimization_barrier((x,))
+    # Two words for all elements: XLA would compute each one's bits by `jax.random` anew in every pass that reads them.
+    seed = None if key is None else noise.key_to_seed(key)
+    seeds = seed, None if seed is None else noise.fold_in_seed(seed, _COLUMNS_SEED)
+
+    def quantize_one(y: Array, spec: QuantSpec | None, seed: Array | None) -> QTensor | None:
+        if spec is None:
+            return None
+        y = encoding.limit_group_range(y, spec, 1.0)
+        has_scale = scale is not None and spec.granularity in ("tensor", "token")
+        s = config.scale_for(spec, scale) if has_scale else None  # type: ignore[arg-type]
+        if s is None and spec.granularity == "tensor" and not config.strategy.is_default:
+            find_scale = functools.partial(config.strategy.scale, fmt=formats.get(spec.format))
+            (s,) = blocks.on_logical_array(lambda y: (find_scale((), y),), y, out_shapes=[()])
+        return quantize_with_scale(y, spec, s, seed=seed if spec.rounding == "stochastic" else None)
+
+    def quantize_transposed(spec: QuantSpec, seed: Array | None) -> QTensor | None:
+        if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.is_packed:
+            return quantize_one(x.T, spec, seed)
+        # XLA would transpose the matrix for the maxima of its blocks.
+        rows = quantize_one(x, spec, seed)
+        assert rows is not None
+        return transpose(rows, impl="xla")
+
+    rows = quantize_one(x, config.rows, seeds[0])
+    if config.shares_codes:
+        assert rows is not None
+        return rows, transpose(rows, impl="xla")
+    return rows, None if config.transposed_spec is None else quantize_transposed(config.transposed_spec, seeds[1])
+
+
+def _kernel(
+    config: _QuantizeConfig, x: packed.PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
+) -> PairAndSums:
+    if config.has_integers:
+        amax = None  # those are of what is finite
+    seed = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
+    dim_names = ("m n", "n m")
+    scale_axes = None
+    if scale is not None:
+        axes = dim_names[config.rows is None].split()[2 - scale.ndim :]
+        scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
+    shape = packed.packed_shape(x)
+    outs = [
+        s and notation(s, shape[::step], names) for s, step, names in zip(config.specs, (1, -1), dim_names, strict=True)
+    ]
+    quantize_shard = functools.partial(_quantize_shard, config, shape)
+    result: PairAndSums = run_partitioned(
+        "quantize", (config, shape), quantize_shard, (x, scale, seed, amax),
+        ("m n", scale_axes, "-", None if amax is None else ""), (outs, "n" if config.sums else None),
+        units={"m": 4} if config.is_stochastic else {},
+    )  # fmt: skip
+    return result
+
+
+def _quantize_shard(
+    config: _QuantizeConfig,
+    global_shape: tuple[int, ...],
+    sharding: DimSharding,
+    x: packed.PackedMatrix,
+    scale: Array | None,
+    seed: Array | None,
+    amax: Array | None,
+) -> PairAndSums:
+    """The QTensors of a device's own part of a matrix, whose whole shape is given."""
+    from pallas_kernels.quantization import amax_triton, quantize_rows_triton, quantize_triton
+
+    rows_only_spec = config.rows if config.columns is None and "n" not in sharding.axes else None
+    if (
+        not config.sums
+        and not isinstance(x, tuple)
+        and rows_only_spec
+        and _amax_granularity(rows_only_spec, scale) == rows_only_spec.granularity == "token"
+        and rows_only_spec.scale_format == "fp32"
+    ):
+        coding = fused_outputs.to_coding(rows_only_spec)
+        if quantize_rows_triton.unsupported_reason(x.shape, x.dtype, coding) is None:
+            codes, rows = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
+            return (QTensor(codes, rows, None, None, rows_only_spec), None), None
+    shape = packed.packed_shape(x)
+    shapes = (shape, shape[::-1])
+    levels = [
+        s and _amax_granularity(s, scale)
+        for s in (config.rows, None if config.shares_codes else config.transposed_spec)
+    ]
+    wanted_maxima: Any = {
+        "tensor": "tensor" in levels and amax is None,
+        "rows": levels[0] == "token",
+        "columns": levels[1] == "token",
+    }
+    is_scale_in_kernel = [s is not None and scale is None and _is_scale_in_kernel(s, config) for s in config.specs]
+    partial_maxima: Array | None = None if amax is None else amax.reshape(1)
+    amaxes: tuple[Array | None, ...] = (amax, None, None)
+    if any(wanted_maxima.values()):
+        matrices = x if isinstance(x, tuple) else (x,)
+        max_parts = amax_triton.MAX_PARTIALS // len(matrices) if any(is_scale_in_kernel) else 0
+        maxima_options: Any = {
+            "num_partials": max_parts,
+            "integers": config.has_integers,
+            "compute_capability": capability(),
+        }
+        maxima_by_matrix = [amax_triton.compute_amax(y, **wanted_maxima, **maxima_options) for y in matrices]
+        local_maxima = maxima_by_matrix[0]
+        if len(matrices) > 1:  # of all together, and of no rows and columns
+            local_maxima = (
+                jnp.concatenate([top.reshape(-1) for top, *_ in maxima_by_matrix if top is not None]),
+                None,
+                None,
+            )
+        amaxes = tuple(
+            None if top is None else sharding.pmax(top, over)
+            for top, over in zip(local_maxima, ("m n", "n", "m"), strict=True)
+        )
+        amaxes = (amax if amax is not None else amaxes[0], *amaxes[1:])
+        partial_maxima = amaxes[0] if partial_maxima is None else partial_maxima
+    scales: list[Array | None] = []
+    for i, spec in enumerate(config.specs):
+        if spec is None or spec.granularity in ("group", "block") or is_scale_in_kernel[i]:
+            scales.append(None)
+            continue
+        count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
+        if scale is not None and spec.granularity != "mx":
+            given_scale = config.scale_for(spec, scale)
+            value = jnp.broadcast_to(
+                given_scale if config.is_scale_clamped else scaling.clamp_scale(given_scale), count
+            )
+        elif spec.granularity == "mx" and spec.outer_scale == "none":
+            value = jnp.ones(count, jnp.float32)
+        else:
+            top = amaxes[0] if _outer_granularity(spec) == "tensor" else amaxes[1 + i]
+            assert top is not None
+            top = jnp.max(top) if _outer_granularity(spec) == "tensor" else top
+            if spec.granularity == "tensor":
+                top = config.strategy.reduce_amax(top)
+            value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
+        scales.append(encoding.cast_scale(value, spec, is_given=scale is not None))
+    *outputs, column_totals = quantize_triton.quantize(
+        x,
+        fused_outputs.to_coding(config.rows),
+        "same" if config.shares_codes else fused_outputs.to_coding(config.transposed_spec),
+        row_scale=scales[0],
+        column_scale=scales[1],
+        partial_amax=partial_maxima if any(is_scale_in_kernel) else None,
+        round_up_bf16=config.strategy.amax_rounding == "up",
+        words=seed,
+        place=None if seed is None else sharding.rng_offset(global_shape, shape),
+        sums=config.sums,
+        compute_capability=capability(),
+    )
+    tensors: list[QTensor | None] = []
+    for output, precomputed_scale, spec in zip(outputs, scales, config.specs, strict=True):
+        if output is None or spec is None:
+            tensors.append(None)
+            continue
+        used_scale = output.scale if precomputed_scale is None else precomputed_scale
+        assert used_scale is not None
+        tensors.append(QTensor(output.codes, used_scale, None, output.microscale, spec))
+    return (tensors[0], tensors[1]), None if column_totals is None else sharding.psum(column_totals, "m")
+
+
+def _is_scale_in_kernel(spec: QuantSpec, config: _QuantizeConfig) -> bool:
+    """Whether the kernel makes a tensor's scale from largest magnitudes, so that no reduction is launched for it."""
+    plain = spec.granularity == "tensor" and spec.scale_format == "fp32" and not config.has_integers
+    return plain and config.strategy.amax_rounding is not None
+
+
+def _outer_granularity(spec: QuantSpec) -> str:
+    """What shares a scale of level 1."""
+    return spec.outer_scale if spec.granularity == "mx" else spec.granularity
+
+
+def _amax_granularity(spec: QuantSpec, scale: Array | None) -> str | None:
+    """Over what a pass of its own has to find the maximum, "tensor" or "token"; None if it has not."""
+    granularity = _outer_granularity(spec)
+    return granularity if granularity in ("tensor", "token") and (scale is None or spec.granularity == "mx") else None
+
+
+def _multiply_and_transpose(codes: Array, factor: Array | None) -> Array:
+    return codes.T if factor is None else (formats.decode_fp8(codes) * factor).astype(codes.dtype).T
+
+
+def _transpose_kernel(codes: Array, factor: Array | None) -> Array:
+    from pallas_kernels.quantization import transpose_triton
+
+    def transpose_shard(sharding: DimSharding, codes: Array, factor: Array | None) -> Array:
+        return transpose_triton.transpose(codes, factor=factor, compute_capability=capability())
+
+    ins = ("m n", None if factor is None else "m -")
+    transposed: Array = run_partitioned("transpose", factor is None, transpose_shard, (codes, factor), ins, "n m")
+    return transposed

@@ -1,0 +1,104 @@
+"""Clipping by the global norm, fused with the update that follows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.optimizers.adamw import load
+from fp8jax.ops.optimizers.global_norm import global_norm
+from fp8jax.optim import checks
+from fp8jax.optim.block_state import clip_factor
+from fp8jax.optim.fused import FusedTransformation
+
+
+def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` that also takes gradients in codes, whose norm is of what these stand for.
+
+    Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
+    """
+    checks.check_positive("max_norm", max_norm)
+    optax_clip = optax.clip_by_global_norm(max_norm)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if not any(map(_is_quantized, jax.tree.leaves(updates, is_leaf=_is_quantized))):
+            return optax_clip.update(updates, state, params)
+        factor = clip_factor(max_norm, _grad_norm(updates))
+
+        def clip(x: Any) -> Any:
+            quantized = isinstance(x, QTensor)
+            return dataclasses.replace(x, scale=x.scale * factor) if quantized else (x * factor).astype(x.dtype)
+
+        return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
+
+    return optax.GradientTransformation(optax_clip.init, update)
+
+
+def _grad_norm(grads: optax.Updates) -> Array:
+    """The global norm of gradients, fp32."""
+    leaves = jax.tree.leaves(grads, is_leaf=_is_quantized)
+    plain = [x for x in leaves if not _is_quantized(x)]
+    if len(plain) == len(leaves):
+        return global_norm(plain)
+    norm: Array = optax.tree.norm([load(x) for x in leaves])
+    return norm
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QTensor)
+
+
+def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
+    """A fused transformation of gradients whose global norm is clipped.
+
+    `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has lost
+    the `step` of `tx`. Here `step` clips in the pass that updates parameters and moments, so that no clipped gradients
+    are written: gradients are read once for their norm, in fp32, and once more. Finite gradients whose norm overflows
+    fp32 (beyond 1.8e19) are clipped to 0, as by optax.
+
+    Args:
+        max_norm: largest global norm, positive.
+        tx: a transformation with `step`, as `compressed_adamw` or `fp8jax.optimizer` return.
+
+    Returns:
+        The transformation. Its `step` takes `key`, `factor` and `applied` as that of `tx`; a `factor` comes before
+        clipping.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+        TypeError: `tx` has no `step`.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp
+        >>> tx = fp8jax.clipped(1.0, fp8jax.optimizer("coat", 3e-4))
+        >>> params = {"w": jnp.ones((64, 128))}
+        >>> params, state = tx.step(params, tx.init(params), params)
+    """
+    if not isinstance(tx, FusedTransformation):
+        raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
+    checks.check_positive("max_norm", max_norm)
+    chain = optax.chain(clip_by_global_norm(max_norm), tx)
+
+    def step(
+        grads: optax.Updates,
+        state: tuple[optax.OptState, optax.OptState],
+        params: optax.Params,
+        *,
+        key: Array | None = None,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
+        **step_options: Any,
+    ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
+        grad_scale = jnp.float32(1.0) if grad_scale is None else jnp.asarray(grad_scale, jnp.float32)
+        clip = grad_scale * clip_factor(max_norm, _grad_norm(grads) * jnp.abs(grad_scale))
+        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=apply_if, **step_options)
+        return params, (state[0], inner)
+
+    return FusedTransformation(chain.init, chain.update, step)

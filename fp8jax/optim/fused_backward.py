@@ -1,0 +1,333 @@
+"""The optimizer inside the backward pass: a block's gradients are used up where they appear, and never all held."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Var
+from jax.typing import ArrayLike
+
+from fp8jax.core import noise
+from fp8jax.ops.optimizers.adamw import TreeSlice
+from fp8jax.optim import flax_variables, fp8lm_adamw
+from fp8jax.optim.block_state import FusedBlockState as FusedBlockState
+from fp8jax.optim.block_state import as_float_leaves, from_float_leaves, get_dtypes
+from fp8jax.optim.fused import FusedTransformation
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["sources", "structure"])
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass of a block reads, without what its parameters and other arguments hold anyway.
+
+    Attributes:
+        arrays: those that are of the call, or of each layer, stacked.
+        sources: for each residual the number of the argument that it is, or None for the next of `arrays`.
+        structure: of all residuals.
+    """
+
+    arrays: Sequence[Array]
+    sources: tuple[int | None, ...]
+    structure: Any
+
+    def make_backward(self, arguments: Sequence[Array]) -> Callable[..., Any]:
+        saved_arrays = iter(self.arrays)
+        leaves = [next(saved_arrays) if source is None else arguments[source] for source in self.sources]
+        return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
+
+
+class FusedBackwardBlock:
+    """A block whose backward pass applies its optimizer's step, as `release` returns it."""
+
+    def __init__(self, block: Callable[..., Any], tx: FusedTransformation, key: Array | None) -> None:
+        self._block, self._tx, self._key = block, tx, key
+        self._call_block = jax.custom_vjp(lambda held, inputs: block(held.params, *inputs))
+        self._call_block.defvjp(self._forward, self._backward)
+        self._scan_layers = jax.custom_vjp(self._plain_scan)
+        self._scan_layers.defvjp(self._scan_forward, self._scan_backward)
+
+    def init(self, params: Any, name: str = "", *, has_layer_axis: bool = False) -> FusedBlockState:
+        """The parameters of a block with a state of zeros.
+
+        Args:
+            params: tree of floating arrays.
+            name: path of this tree among all parameters, as "layers/3": with it codes are those of one step over the
+                whole tree, and without any no two blocks may have parameters of one name (their noise were the same).
+            stacked: for `scan`: each parameter stacks those of the layers along its first axis.
+
+        Raises:
+            ValueError: stacked parameters do not have the same number of layers.
+            TypeError: a parameter is not of a floating dtype, or in one of Flax's boxes.
+        """
+        return self.restore(params, self._tx.init(params), name, has_layer_axis=has_layer_axis)
+
+    def restore(
+        self, params: Any, state: Any, name: str = "", *, has_layer_axis: bool = False, squares: ArrayLike = 0.0
+    ) -> FusedBlockState:
+        """Parameters with a state that there is, as `Held.state` gives it, or steps outside of a block made it.
+
+        Args:
+            params, name, stacked: as of `init`.
+            state: of the optimizer, of these parameters.
+            squares: as `Held.squares` was, of which `Held.clipped` knows the step before; 0 where that is lost.
+
+        Raises: as of `init`.
+        """
+        if any(map(flax_variables.is_box, jax.tree.leaves((params, state), is_leaf=flax_variables.is_box))):
+            raise TypeError("release takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
+        layers = _count_layers(params) if has_layer_axis else None
+        count, factor, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 1.0))
+        squares = jnp.broadcast_to(jnp.asarray(squares, jnp.float32), () if layers is None else (layers,))
+        return FusedBlockState(
+            params, as_float_leaves(state), count, factor, squares, uses, None, get_dtypes(state), name, layers
+        )
+
+    def __call__(self, block_state: FusedBlockState, *inputs: Any) -> Any:
+        """The block's result.
+
+        Args:
+            held: of `init` or of the last `value_and_updates`; each may be used once in a call.
+            inputs: of the block; trees of arrays, which have their gradients as ever.
+
+        Raises:
+            ValueError: the parameters are stacked.
+        """
+        if block_state.num_layers is not None:
+            raise ValueError(
+                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call scan(held, x, ...)"
+            )
+        return self._call_block(block_state, inputs)
+
+    def scan(self, block_state: FusedBlockState, x: Any, *shared: Any) -> Any:
+        """The result of all layers, one after another: x = block(layer's parameters, x, *shared).
+
+        `jax.lax.scan` would hold old and new parameters of all layers at once. Here the backward pass carries one stack
+        of them, and writes each layer's in its place; with `donate_argnums` it is the caller's own.
+
+        Args:
+            held: of `init(..., stacked=True)`.
+            x: tree of arrays, which the block returns in the same structure, shapes and dtypes.
+            shared: what all layers read, such as positions; differentiated, too.
+
+        Raises:
+            ValueError: the parameters are not stacked.
+            TypeError: the block's result is not like `x`.
+        """
+        if block_state.num_layers is None:
+            raise ValueError(f"{block_state.name or 'the parameters'} are not stacked: take init(..., stacked=True)")
+        result = jax.eval_shape(self._block, _take_layer(block_state.params, 0), x, *shared)
+        if jax.tree.map(_shape_and_dtype, result) != jax.tree.map(_shape_and_dtype, jax.eval_shape(lambda: x)):
+            raise TypeError(f"a block under scan must return what is like x, {x}, not {result}")
+        return self._scan_layers(block_state, x, shared)
+
+    def _forward(self, block_state: FusedBlockState, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        result, backward = jax.vjp(self._block, block_state.params, *inputs)
+        return result, (block_state, backward)
+
+    def _backward(
+        self, residuals: tuple[FusedBlockState, Any], cotangent: Any
+    ) -> tuple[FusedBlockState, tuple[Any, ...]]:
+        block_state, backward = residuals
+        gradients, *inputs = backward(cotangent)
+        params, encoded_state, count, squares = (
+            block_state.params,
+            block_state.encoded_state,
+            block_state.count,
+            sum_of_squares(gradients),
+        )
+        if not block_state.norm_only:
+            factor = block_state.get_grad_scale(squares)
+            params, encoded_state = self._step(
+                gradients, block_state, params, encoded_state, factor, TreeSlice(block_state.name)
+            )
+            count = count + 1
+        return _updated_state(block_state, params, encoded_state, count, squares), tuple(inputs)
+
+    def _plain_scan(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> Any:
+        return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, block_state.params)[0]
+
+    def _scan_forward(self, block_state: FusedBlockState, x: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
+        residuals = self._find_residual_sources(_take_layer(block_state.params, 0), x, shared)
+
+        def forward_layer(x: Any, i: Array) -> tuple[Any, list[Array]]:
+            result, backward = jax.vjp(self._block, _take_layer(block_state.params, i), x, *shared)
+            pairs = zip(jax.tree.leaves(backward), residuals.sources, strict=True)
+            return result, [leaf for leaf, source in pairs if source is None]
+
+        result, arrays = lax.scan(forward_layer, x, jnp.arange(block_state.num_layers))
+        return result, (block_state, shared, dataclasses.replace(residuals, arrays=arrays))
+
+    def _find_residual_sources(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
+        """Which residuals of a layer are its parameters, or what all layers share: read from the program."""
+        structure: Any = None
+
+        def call(params: Any, shared: tuple[Any, ...], x: Any) -> list[Array]:
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(jax.vjp(self._block, params, x, *shared)[1])
+            return leaves
+
+        program = jax.make_jaxpr(call)(params, shared, x).jaxpr
+        argument_numbers = {var: i for i, var in enumerate(program.invars[: len(jax.tree.leaves((params, shared)))])}
+        sources = [argument_numbers.get(var) if isinstance(var, Var) else None for var in program.outvars]
+        return _Residuals((), tuple(sources), structure)
+
+    def _scan_backward(
+        self, scan_residuals: tuple[FusedBlockState, tuple[Any, ...], _Residuals], cotangent: Any
+    ) -> tuple[FusedBlockState, Any, Any]:
+        block_state, shared, residuals = scan_residuals
+        layers, keep_layer_axis = block_state.num_layers or 0, fp8lm_adamw.is_fp8lm_state(block_state.encoded_state)
+        shared_leaves = jax.tree.leaves(shared)
+        differentiable = [i for i, leaf in enumerate(shared_leaves) if _is_differentiable(leaf)]
+
+        def backward_layer(number: Array, carry: Any) -> Any:
+            (stacks, squares), dx, sums = carry
+            i = layers - 1 - number
+            params, new_encoded_state = _take_layer(stacks[0], i), _take_layer(stacks[1], i, keepdims=keep_layer_axis)
+            own = dataclasses.replace(residuals, arrays=_take_layer(residuals.arrays, i))
+            gradients, dx, *shared_grads = own.make_backward([*jax.tree.leaves(params), *shared_leaves])(dx)
+            square_sum = sum_of_squares(gradients)
+            if not block_state.norm_only:
+                tree_slice, factor = TreeSlice(block_state.name, i), block_state.get_grad_scale(square_sum, i)
+                if keep_layer_axis:  # its scales are told by their stacked axes
+                    own = jax.tree.map(lambda x: x[None], (gradients, params))
+                    new_params, new_encoded_state = self._step(
+                        own[0], block_state, own[1], new_encoded_state, factor, tree_slice
+                    )
+                else:
+                    new_params, new_encoded_state = self._step(
+                        gradients, block_state, params, new_encoded_state, factor, tree_slice
+                    )
+                stacks = jax.tree.map(functools.partial(_write_layer, i), stacks, (new_params, new_encoded_state))
+            shared_grads = jax.tree.leaves(shared_grads)
+            sums = [total + shared_grads[i] for total, i in zip(sums, differentiable, strict=True)]
+            return (stacks, squares.at[i].set(square_sum)), dx, sums
+
+        initial_carry = (
+            ((block_state.params, block_state.encoded_state), jnp.zeros_like(block_state.squares)),
+            cotangent,
+            [jnp.zeros_like(shared_leaves[i]) for i in differentiable],
+        )
+        ((params, stored), squares), dx, sums = lax.fori_loop(0, layers, backward_layer, initial_carry)
+        sums_by_index = dict(zip(differentiable, sums, strict=True))
+        others = [sums_by_index.get(i) for i in range(len(shared_leaves))]  # None is no gradient
+        count = block_state.count if block_state.norm_only else block_state.count + 1
+        return (
+            _updated_state(block_state, params, stored, count, squares),
+            dx,
+            jax.tree.unflatten(jax.tree.structure(shared), others),
+        )
+
+    def _step(
+        self,
+        gradients: Any,
+        block_state: FusedBlockState,
+        params: Any,
+        encoded_state: Any,
+        grad_scale: Array,
+        tree_slice: TreeSlice,
+    ) -> tuple[Any, Any]:
+        state = from_float_leaves(encoded_state, block_state.dtypes, block_state.count)
+        key = self._key
+        if key is not None:
+            for number in (
+                state.count,
+                noise.param_seed(block_state.name),
+                0 if tree_slice.layer is None else tree_slice.layer,
+            ):
+                key = jax.random.fold_in(key, number)
+        params, state = self._tx.step(gradients, state, params, key=key, factor=grad_scale, part=tree_slice)
+        return params, as_float_leaves(state)
+
+
+def _count_layers(params: Any) -> int:
+    """How many layers are stacked."""
+    lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"stacked parameters have the layers along their first axes, not of lengths {lengths}")
+    return int(lengths.pop())
+
+
+def _take_layer(stacks: Any, i: ArrayLike, keepdims: bool = False) -> Any:
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, 0, keepdims=keepdims), stacks)
+
+
+def _write_layer(i: Array, stack: Array, layer: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(stack, layer, i, 0)
+
+
+def _shape_and_dtype(x: Any) -> tuple[Any, Any]:
+    return x.shape, x.dtype
+
+
+def _is_differentiable(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def sum_of_squares(gradients: Any) -> Array:
+    """The sum of squares of a tree of gradients, fp32."""
+    return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)), jnp.float32(0.0))
+
+
+def _updated_state(
+    block_state: FusedBlockState, params: Any, encoded_state: Any, count: Array, squares: Array
+) -> FusedBlockState:
+    changes = {"params": params, "stored": encoded_state, "count": count, "squares": squares, "uses": jnp.float32(1.0)}
+    return dataclasses.replace(block_state, **changes)
+
+
+def fused_backward(
+    block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None
+) -> FusedBackwardBlock:
+    """A block of a model whose parameters are updated inside the backward pass.
+
+    As each block's gradients appear, its optimizer's step runs and they are gone: of a model of n blocks, gradients of
+    one are held, and not of all. Results are those of one `tx.step` over all parameters, noise of stochastic rounding
+    included, but for the last bits of fp32 that XLA computes otherwise in another program.
+
+    What belongs to all gradients at once cannot be done where only one block's are known. A step is taken whatever the
+    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `Held.clipped` with that of
+    the step before (`updates_norm` of its updates), of which each block has its share, or with that of `gradient_norm`,
+    another backward pass.
+    Gradients of microbatches cannot be summed: `value_and_updates` in a loop over them takes a step for each.
+
+    Args:
+        block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
+            or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
+        tx: `compressed_adamw`, `fp8lm_adamw` (with `stacked=1` for stacked layers), or `fp8jax.optimizer`, without
+            `clip`, and with `track=False` for `moss`.
+        key: PRNG key, one for the whole training: bf16 parameters are rounded stochastically with noise of each step,
+            name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes; a
+            `master` of `tx` needs no key.
+
+    Returns:
+        A `Released`: `.init`, then `(held, x, ...)`, or `.scan(held, x, ...)` for stacked layers.
+
+    Raises:
+        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.clipped` or `tracked`.
+
+    Examples:
+        >>> import fp8jax, jax, jax.numpy as jnp
+        >>> layer = lambda params, x: x + jnp.tanh(x @ params["w"])
+        >>> released = fp8jax.release(layer, fp8jax.optimizer("coat", 3e-4))
+        >>> layers = released.init({"w": jnp.zeros((4, 64, 64))}, "layers", stacked=True)
+        >>> loss = lambda layers, head, x: jnp.mean((released.scan(layers, x) @ head) ** 2)
+        >>> step = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1)), donate_argnums=0)
+        >>> value, (layers, head_gradient) = step(layers, jnp.ones((64, 2)), jnp.ones((8, 64)))
+        >>> int(layers.state.count)
+        1
+
+    References:
+        Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, 2023 (LOMO).
+    """
+    if not isinstance(tx, FusedTransformation) or "part" not in inspect.signature(tx.step).parameters:
+        raise TypeError(
+            "release takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and with "
+            "track=False where the recipe scales weights automatically: their step knows parts of all parameters, "
+            f"not that of {type(tx).__name__}, which may be of fp8jax.clipped or tracked"
+        )
+    return FusedBackwardBlock(block, tx, key)

@@ -1,0 +1,211 @@
+"""Parameters that are not trained: `fp8jax.FrozenWeight`s, and what has an adapter beside it, in a model's parameters.
+
+A program is traced with an array in the place of each. A product that multiplies by it as a matrix (inputs, outputs),
+or by its transpose where the codes' scales serve that, is done with its codes, whatever the rules say of it; all else
+reads its values, decoded.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax import recipes
+from fp8jax.core.recipe import Linear
+from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.ops.dispatch.sharding import merge
+from fp8jax.ops.products.frozen_weights import FrozenWeight, check_same_kind
+from fp8jax.ops.products.linear import flatten_tokens
+from fp8jax.ops.products.lora import AdaptedWeight, apply_adapter, merge_adapter
+from fp8jax.ops.products.operands import Input
+from fp8jax.ops.products.product import recipe_dot
+from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
+from fp8jax.rewrite.states import scaling_names
+
+
+class FrozenInfo(NamedTuple):
+    """What is held in the place of a parameter: how codes are made, or None; the matrix; the adapter's rank, or 0."""
+
+    spec: Any
+    inputs: int
+    outputs: int
+    rank: int
+
+    def __str__(self) -> str:
+        adapter = f"an adapter of rank {self.rank}" if self.rank else ""
+        return " and ".join(filter(None, (f"frozen as {self.spec}" if self.spec is not None else "", adapter)))
+
+
+def is_frozen(x: Any) -> bool:
+    """Whether something stands in the place of a parameter."""
+    return isinstance(x, (FrozenWeight, AdaptedWeight))
+
+
+def frozen_leaf_predicate(params: Any) -> Callable[[Any], bool] | None:
+    """Says of a part of a tree whether it is held in the place of one of these parameters; None where nothing is."""
+    frozen_ids = {id(x) for x in jax.tree.leaves(params, is_leaf=is_frozen) if is_frozen(x)}
+    return (lambda x: id(x) in frozen_ids) if frozen_ids else None
+
+
+def as_shape_struct(x: Any) -> Any:
+    """What a program is traced with: the array that something stands for."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_frozen(x) else x
+
+
+def frozen_info(x: Any) -> FrozenInfo | None:
+    """What is held; None of an array."""
+    if not is_frozen(x):
+        return None
+    adapter = x.adapter if isinstance(x, AdaptedWeight) else None
+    weight = x.weight if isinstance(x, AdaptedWeight) else x
+    spec = weight.codes.spec if isinstance(weight, FrozenWeight) else None
+    shape = adapter.shape if adapter is not None else weight.matrix.shape  # type: ignore[union-attr]
+    return FrozenInfo(spec, shape[-2], shape[-1], 0 if adapter is None else adapter.rank)
+
+
+def as_array(x: Any) -> Any:
+    """The values of what is held, with the adapter's part; itself, of an array."""
+    if isinstance(x, FrozenWeight):
+        return lax.stop_gradient(x.dequantize(x.dtype))
+    if isinstance(x, AdaptedWeight):
+        return merge_adapter(lax.stop_gradient(x.weight), x.adapter, x.dtype)
+    return x
+
+
+def run_unchanged(run_equation: Any, node: Node, operands: Sequence[Any]) -> Any:
+    """Runs an equation as it is written, on decoded values, which its backward pass decodes again.
+
+    What is held stays so in another dtype, or on another place.
+    """
+    if not any(map(is_frozen, operands)):
+        return run_equation(operands)
+    dtype = node.results[0].dtype
+    if node.kind in CASTS and jnp.issubdtype(dtype, jnp.floating):
+        return [_cast(operands[0], dtype)]
+    if node.kind in IDENTITY_PRIMITIVES:
+        return list(lax.optimization_barrier(operands)) if node.kind == "optimization_barrier" else list(operands)
+    run = lambda operands: run_equation([as_array(x) for x in operands])  # noqa: E731
+    return (jax.checkpoint(run) if node.kind in PRODUCTS else run)(list(operands))
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    if isinstance(x, AdaptedWeight):
+        return dataclasses.replace(x, weight=_cast(x.weight, dtype))
+    return dataclasses.replace(x, dtype=dtype) if isinstance(x, FrozenWeight) else x.astype(dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class FrozenMatmulOperation:
+    """A product of data with what is held.
+
+    Attributes:
+        linear: the recipe, of products in 16 bits where rules leave it alone.
+        data, weight: the operands, the weight as it is held. side: which operand of the equation that is.
+        contract: the axes of the data that are summed over, in the order of the weight's.
+        shape: the further axes of the weight, as the product reads it. turned: whether it reads the transposed matrix.
+        root: as of `ProductOperation`.
+    """
+
+    linear: Linear
+    data: Value
+    weight: Value
+    side: int
+    contract: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_transposed: bool
+    canonical_data: Value
+
+    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+        frozen, x = interpreter.held(self.weight), interpreter.array(self.data)
+        free = [i for i in range(x.ndim) if i not in self.contract]
+        order = (*free, *self.contract)
+        transposed = x if order == tuple(range(x.ndim)) else x.transpose(order)
+        value = merge(transposed, *[1] * len(free), len(self.contract)) if len(self.contract) > 1 else transposed
+        canonical, facts = self.canonical_data if value is x else None, interpreter.origin(self.canonical_data, value)
+        input_facts, key = interpreter.reads(value, canonical, self.linear, facts)
+        weight = frozen.weight if isinstance(frozen, AdaptedWeight) else frozen
+        w = (
+            weight.matrix
+            if isinstance(weight, FrozenWeight)
+            else lax.stop_gradient(weight).reshape(frozen.adapter.shape)
+        )
+        w = w.T if self.is_transposed else w
+        y = recipe_dot(Input(flatten_tokens(value, w), value, input_facts=input_facts), w, self.linear, key)
+        if isinstance(frozen, AdaptedWeight):
+            y = y + apply_adapter(value, frozen.adapter.T if self.is_transposed else frozen.adapter)
+        y = y.reshape(*y.shape[:-1], *self.shape)
+        if self.side == 0:
+            y = y.transpose(*range(len(free), y.ndim), *range(len(free)))
+        return [y.astype(node.results[0].dtype)]
+
+
+@functools.cache
+def _bf16_linear() -> Linear:
+    return recipes.get("bf16").linear
+
+
+def _is_transposed(layout: Sequence[Node]) -> bool | None:
+    """Whether what is read is the transposed matrix; None where it is neither that nor the matrix."""
+    transposed, transparent = False, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "stop_gradient")
+    for step in layout:
+        if step.kind == "transpose" and tuple(step.eqn.params["permutation"]) == (1, 0):
+            transposed = not transposed
+        elif step.kind not in transparent or not is_order_preserving(step):
+            return None
+    return transposed
+
+
+def replace_product(
+    node: Node, side: int, weight: Weight, linear: Linear | None, path: str, canonical_data: Value
+) -> bool:
+    """Puts the product with what is held in the place of one; False where that is not read as its matrix.
+
+    Raises:
+        ValueError: the recipe has a scaling that keeps a state, or codes of another kind than those held.
+    """
+    frozen, params = weight.frozen, node.eqn.params
+    assert frozen is not None
+    if linear is not None and linear.is_quantized:
+        if any(scaling.collects_stats for scaling in linear.states.values()):
+            raise ValueError(
+                f"{path} is {frozen}, under {scaling_names(linear)} scaling, which keeps a state: take a recipe with "
+                "current scaling, such as te_current, fast or int8_block"
+            )
+        try:
+            if frozen.spec is not None:
+                check_same_kind(linear, frozen.spec)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    else:
+        linear = _bf16_linear()
+    if node.kind != "dot_general" or any(params["dimension_numbers"][1]):
+        return False
+    transposed = _is_transposed(weight.layout)
+    if transposed is None:
+        return False
+    pair, shape = params["dimension_numbers"][0], node.operands[side].shape
+    pairs = sorted(zip(pair[side], pair[1 - side], strict=True))
+    n = len(pairs)
+    weight_axes, data_axes = zip(*pairs, strict=True) if pairs else ((), ())
+    is_leading, free = weight_axes == tuple(range(n)), shape[n:]
+    if not is_leading:  # the last axes may be: a matrix (outputs, inputs)
+        if weight_axes != tuple(range(len(shape) - n, len(shape))):
+            return False
+        transposed, free = not transposed, shape[: len(shape) - n]
+    sizes = math.prod(shape[i] for i in weight_axes), math.prod(free)
+    if sizes != ((frozen.outputs, frozen.inputs) if transposed else (frozen.inputs, frozen.outputs)):
+        return False
+    if transposed and frozen.spec is not None and (frozen.spec.granularity not in TRANSPOSABLE or frozen.spec.expand):
+        return False
+    data = node.operands[1 - side]
+    node.operation = FrozenMatmulOperation(
+        linear, data, weight.stored, side, data_axes, free, transposed, canonical_data
+    )
+    node.operands = [data, weight.stored]
+    return True

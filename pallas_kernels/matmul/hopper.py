@@ -1,0 +1,384 @@
+"""The part that every Hopper matrix product shares: tiles, loads, the K loop and the epilogue.
+
+A kernel launches one thread block per multiprocessor. Each block walks over output tiles; one warp streams 128-deep
+slices of both operands into a ring of shared-memory stages by TMA, and two compute warpgroups multiply them
+and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
+epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which
+accumulators it hands to the epilogue.
+
+Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
+need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the
+output is written in whole multiples of 8 rows and 128 bytes and sliced.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import call_mosaic
+from pallas_kernels.matmul.hopper_epilogue import COLUMN_LAYOUT as COLUMN_LAYOUT
+from pallas_kernels.matmul.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, swizzle_transforms, tiling_transforms
+from pallas_kernels.matmul.hopper_epilogue import ROW_LAYOUT as ROW_LAYOUT
+from pallas_kernels.matmul.hopper_epilogue import check_array as check_array
+from pallas_kernels.matmul.hopper_epilogue import check_epilogue as check_epilogue
+from pallas_kernels.matmul.hopper_pipeline import K_STEP as K_STEP
+from pallas_kernels.matmul.hopper_pipeline import WARPGROUPS, WarpgroupPipeline, ceil_div, pad_axis, round_up
+from pallas_kernels.matmul.hopper_pipeline import SecondOperand as SecondOperand
+from pallas_kernels.matmul.hopper_pipeline import SlicePosition as SlicePosition
+from pallas_kernels.matmul.hopper_pipeline import Stream as Stream
+from pallas_kernels.matmul.hopper_pipeline import Tile as Tile
+from pallas_kernels.matmul.hopper_pipeline import choose_cluster as choose_cluster
+from pallas_kernels.matmul.hopper_pipeline import covered_size as covered_size
+
+# Of a thread of the memory warpgroup and of the others; together a multiprocessor has 65536.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
+FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+Interpret = plgpu.InterpretGPUParams | None
+
+
+# How many multiprocessors kernels leave to others, within `with left(count):`; JAX traces anew where it is another.
+reserved_sms: Any = jax.make_user_context(0)
+
+
+def available_sms() -> int:
+    """Multiprocessors of the device compiled for, the mesh's, the default GPU's, or an H200's 132; less `left`."""
+    if abstract := jax.sharding.get_abstract_mesh().abstract_device:
+        count = int(abstract.num_cores or 132)
+    else:
+        device = jax.devices()[0]
+        count = int(device.core_count) if device.platform == "gpu" else 132
+    return max(count - int(reserved_sms.value), 2)
+
+
+def mean_tiles_per_sm(m: int, n: int, tile: Tile) -> float:
+    """How many tiles of an (M, N) output a multiprocessor computes, in the mean."""
+    return ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols) / available_sms()
+
+
+def num_waves(m: int, n: int, tile: Tile) -> int:
+    """How many tiles the busiest multiprocessor computes of an (M, N) output."""
+    return math.ceil(mean_tiles_per_sm(m, n, tile))
+
+
+def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any, dtypes: Sequence[Any] = FP8_DTYPES) -> None:
+    """Raises TypeError or ValueError, naming the value and the fix, unless a (M, K) and b (N, K) can be multiplied."""
+    if jax.__version_info__ < (0, 11):
+        raise NotImplementedError(f"Mosaic GPU kernels need jax >= 0.11, found {jax.__version__}; use impl='xla'")
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in dtypes:
+            wanted = " or ".join(str(jnp.dtype(d)) for d in dtypes)
+            raise TypeError(f"{name} has dtype {x.dtype}; quantize it to {wanted}")
+        if x.ndim != 2:
+            raise ValueError(f"{name} has shape {x.shape}; expected two dimensions, use vmap for batches")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}; every dimension must be positive")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"a has shape {a.shape} and b {b.shape}: both must be K-major with the same K in the last dimension"
+            + ("; transpose b" if a.shape[1] == b.shape[0] else "")
+        )
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype {jnp.dtype(out_dtype)} is not supported; use bfloat16 or float32")
+
+
+def pipelined_matmul(
+    compute: Callable[..., None],
+    a: jax.Array,
+    b: jax.Array,
+    streams: Sequence["Stream"] = (),
+    *,
+    name: str,
+    tile: Tile,
+    epilogue: Epilogue,
+    out_dtype: Any,
+    use_inline_wgmma: bool = False,
+    second_operand: SecondOperand | None = None,
+    static_key: Hashable = (),
+    interpret: Interpret = None,
+) -> Any:
+    """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
+
+    Args:
+        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish)`;
+            it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
+            with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the
+            same rows from left to right.
+        streams: scales that travel with the operands; `Share.scales` reads them.
+        own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
+            Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
+        walk: a second left operand, some slices of which are multiplied as well.
+        static: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
+    """
+    if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
+        raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
+    if use_inline_wgmma and max(tile.block_rows, tile.block_cols) > 256:
+        raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
+    (m, k), n = a.shape, b.shape[0]
+    out_bytes = jnp.dtype(out_dtype).itemsize
+    swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
+    store_shape = 64, swizzle // out_bytes
+    # Two swizzles wide at least: Mosaic drops a dimension of one tile, and with it where a store beside it would go.
+    out_shape = round_up(m, 8), max(round_up(n, store_shape[1]), 2 * store_shape[1])
+    rows, cols = (
+        covered_size(m, tile.block_rows, tile.cluster == "M"),
+        covered_size(n, tile.block_cols, tile.cluster == "N"),
+    )
+    tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
+    tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
+    k_steps = ceil_div(k, K_STEP)
+    needs_fence = tile.cluster is not None or interpret is not None
+    num_blocks = 2 if interpret is not None else available_sms() // (1 + (tile.cluster is not None))
+
+    # Maps of four dimensions see a matrix in tiles of 8 rows and a swizzle of columns, and have to have whole ones.
+    padded_k = k_steps * K_STEP
+    a = pad_axis(pad_axis(a, 1, padded_k), 0, max(round_up(m, 8), tile.block_rows))
+    b = pad_axis(pad_axis(b, 1, padded_k), 0, max(round_up(n, 8), tile.block_cols))
+    second_operand_arrays: list[jax.Array] = []
+    if second_operand is not None:
+        padded_second = pad_axis(pad_axis(second_operand.codes, 1, padded_k), 0, a.shape[0])
+        second_operand_arrays = [
+            padded_second,
+            second_operand.scale,
+            second_operand.slice_counts,
+            second_operand.row_order,
+        ]
+    vectors: dict[str, jax.Array] = {}
+    if epilogue.scale is not None:
+        vectors["scale"] = epilogue.scale.reshape(1)
+    if epilogue.row_scale is not None:
+        vectors["row"] = pad_axis(epilogue.row_scale, 0, rows)
+    if epilogue.column_scale is not None:
+        vectors["column"] = pad_axis(epilogue.column_scale, 0, cols)
+    if epilogue.bias is not None:
+        vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
+    residual = epilogue.residual
+    num_slots = tile.store_slots
+    if residual is None and tile.rows * tile.cols * out_bytes <= num_slots * 64 * 128:
+        store_shape, num_slots = (tile.rows, tile.cols), 1  # one store, after one barrier
+    if residual is not None:
+        residual = residual.astype(out_dtype)
+        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], store_shape[1])), 0, max(out_shape[0], 64))
+
+    ring_transforms = swizzle_transforms(K_STEP) if use_inline_wgmma else tiling_transforms(K_STEP, 1)
+    shared: dict[str, Any] = {
+        "a_ring": plgpu.SMEM((tile.num_stages, tile.block_rows, K_STEP), a.dtype, transforms=ring_transforms),
+        "b_ring": plgpu.SMEM((tile.num_stages, tile.block_cols, K_STEP), b.dtype, transforms=ring_transforms),
+        "out_ring": plgpu.SMEM(
+            (WARPGROUPS, num_slots, *store_shape), out_dtype, transforms=tiling_transforms(swizzle, out_bytes)
+        ),
+        "full": plgpu.Barrier(
+            num_arrivals=2 + len(streams), num_barriers=tile.num_stages * (WARPGROUPS // tile.warpgroups_per_tile)
+        ),
+        "empty": _empty_barrier(tile),
+    }
+    for n_stream, stream in enumerate(streams):
+        shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.num_stages, *stream.window), stream.array.dtype)
+    if tile.lead_slices and k_steps > tile.num_stages:
+        shared["ahead"] = plgpu.Barrier()
+    if residual is not None:
+        shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * num_slots)
+
+    operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
+    operands += [] if residual is None else [residual]
+    num_plain_operands = len(operands)
+    operands += second_operand_arrays
+    # The kernel closes over no array: what is remembered of it would keep them.
+    has_second_operand, has_residual, vector_names, stream_windows = (
+        second_operand is not None,
+        residual is not None,
+        tuple(vectors),
+        [x.window_slices for x in streams],
+    )
+
+    def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
+        *refs, out_ref = all_refs
+        second_operand_refs: Any = refs[num_plain_operands:] or [None] * 4
+        second_ref, second_scale_ref, slice_counts_ref, row_order_ref = second_operand_refs
+        a_ref, b_ref, *other_refs = refs[:num_plain_operands]
+        stream_refs, other_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
+        epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
+        residual_ref = other_refs[-1] if has_residual else None
+        residual_barrier = scratch_refs.pop("residual_barrier", None)
+        lead_barrier = scratch_refs.pop("ahead", None)
+        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(stream_windows))]
+        a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
+        group, block = lax.axis_index("group"), lax.axis_index("block")
+        alternation = WARPGROUPS // tile.warpgroups_per_tile
+        whole_rounds, tiles_in_last_round = divmod(tiles_m * tiles_n, num_blocks)
+
+        def block_position(round_index: Any) -> jax.Array:
+            """Which tile of a turn a block takes: every other turn of a walk goes backwards, from the longest tiles."""
+            return (
+                lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if has_second_operand else block
+            )
+
+        num_tiles = whole_rounds + (block_position(jnp.int32(whole_rounds)) < tiles_in_last_round).astype(jnp.int32)
+
+        def tile_position(round_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            tile_m, tile_n = plgpu.planar_snake(
+                round_index * num_blocks + block_position(round_index), (tiles_m, tiles_n), 1, tile.band_width
+            )
+            if has_second_operand:
+                tile_m = row_order_ref[tile_m]
+            if tile.cluster == "M":
+                tile_m = tile_m * 2 + lax.axis_index("cluster")
+            if tile.cluster == "N":
+                tile_n = tile_n * 2 + lax.axis_index("cluster")
+            return tile_m * tile.block_rows, tile_n * tile.block_cols
+
+        def num_slices(row: jax.Array) -> Any:
+            return slice_counts_ref[lax.div(row, tile.block_rows)] if has_second_operand else k_steps
+
+        def get_second_scale(row: jax.Array, k_index: jax.Array) -> jax.Array:
+            slice_index = jnp.minimum(k_index, k_steps - 1)
+            return (
+                second_scale_ref[lax.div(row, tile.block_rows), slice_index] if has_second_operand else jnp.float32(0)
+            )
+
+        def load() -> None:
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+
+            def fetch(round_index: jax.Array, slot: jax.Array) -> jax.Array:
+                row, col = tile_position(round_index)
+                barrier_base = 0 if alternation == 1 else lax.rem(round_index, alternation) * tile.num_stages
+
+                def fetch_slice(_: jax.Array, state: Any) -> Any:
+                    slot, slice_position, second_scale = state
+                    next_slice = slice_position.following(second_scale)
+                    # Read one slice ahead, so that its latency passes in the wait below.
+                    second_scale = get_second_scale(row, next_slice.part)
+                    full_barrier = full.at[barrier_base + slot]
+                    k_window = pl.ds(slice_position.part * K_STEP, K_STEP)
+                    plgpu.barrier_wait(empty.at[slot])
+
+                    def copy(ref: Any, target: Any, start: jax.Array, size: int, shared_along: str) -> None:
+                        multicast = "cluster" if tile.cluster == shared_along else None
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[pl.ds(start, size), k_window],
+                            target.at[slot],
+                            full_barrier,
+                            collective_axes=multicast,
+                        )
+
+                    def copy_a(ref: Any) -> None:
+                        copy(ref, a_ring, row, tile.block_rows, "N")
+
+                    if has_second_operand:
+                        lax.cond(slice_position.of_second == 1, lambda: copy_a(second_ref), lambda: copy_a(a_ref))
+                    else:
+                        copy_a(a_ref)
+                    copy(b_ref, b_ring, col, tile.block_cols, "M")
+                    for offsets, ref, target in zip(stream_windows, stream_refs, stream_rings, strict=True):
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[offsets(slice_position.part, row, col)], target.at[slot], full_barrier
+                        )
+                    slot = lax.select(slot == tile.num_stages - 1, jnp.int32(0), slot + 1)
+                    return slot, next_slice, second_scale
+
+                start = SlicePosition(jnp.int32(0), jnp.int32(0))
+                return lax.fori_loop(
+                    0, num_slices(row), fetch_slice, (slot, start, get_second_scale(row, start.k_index))
+                )[0]
+
+            def fetch_all() -> None:
+                lax.fori_loop(0, num_tiles, fetch, jnp.int32(0))
+                # A block must not exit before its last stages were released: its peer may still multicast into it.
+                for slot in range(tile.num_stages):
+                    plgpu.barrier_wait(empty.at[slot])
+
+            # Four warps would synchronise before each copy, which then starts too late to hide its latency.
+            if use_one_warp:
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
+            else:
+                fetch_all()
+
+        def multiply() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+
+            @pl.when(group < tile.warpgroups_per_tile)
+            def _all_stages_are_free() -> None:
+                for slot in range(tile.num_stages):
+                    plgpu.barrier_arrive(empty.at[slot])
+
+            def compute_tile(tile_number: jax.Array, slices_before: jax.Array) -> jax.Array:
+                round_index = tile_number if alternation == 1 else tile_number * alternation + group
+                block_row, block_col = tile_position(round_index)
+                stage_row = group * tile.rows if tile.split == "M" else 0
+                stage_col = group * tile.cols if tile.split == "N" else 0
+                first_slice = slices_before if has_second_operand else round_index * k_steps
+                pipeline = WarpgroupPipeline(
+                    block_row + stage_row, block_col + stage_col, group, first_slice, stage_row, stage_col,
+                    num_slices(block_row), tile, a_ring, b_ring, full, empty, stream_rings, needs_fence, lead_barrier,
+                )  # fmt: skip
+                residual_arrived = (
+                    None if residual_barrier is None else (lambda slot: residual_barrier.at[group * num_slots + slot])
+                )
+                writer = Writer(
+                    out_ref, residual_ref, out_ring.at[group], residual_arrived, epilogue_refs, pipeline, tile, store_shape, out_dtype,
+                )  # fmt: skip
+                factors = writer.prefetch()
+                pipeline.wait_for_lead()
+                compute(pipeline, functools.partial(writer.write, factors))
+                return slices_before + pipeline.k_steps
+
+            num_group_tiles = (
+                num_tiles if alternation == 1 else lax.div(num_tiles - group + alternation - 1, alternation)
+            )
+            lax.fori_loop(0, num_group_tiles, compute_tile, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        lax.cond(group == WARPGROUPS, load, multiply)
+
+    kernel.__name__ = name
+    clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
+    # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
+    use_one_warp = hasattr(plgpu, "warp_map") and not any(_varies_over_devices(x) for x in operands)
+    out_type = jax.ShapeDtypeStruct(out_shape, out_dtype)
+    run = plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=shared,
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+        **clustered,
+    )
+    if interpret is None and use_one_warp:
+        epilogue_parts = tuple(vectors), residual is not None, second_operand is not None
+        compiled_for = (
+            static_key,
+            (m, n, k),
+            tile,
+            use_inline_wgmma,
+            epilogue_parts,
+            num_blocks,
+            jax.config.jax_enable_x64,
+        )
+        out = call_mosaic.call(name, run, operands, out_type, compiled_for)
+    else:
+        out = run(*operands)
+    return out if out_shape == (m, n) else out[:m, :n]
+
+
+def _varies_over_devices(x: jax.Array) -> bool:
+    """Whether the `jax.shard_map` around knows an array to vary over devices."""
+    kind = jax.typeof(x)
+    return bool(getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(kind, "vma", None))
+
+
+def _empty_barrier(tile: Tile) -> Any:
+    arguments: dict[str, Any] = {"num_arrivals": tile.warpgroups_per_tile, "num_barriers": tile.num_stages}
+    return (
+        plgpu.ClusterBarrier(collective_axes=("cluster",), **arguments) if tile.cluster else plgpu.Barrier(**arguments)
+    )

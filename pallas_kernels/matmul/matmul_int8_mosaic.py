@@ -1,0 +1,161 @@
+"""INT8 matrix product in blocks of 128x128 for Hopper; blocks of the left operand may have a residual."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import hopper
+from pallas_kernels.matmul.hopper import Tile
+from pallas_kernels.matmul.hopper_wgmma import multiply_rows
+
+BLOCK = 128
+
+
+class FallbackResidual(NamedTuple):
+    """What the blocks of a left operand that fall back add to it.
+
+    Attributes:
+        codes: int8, of the operand's shape; those of other blocks are not read.
+        scale: fp32, one for each block, of those that fall back.
+        used: bool, one for each block: whether it falls back.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    is_fallback: jax.Array
+
+
+def matmul_int8_block(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    residual: FallbackResidual | None = None,
+    out_dtype: Any = jnp.bfloat16,
+    tile: Tile | None = None,
+    interpret: hopper.Interpret = None,
+) -> jax.Array:
+    """`(dequantize(a) + used * dequantize(residual)) @ dequantize(b).T`, every block under its own scale.
+
+    Algorithm 1 of arXiv 2503.08040. Sums of 128 products are exact, in int32, and enter an fp32 accumulator times their
+    two scales. A block that falls back is multiplied twice, the second time its residual; other residual blocks are not
+    loaded. Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+
+    Args:
+        a: (M, K) int8. b: (N, K) int8, K-major.
+        a_scale: (ceil(M / 128), ceil(K / 128)) float32. b_scale: (ceil(N / 128), ceil(K / 128)) float32.
+        residual: of a; None multiplies a alone.
+        out_dtype: bfloat16 or float32.
+        tile: tuning; None chooses it by the shape. It computes 128 rows.
+        interpret: interpreter parameters, to run on CPU.
+
+    Returns:
+        (M, N) in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
+    """
+    hopper.check_operands(a, b, out_dtype, (jnp.int8,))
+    (m, k), n = a.shape, b.shape[0]
+    blocks = hopper.ceil_div(m, BLOCK), hopper.ceil_div(k, BLOCK)
+    hopper.check_array("a_scale", a_scale, blocks, (jnp.float32,))
+    hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, BLOCK), blocks[1]), (jnp.float32,))
+    tile = tile or best_tile(m, n)
+    if tile.block_rows != BLOCK or BLOCK % tile.cols:
+        raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
+    # A tile that starts within a block reaches into one more.
+    b_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
+    b_stream = hopper.Stream.from_rows(b_scale, b_rows, lambda _, col: lax.div(col, BLOCK))
+
+    def a_block_stream(scales: jax.Array) -> hopper.Stream:
+        return hopper.Stream.from_rows(scales, 1, lambda row, _: lax.div(row, BLOCK))
+
+    second_operand, streams = None, [a_block_stream(a_scale), b_stream]
+    if residual is not None:
+        hopper.check_array("residual.codes", residual.codes, a.shape, (jnp.int8,))
+        hopper.check_array("residual.scale", residual.scale, blocks, (jnp.float32,))
+        hopper.check_array("residual.used", residual.is_fallback, blocks, (jnp.bool_,))
+        residual_scale = jnp.where(residual.is_fallback, residual.scale, 0)
+        counts = blocks[1] + jnp.sum(residual_scale != 0, 1, dtype=jnp.int32)
+        second_operand = hopper.SecondOperand(
+            residual.codes, residual_scale, counts, jnp.argsort(-counts).astype(jnp.int32)
+        )
+        streams.append(a_block_stream(residual_scale))
+    return hopper.pipelined_matmul(
+        _make_compute(tile, second_operand is not None, interpret is not None), a, b, streams, name="int8_matmul_block", tile=tile,
+        epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True, second_operand=second_operand, interpret=interpret,
+    )  # fmt: skip
+
+
+def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
+    """Products of 64 rows after 64, whose int32 sums only wait beside the fp32 accumulators (see the FP8 kernel).
+
+    While a product is in flight, its scales are read, and before the last one of a slice the next slice is awaited.
+    """
+    row_starts = range(0, tile.rows, 64)
+
+    def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+        b_block = lax.div(pipeline.col, BLOCK) - lax.div(pipeline.col - pipeline.stage_col, BLOCK)
+
+        def add_slice(i: jax.Array, slots: list[Any], carry: Any) -> Any:
+            (slot, next_slot), (totals, sums, position) = slots, carry
+            new_totals = []
+            for top, total in zip(row_starts, totals, strict=True):
+                is_last = top == row_starts[-1]
+
+                def load_scale(is_last: bool = is_last) -> tuple[jax.Array, hopper.SlicePosition]:
+                    k_index = position.part if has_residual else i
+                    scale, next_position = pipeline.load_slice_scale(0, slot, 0, k_index), position
+                    if has_residual:
+                        residual_scale = pipeline.load_slice_scale(2, slot, 0, k_index)
+                        scale, next_position = (
+                            lax.select(position.of_second == 1, residual_scale, scale),
+                            position.following(residual_scale),
+                        )
+                    scale = scale * pipeline.load_slice_scale(1, slot, b_block, k_index)
+                    if is_last:
+                        pipeline.fence_scale_reads()
+                        if next_slot is not None:
+                            pipeline.wait(next_slot)
+                    return scale, next_position
+
+                sums, (scale, next_step) = multiply_rows(
+                    pipeline, slot, top, sums, load_scale, is_interpreted=is_interpreted
+                )
+                if is_last:
+                    pipeline.release(slot, i + 1)
+                new_totals.append(total + sums.astype(jnp.float32) * scale)
+            return tuple(new_totals), sums, next_step
+
+        def zeros(dtype: Any) -> jax.Array:
+            return plgpu.layout_cast(jnp.zeros((64, tile.cols), dtype), plgpu.Layout.WGMMA)
+
+        pipeline.wait(pipeline.first_stage)
+        init = (
+            tuple(zeros(jnp.float32) for _ in row_starts),
+            zeros(jnp.int32),
+            hopper.SlicePosition(jnp.int32(0), jnp.int32(0)),
+        )
+        totals, *_ = pipeline.loop_over_k(add_slice, init, with_next=True)
+        finish([(top, 0, x) for top, x in zip(row_starts, totals, strict=True)])
+
+    return compute
+
+
+def best_tile(m: int, n: int) -> Tile:
+    """The tile with the least estimated time, as `matmul_block_mosaic.best_tile`: of 128x256, or of 128x128."""
+    choices = (
+        (2.0, Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16)),
+        (1.08, Tile(64, 128, num_stages=5)),
+    )
+
+    def cost(choice: tuple[float, Tile]) -> float:
+        tiles = hopper.mean_tiles_per_sm(m, n, choice[1])
+        return choice[0] * (tiles + math.ceil(tiles)) / 2
+
+    return min(choices, key=cost)[1]

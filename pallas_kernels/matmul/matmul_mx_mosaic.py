@@ -1,0 +1,116 @@
+"""Two-level microscaled FP8 product for Hopper: the kernel applies the left operand's E8M0 exponents, per 32 of K."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul import hopper
+from pallas_kernels.matmul.hopper_wgmma import finish_product, start_product
+
+GROUP_SIZE = 32
+GROUPS_PER_STEP = hopper.K_STEP // GROUP_SIZE
+
+
+def matmul_mx(
+    a: jax.Array,
+    b: jax.Array,
+    a_exponent: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: Any = jnp.bfloat16,
+    tile: hopper.Tile | None = None,
+    unroll: int = 2,
+    interpret: hopper.Interpret = None,
+) -> jax.Array:
+    """`(a * 2^(a_exponent - 127)) @ b.T`, then scales, bias and residual as in `matmul_mosaic.matmul`.
+
+    The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`), and a power of
+    two for every 32 of K (MOSS, section 3.1). Partial sums of 32 enter an fp32 accumulator times their power of two:
+    all E8M0 values count, but byte 0 as 0 (a subnormal that XLA flushes); byte 255 (NaN) gives infinity or NaN.
+
+    Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+
+    Args:
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major.
+        a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
+        scale, row_scale, column_scale, bias, residual, out_dtype, interpret: as in `matmul_mosaic.matmul`.
+        tile, unroll: tuning; tiles of 64 rows.
+
+    Returns:
+        (M, N) in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
+    """
+    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
+    hopper.check_operands(a, b, out_dtype)
+    (m, k), n = a.shape, b.shape[0]
+    hopper.check_epilogue(epilogue, m, n)
+    hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP_SIZE)), (jnp.uint8,))
+    tile = tile or hopper.Tile(64, 128, num_stages=5, cluster=hopper.choose_cluster(m, 128))
+    if tile.rows != 64:
+        raise ValueError(f"{tile} has {tile.rows} rows; microscaled products take 64")
+    stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda row, _: row)
+    return hopper.pipelined_matmul(
+        _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
+        out_dtype=out_dtype, use_inline_wgmma=True, static_key=unroll, interpret=interpret,
+    )  # fmt: skip
+
+
+def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
+    """(M, ceil(K / 32)) bytes -> (M, ceil(K / 128)) int32, four groups a word, the first in the lowest byte."""
+    steps = hopper.ceil_div(k, hopper.K_STEP)
+    exponent = hopper.pad_axis(exponent, 1, steps * GROUPS_PER_STEP)
+    return lax.bitcast_convert_type(exponent.reshape(exponent.shape[0], steps, GROUPS_PER_STEP), jnp.int32)
+
+
+def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
+    def start(pipeline: hopper.WarpgroupPipeline, slot: Any, group: Any) -> jax.Array:
+        if interpret is None:
+            return start_product(pipeline.a(slot), pipeline.b(slot, transposed=False), [group])
+        return _reference_product(pipeline.a(slot), pipeline.b(slot, transposed=False), group)
+
+    def finish_one(sums: jax.Array, in_flight: int) -> jax.Array:
+        return sums if interpret is not None else finish_product(sums, in_flight)
+
+    def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
+        def promote(acc: jax.Array, in_flight: int, sums: jax.Array, word: jax.Array, group: int, *slice_: Any) -> Any:
+            finished = finish_one(sums, in_flight)
+            if group == GROUPS_PER_STEP - 1:
+                pipeline.release(*slice_)
+            byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
+            scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
+            return acc + finished * lax.broadcast_in_dim(scale, acc.shape, [0])
+
+        def body(i: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
+            pending: Any = None
+            for step, slot in enumerate(slots):
+                pipeline.wait(slot)
+                word = pipeline.load_scales(0, slot, pipeline.stage_row, tile.rows, hopper.ROW_LAYOUT)
+                for group in range(GROUPS_PER_STEP):
+                    sums = start(pipeline, slot, group)
+                    if group == 0:
+                        pipeline.fence_scale_reads()
+                    # Each partial product is promoted while the next one is in flight.
+                    acc = acc if pending is None else promote(acc, 1, *pending)
+                    pending = sums, word, group, slot, i + step + 1
+            return promote(acc, 0, *pending)
+
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
+        finish([(0, 0, pipeline.loop_over_k(body, zero, unroll))])
+
+    return compute
+
+
+def _reference_product(a: Any, b: Any, group: int) -> jax.Array:
+    """What `start_product` and `finish_product` compute, in jnp, for the interpreter."""
+    left, right = (x[...].astype(jnp.float32)[:, GROUP_SIZE * group : GROUP_SIZE * (group + 1)] for x in (a, b))
+    plgpu.commit_smem()
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

@@ -1,0 +1,139 @@
+"""What an activation keeps, and codes of its result with a scale for each row: a program takes whole rows, twice.
+
+The first pass over a row finds its largest magnitude and writes what is kept; the second computes the row again, whose
+operands then are in the cache, and writes its codes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear.operations_triton import Operation
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import storage_triton as storage
+from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
+
+
+@triton.jit
+def _compute_chunk(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
+    up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, first: tl.tensor, row: tl.tensor, m: tl.tensor,
+    left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr,
+    STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A part of some rows of the result, rounded to the operation's dtype; to KEEP, also writes what is kept of it."""
+    MASKED: tl.constexpr = True
+    n = left + tl.arange(0, BLOCK_N)
+    offsets, start = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], first + left
+    mask = device.tile_mask(m, n, M, N)
+    gate = codec.to_fp32(device.load_raw(gate_ptr + start, offsets, mask, MASKED))
+    y, _ = on.activation_and_slope(gate, OPERATION.activation)
+    if STORE_RESIDUALS:
+        on.store_group_quantized(
+            gate, gate_codes, gate_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
+        )
+        if OPERATION.activated:
+            on.store_group_quantized(
+                on.round_to_dtype(y, OPERATION.dtype),
+                codes,
+                scales,
+                start,
+                offsets,
+                m,
+                left,
+                n,
+                M,
+                N,
+                MASKED,
+                RESIDUAL_CODING,
+                FINITE,
+            )
+    if OPERATION.gated:
+        up = codec.to_fp32(device.load_raw(up_ptr + start, offsets, mask, MASKED))
+        if STORE_RESIDUALS:
+            on.store_group_quantized(
+                up, up_codes, up_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
+            )
+        y = y * up
+    return on.round_to_dtype(y, OPERATION.dtype)
+
+
+@triton.jit
+def _encode_residuals_by_row(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
+    up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, result_ptr: tl.tensor, scale_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
+) -> None:  # fmt: skip
+    top = tl.program_id(0) * BLOCK_M
+    row, first = tl.arange(0, BLOCK_M), top.to(tl.int64) * N
+    m = top + row
+    # As if all were finite, and again if not: then what is added up here is not 0.
+    row_amax = tl.zeros((BLOCK_M,), tl.float32)
+    for left in range(0, N, BLOCK_N):
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
+                   M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, True)  # fmt: skip
+        row_amax = on.larger_or_nan(row_amax, tl.reduce(tl.abs(y), 1, on.larger_or_nan))
+    finite = tl.reduce(row_amax, 0, on.larger_or_nan) < float("inf")
+    if finite:
+        row_amax = tl.where(row_amax < device.TINY, 0.0, row_amax)
+    else:
+        amax_keys = tl.zeros((BLOCK_M,), tl.int32)
+        for left in range(0, N, BLOCK_N):
+            y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m,
+                       left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, False)  # fmt: skip
+            n = left + tl.arange(0, BLOCK_N)
+            amax_keys = tl.maximum(amax_keys, tl.max(on.masked_magnitude_key(y, m, n, M, N, True, OUT_CODING), 1))
+        row_amax = device.magnitude_from_key(amax_keys, OUT_CODING)
+    scale = tl.where(row_amax > 0, tl.maximum(row_amax * OUT_CODING.inverse_max, device.TINY), 1.0)
+    tl.store(scale_ptr + m, scale, mask=m < M)
+    factor = device.reciprocal(scale)[:, None]
+    for left in range(0, N, BLOCK_N):
+        n = left + tl.arange(0, BLOCK_N)
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
+                   M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, False, True)  # fmt: skip
+        offsets = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+        encoded = device.encode(y, device.apply_inverse_scale(y, factor, OUT_CODING), 0, OUT_CODING)
+        device.store(result_ptr + first + left, offsets, encoded, device.tile_mask(m, n, M, N), True)
+
+
+def keep_activation(
+    operation: Operation,
+    gate: Array,
+    up: Array | None,
+    coding: device.Coding | None,
+    dtype: Any,
+    *,
+    launch: QuantizeLaunch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[list[tuple[Array, Array] | None], Array, Array]:
+    """What an activation keeps, as of `activation_triton.keep_activation`, and codes of its result by rows.
+
+    Args:
+        coding: codes of its inputs, or None.
+        dtype: of the codes of the result, float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        What is kept; codes of the result (M, N); and their scales, fp32 (M, 1).
+    """
+    m, n = gate.shape
+    launch = launch or QuantizeLaunch(1, 2048, 4)
+    is_saved = [mask and coding is not None for mask in (True, operation.gated, operation.activated)]
+    shapes = [shape for here in is_saved for shape in storage.code_shapes((m, n), coding if here else None)]
+    shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
+    outputs = quantize_triton.call(
+        _encode_residuals_by_row, [gate, gate if up is None else up], shapes, -(-m // launch.block_m), launch, compute_capability,
+        OPERATION=operation, RESIDUAL_CODING=coding.constants if coding else device.NO_CODING, OUT_CODING=device.Coding("token", dtype).constants,
+    )  # fmt: skip
+    residuals = [
+        (storage.bytes_to_codes(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and is_saved[i] else None
+        for i in range(3)
+    ]
+    return residuals, jax.lax.bitcast_convert_type(outputs[-2], dtype), outputs[-1]

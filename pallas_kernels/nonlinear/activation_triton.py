@@ -1,0 +1,150 @@
+"""What an activation keeps for its backward pass, the largest magnitude of its result, and codes of it, in one pass."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear.operations_triton import Operation
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import storage_triton as storage
+from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
+
+
+@triton.jit
+def _encode_residuals(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, result_scale: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor,
+    up_codes: tl.tensor, up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, amax_ptr: tl.tensor,
+    result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
+) -> None:  # fmt: skip
+    """The codes that an activation keeps of a tile, those of its result there, and the largest magnitude of that."""
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = device.reversed_program_id()
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
+    first = top.to(tl.int64) * N + left
+    offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    mask = device.tile_mask(m, n, M, N)
+    gate = codec.to_fp32(device.load_raw(gate_ptr + first, offsets, mask, MASKED))
+    up = gate
+    if OPERATION.gated:
+        up = codec.to_fp32(device.load_raw(up_ptr + first, offsets, mask, MASKED))
+    # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
+    on.store_group_quantized(
+        gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
+    )
+    if OPERATION.gated:
+        on.store_group_quantized(
+            up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
+        )
+    y, _ = on.activation_and_slope(gate, OPERATION.activation)
+    if OPERATION.activated:
+        on.store_group_quantized(
+            on.round_to_dtype(y, OPERATION.dtype),
+            codes,
+            scales,
+            first,
+            offsets,
+            m,
+            left,
+            n,
+            M,
+            N,
+            MASKED,
+            RESIDUAL_CODING,
+            True,
+        )
+    if OPERATION.gated:
+        y = y * up
+    if OUT_CODING.kind != "none":
+        if OUT_CODING.kind != "array":
+            y = on.round_to_dtype(y, OPERATION.dtype)
+        on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
+    top = on.tile_amax_or_nonfinite(y, OPERATION.dtype)
+    if top < float("inf"):
+        tl.store(amax_ptr + program, top)
+    else:
+        gate = codec.to_fp32(device.load_raw(gate_ptr + first, offsets, mask, MASKED))
+        on.store_group_quantized(
+            gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
+        )
+        y, _ = on.activation_and_slope(gate, OPERATION.activation)
+        if OPERATION.activated:
+            on.store_group_quantized(
+                on.round_to_dtype(y, OPERATION.dtype),
+                codes,
+                scales,
+                first,
+                offsets,
+                m,
+                left,
+                n,
+                M,
+                N,
+                MASKED,
+                RESIDUAL_CODING,
+                False,
+            )
+        if OPERATION.gated:
+            up = codec.to_fp32(device.load_raw(up_ptr + first, offsets, mask, MASKED))
+            on.store_group_quantized(
+                up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
+            )
+            y = y * up
+        y = on.round_to_dtype(y, OPERATION.dtype)
+        if OUT_CODING.kind != "none":
+            on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
+        tl.store(amax_ptr + program, on.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
+
+
+def keep_activation(
+    operation: Operation,
+    gate: Array,
+    up: Array | None,
+    coding: device.Coding,
+    *,
+    result: tuple[Array | None, Any] | None = None,
+    launch: QuantizeLaunch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[list[tuple[Array, Array] | None], Array, Array | None]:
+    """What an activation keeps, in one pass: codes and scales of its gate, `up` and activated gate.
+
+    Args:
+        result: scale, an fp32 scalar, and dtype of codes of the result, or None; of the result itself None and dtype.
+
+    Returns:
+        For each of them codes (M, N), of ten bits packed, (M, 5 N / 4), and scales (M, N / group), or None where the
+        operation has or keeps no such; the largest finite magnitude of its result, an fp32 scalar; and codes of the
+        result (M, N), or the result, or None.
+    """
+    m, n = gate.shape
+    if launch is None:
+        launch = QuantizeLaunch(32, 128, 8) if n % 256 else QuantizeLaunch(16, 256, 8)
+        # Eight elements a thread, in 60 registers; sixteen would take 100.
+        launch = dataclasses.replace(launch, block_m=launch.block_m // 2) if coding.is_packed else launch
+    tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
+    is_saved, (result_coding, dtype) = (True, operation.gated, operation.activated), storage.result_coding(result)
+    shapes = [shape for mask in is_saved for shape in storage.code_shapes((m, n), coding if mask else None)]
+    shapes += [jax.ShapeDtypeStruct((tiles,), jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), dtype)]
+    scale = result[0].reshape(1, 1) if result and result[0] is not None else jnp.ones((1, 1), jnp.float32)
+    outputs = quantize_triton.call(
+        _encode_residuals, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
+        OPERATION=operation, RESIDUAL_CODING=coding.constants, OUT_CODING=result_coding,
+    )  # fmt: skip
+    codes = [storage.bytes_to_codes(outputs[2 * i], coding.dtype) for i in range(3)]
+    result_codes = storage.bytes_to_codes(outputs[-1], result[1]) if result else None
+    return (
+        [(codes[i], outputs[2 * i + 1]) if is_saved[i] else None for i in range(3)],
+        jnp.max(outputs[-2]),
+        result_codes,
+    )

@@ -1,0 +1,328 @@
+"""Device code of norms and activations on a tile: results and cotangents from arrays or from the codes that are kept.
+
+The operands `p` are pointers, named as in `remake_triton.Operands`. Values are rounded to the dtype that the
+operation would write, so that codes of them are those of what it writes, but for the tail of the exact GELU: below -5
+1 + erf(x) cancels, to an absolute error of 2e-7 times the gate.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import storage_triton as storage
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
+IDENTITY = ACTIVATIONS.index("identity")
+
+
+class Operation(NamedTuple):
+    """What computes a tile; static.
+
+    Attributes:
+        activation: index into ACTIVATIONS.
+        gated: whether the activated gate is multiplied by `up`.
+        exact: operands are arrays, not codes.
+        group: how many codes of a row share a scale.
+        format: of codes, as of `scaling_triton.Coding`; "int10" are packed.
+        dtype: that values are rounded to, an index into `quantize_triton.PLAIN_DTYPES`.
+        centered, scaled, biased: of a norm: whether `mean`, `weight` and `bias` are given.
+        activated: whether the activated gate is given as codes, too.
+    """
+
+    activation: int = 0
+    gated: bool = True
+    exact: bool = False
+    group: int = 16
+    format: str = "float8_e4m3fn"
+    dtype: int = 1
+    centered: bool = False
+    scaled: bool = False
+    biased: bool = False
+    activated: bool = False
+
+
+@triton.jit
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """By the hardware's approximations, relative error 2^-21: tl.sigmoid takes three times as many instructions."""
+    return codec.reciprocal_approx(1 + codec.exp2_approx(x * -1.4426950408889634))
+
+
+@triton.jit
+def activation_and_slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """The activation and its derivative."""
+    if ACTIVATION == 0:
+        s = sigmoid(x)
+        value = x * s
+        slope = tl.fma(value, 1 - s, s)
+    elif ACTIVATION == 1:
+        cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        value = x * cdf
+        slope = tl.fma(x, 0.3989422804014327 * codec.exp2_approx(x * x * -0.7213475204444817), cdf)
+    elif ACTIVATION == 3:
+        value, slope = x, tl.full(x.shape, 1.0, tl.float32)
+    else:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        cdf = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        inner = 1.5957691216057308 * (1 + 0.134145 * x * x)
+        value = x * cdf
+        slope = tl.fma(value, (1 - cdf) * inner, cdf)
+    return value, slope
+
+
+@triton.jit
+def load_values(
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor,
+    n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """fp32 values of codes in groups along a row; the first of the columns `n` is `left`."""
+    return decode_loaded(
+        load_codes_and_scales(codes_ptr, scale_ptr, first, offsets, m, left, n, M, N, MASKED, OPERATION), OPERATION
+    )
+
+
+@triton.jit
+def load_codes_and_scales(
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor,
+    n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Codes as `storage_triton.load_codes` has them, and their scales; of an exact operation values in their places."""
+    GROUP: tl.constexpr = OPERATION.group
+    GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
+    STEP: tl.constexpr = GROUP if n.shape[0] > GROUP else n.shape[0]  # a tile may be narrower than a group
+    codes = storage.load_codes(codes_ptr, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+    scale = codes[0]
+    if not OPERATION.exact:
+        g = left // GROUP + tl.arange(0, n.shape[0] // STEP)
+        scale_offsets = tl.multiple_of(m.to(tl.int64)[:, None] * GROUPS + g[None, :], (1, 1))
+        scale = device.load_raw(scale_ptr, scale_offsets, device.tile_mask(m, g, M, GROUPS), MASKED)
+    return codes, scale
+
+
+@triton.jit
+def decode_loaded(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
+    """fp32 values of what was fetched."""
+    if OPERATION.exact:
+        y = x[0][0].to(tl.float32)
+    else:
+        y = storage.decode_codes(x[0], OPERATION) * device.repeat_columns(
+            x[1].to(tl.float32), x[0][0].shape[1] // x[1].shape[1]
+        )
+    return y
+
+
+@triton.jit
+def round_to_dtype(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """fp32 values rounded to a dtype; to bf16 two at a time, which Triton does not wherever it could."""
+    if DTYPE == 1:
+        x = tl.inline_asm_elementwise(
+            "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000;}",
+            "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)  # fmt: skip
+    elif DTYPE == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def normalize(
+    x: tl.tensor, rstd: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, n: tl.tensor, N: tl.constexpr,
+    MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A norm's result, not rounded."""
+    # Of the tile's shape, so that each thread reads what it needs.
+    offsets, mask = tl.broadcast_to(n[None, :], x.shape), tl.broadcast_to((n < N)[None, :], x.shape)
+    factor = rstd[:, None]
+    if OPERATION.scaled:
+        factor = factor * codec.to_fp32(device.load_raw(weight_ptr, offsets, mask, MASKED))
+    y = x * factor
+    if OPERATION.biased:
+        y = y + codec.to_fp32(device.load_raw(bias_ptr, offsets, mask, MASKED))
+    return y
+
+
+@triton.jit
+def compute_result(
+    p: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, NORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """fp32 values of a tile of the result, rounded to the dtype that the operation would write."""
+    mask = device.tile_mask(m, n, M, N)
+    if OPERATION.exact:
+        x = device.load(p.first + first, offsets, mask, MASKED)
+    else:
+        x = load_values(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+    if NORM:
+        if OPERATION.exact and OPERATION.centered:
+            x = x - tl.load(p.mean + m, mask=m < M, other=0.0)[:, None]
+        y = normalize(x, tl.load(p.inverse + m, mask=m < M, other=0.0), p.weight, p.bias, n, N, MASKED, OPERATION)
+    else:
+        y, _ = activation_and_slope(x, OPERATION.activation)
+        if OPERATION.gated:
+            if OPERATION.exact:
+                up = device.load(p.up + first, offsets, mask, MASKED)
+            else:
+                up = load_values(p.up, p.up_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+            y = y * up
+    return round_to_dtype(y, OPERATION.dtype)
+
+
+@triton.jit
+def load_cotangent_operands(
+    p: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What cotangents are computed from: the gradient, and what was fetched of gate, up and the activated gate."""
+    dy = device.load_raw(p.gradient + first, offsets, device.tile_mask(m, n, M, N), MASKED)
+    gate = load_codes_and_scales(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+    up, activated = gate, gate
+    if OPERATION.gated:
+        up = load_codes_and_scales(p.up, p.up_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+    if OPERATION.activated:
+        activated = load_codes_and_scales(
+            p.activated, p.activated_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION
+        )
+    return dy, gate, up, activated
+
+
+@triton.jit
+def compute_cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """Those of an activation's gate and up from `operands`, rounded to DTYPE, and its result as `result` has it.
+
+    Where there is no up, the gate's twice.
+    """
+    dy = x[0].to(tl.float32)
+    activated, slope = activation_and_slope(decode_loaded(x[1], OPERATION), OPERATION.activation)
+    if OPERATION.gated:
+        up = decode_loaded(x[2], OPERATION)
+        dgate = round_to_dtype(dy * up * slope, DTYPE)
+        recomputed = activated * up
+        if OPERATION.activated:
+            activated = decode_loaded(x[3], OPERATION)
+        dup = round_to_dtype(dy * activated, DTYPE)
+    else:
+        dgate = round_to_dtype(dy * slope, DTYPE)
+        dup, recomputed = dgate, activated
+    return dgate, dup, round_to_dtype(recomputed, OPERATION.dtype)
+
+
+@triton.jit
+def masked_magnitude_key(
+    y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    CODING: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`scaling_triton.ordered` of the tile's part inside the matrix, of 0 outside."""
+    if MASKED:
+        y = tl.where(device.tile_mask(m, n, M, N), y, 0.0)
+    return device.magnitude_key(y, CODING)
+
+
+@triton.jit
+def tile_amax(
+    y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    CODING: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The largest finite magnitude of the tile's part inside the matrix."""
+    return device.magnitude_from_key(tl.max(tl.max(masked_magnitude_key(y, m, n, M, N, MASKED, CODING), 1), 0), CODING)
+
+
+@triton.jit
+def larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def tile_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The largest magnitude of a tile, rounded to a dtype as all of them are; Inf or NaN where one is not finite."""
+    amax = round_amax(tl.reduce(tl.reduce(tl.abs(y), 1, larger_or_nan), 0, larger_or_nan), DTYPE)
+    return tl.where(amax < device.TINY, 0.0, amax)
+
+
+@triton.jit
+def round_amax(amax: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    if DTYPE == 1:
+        amax = amax.to(tl.bfloat16).to(tl.float32)
+    elif DTYPE == 2:
+        amax = amax.to(tl.float16).to(tl.float32)
+    return amax
+
+
+@triton.jit
+def row_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """`peak_of_finite` of each row."""
+    amax = round_amax(tl.reduce(tl.abs(y), 1, larger_or_nan), DTYPE)
+    return tl.where(amax < device.TINY, 0.0, amax)
+
+
+@triton.jit
+def store_quantized(
+    y: tl.tensor, scale_ptr: tl.tensor, codes_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr,
+    CODING: tl.constexpr, FINITE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes codes under a given scale, of FINITE values in fewer instructions, or the values themselves."""
+    if CODING.kind == "array":
+        device.store(codes_ptr, offsets, y.to(codes_ptr.dtype.element_ty), mask, MASKED)
+    else:
+        codes = device.encode(
+            y, device.apply_inverse_scale(y, device.reciprocal(tl.load(scale_ptr)), CODING, FINITE), 0, CODING, FINITE
+        )
+        device.store(codes_ptr, offsets, codes, mask, MASKED)
+
+
+@triton.jit
+def row_inverse_scales(scale_ptr: tl.tensor, m: tl.tensor, M: tl.constexpr, BY_ROW: tl.constexpr) -> tl.tensor:
+    """What rows are multiplied by under given scales, one a row or one for all."""
+    if BY_ROW:
+        factor = device.reciprocal(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
+    else:
+        factor = device.reciprocal(tl.load(scale_ptr))
+    return factor
+
+
+@triton.jit
+def store_rows_quantized(
+    y: tl.tensor, scale_ptr: tl.tensor, codes_ptr: tl.tensor, offsets: tl.tensor, m: tl.tensor, n: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CODING: tl.constexpr, FINITE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes codes of whole rows, each under its own scale, and these; of FINITE values in fewer instructions."""
+    if FINITE:
+        row_amax = tl.max(tl.abs(y), 1)
+        scale = tl.where(row_amax >= device.TINY, tl.maximum(row_amax * CODING.inverse_max, device.TINY), 1.0)
+    else:
+        scale = device.scale_from_key(
+            tl.max(masked_magnitude_key(y, m, n, M, N, MASKED, CODING), 1), CODING, tl.float32
+        )
+    tl.store(scale_ptr + m, scale, mask=m < M)
+    codes = device.encode(
+        y, device.apply_inverse_scale(y, device.reciprocal(scale)[:, None], CODING, FINITE), 0, CODING, FINITE
+    )
+    device.store(codes_ptr, offsets, codes, device.tile_mask(m, n, M, N), MASKED)
+
+
+@triton.jit
+def store_group_quantized(
+    x: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor,
+    left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CODING: tl.constexpr,
+    FINITE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes codes in groups along the rows, and their scales, if any; of FINITE values in fewer instructions."""
+    if CODING.kind != "none":
+        SIZE: tl.constexpr = CODING.size
+        GROUPS: tl.constexpr = (N + SIZE - 1) // SIZE
+        if FINITE:
+            keys = device.magnitude_key(device.max_along_rows(tl.abs(x), SIZE), CODING)
+        else:
+            keys = device.max_along_rows(device.magnitude_key(x, CODING), SIZE)
+        scale = device.scale_from_key(keys, CODING, scales_ptr.dtype.element_ty)
+        g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
+        # Each thread writes the scales that it has made: aligned pairs of them would go through shared memory.
+        scale_offsets = tl.multiple_of(m.to(tl.int64)[:, None] * GROUPS + g[None, :], (1, 1))
+        device.store(scales_ptr, scale_offsets, scale, device.tile_mask(m, g, M, GROUPS), MASKED)
+        y = device.apply_inverse_scale(x, device.repeat_columns(device.reciprocal(scale), SIZE), CODING, FINITE)
+        if CODING.format == "int10":
+            storage.store_ten_bits(y, codes_ptr, m, left, n, M, N, MASKED, FINITE)
+        else:
+            device.store(
+                codes_ptr + first, offsets, device.encode(x, y, 0, CODING, FINITE), device.tile_mask(m, n, M, N), MASKED
+            )

@@ -1,0 +1,74 @@
+"""Codes of what norms and activations compute, in place: written again under another scale where a flag says so."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear.operations_triton import Operation
+from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands, operand_arrays, result_kinds
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
+
+# Enough for every GPU, and as good as nothing where there is nothing to do.
+NUM_PROGRAMS = 1024
+
+
+@triton.jit
+def _requantize_if(
+    first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, scale_ptr: tl.tensor, needs_requantize_ptr: tl.tensor, codes_ptr: tl.tensor, unused: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    KINDS: tl.constexpr, CODING: tl.constexpr, PROGRAMS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Every so manieth tile; none where nothing is wrong. The codes are written where they are."""
+    MASKED: tl.constexpr = True  # a program may take a tile beyond the last
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
+    if tl.load(needs_requantize_ptr) > 0:
+        p = Operands(
+            first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
+        )
+        for j in range((TILES + PROGRAMS - 1) // PROGRAMS):
+            tile = j * PROGRAMS + tl.program_id(0)
+            top, left = tile // TILES_N * BLOCK_M, tile % TILES_N * BLOCK_N
+            start = top.to(tl.int64) * N + left
+            offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+            m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+            y = on.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            on.store_quantized(
+                y, scale_ptr, codes_ptr + start, offsets, device.tile_mask(m, n, M, N), MASKED, CODING, False
+            )
+
+
+def requantize_if(
+    operation: Operation,
+    kinds: tuple[int, ...],
+    operands: Operands,
+    codes: Array,
+    scale: Array,
+    needs_requantize: Array,
+    *,
+    compute_capability: int | None = None,
+) -> Array:
+    """Codes of a result (M, N), in place: where `wrong`, written again under `scale`, else as they are.
+
+    Args:
+        operation: of `exact` operands. kinds: `remake_triton.NORM` or `RESULT`. operands: as of
+            `remake_triton.quantize`.
+        codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar. wrong: a boolean scalar.
+    """
+    inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), needs_requantize.reshape(1).astype(jnp.int32)]
+    (requantized,) = quantize_triton.call(
+        _requantize_if, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
+        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], NUM_PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
+        aliases={len(inputs): 0}, OPERATION=operation, KINDS=result_kinds(kinds),
+        CODING=device.Coding("tensor", codes.dtype).constants, PROGRAMS=NUM_PROGRAMS,
+    )  # fmt: skip
+    return jax.lax.bitcast_convert_type(requantized, codes.dtype)

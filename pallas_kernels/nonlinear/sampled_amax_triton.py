@@ -1,0 +1,75 @@
+"""Largest magnitudes of what norms and activations compute, and of the gradients of the latter, without writing it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear.operations_triton import Operation
+from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands, operand_arrays, result_kinds
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import storage_triton as storage
+from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
+
+# Rows of a tile, and so of a sample.
+SAMPLE_ROWS = 32
+_TRUE = np.ones(1, np.int32)
+
+
+@triton.jit
+def _peaks(
+    first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, is_needed_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr,
+    SAMPLE_STRIDE: tl.constexpr, CONDITIONAL: tl.constexpr,
+) -> None:  # fmt: skip
+    p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    top, left = program // TILES_N * (BLOCK_M * SAMPLE_STRIDE), program % TILES_N * BLOCK_N
+    start = top.to(tl.int64) * N + left
+    offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
+    should_run = tl.load(is_needed_ptr) > 0 if CONDITIONAL else True
+    if should_run:
+        if KINDS.forward:
+            y0 = on.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+        else:
+            x = on.load_cotangent_operands(p, start, offsets, m, left, n, M, N, MASKED, OPERATION)
+            y0, y1, _ = on.compute_cotangents(x, OPERATION, OPERATION.dtype)
+            if KINDS.is_pair:
+                tl.store(amax1_ptr + program, on.tile_amax(y1, m, n, M, N, MASKED, CODING))
+        tl.store(amax0_ptr + program, on.tile_amax(y0, m, n, M, N, MASKED, CODING))
+
+
+def peaks(
+    operation: Operation,
+    kinds: tuple[int, ...],
+    operands: Operands,
+    *,
+    every: int = 1,
+    is_needed: Array | None = None,
+    compute_capability: int | None = None,
+) -> list[Array]:
+    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `remake_triton.quantize`.
+
+    Of the rows it takes the first SAMPLE of `every` so many times that number. Where `wanted`, a boolean scalar, is
+    False, it reads nothing and returns 0.
+    """
+    m, n = storage.matrix_shape(operands.first, operation)
+    launch = QuantizeLaunch(SAMPLE_ROWS, 128, 4)
+    tiles = -(-m // (launch.block_m * every)) * -(-n // launch.block_n)
+    shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
+    flag = _TRUE if is_needed is None else is_needed.reshape(1).astype(jnp.int32)
+    outputs = quantize_triton.call(
+        _peaks, [*operand_arrays(operands), flag], shapes, tiles, launch, compute_capability, shape=(m, n),
+        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.NO_CODING, SAMPLE_STRIDE=every, CONDITIONAL=is_needed is not None,
+    )  # fmt: skip
+    amax = [jnp.max(x) for x in outputs[: len(kinds)]]
+    return amax if is_needed is None else [jnp.where(is_needed, peak, 0.0) for peak in amax]

@@ -1,0 +1,430 @@
+"""AdamW on 8-bit moments in one pass: codes, scales, gradient and weight are read once, and results written once."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.dispatch import call_triton
+from pallas_kernels.optimizers import adamw_tiles_triton as tiles
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization.codec_triton import Noise as Noise
+from pallas_kernels.quantization.codec_triton import Storage as Storage
+
+MIN_GROUP, MAX_GROUP = 16, 1024
+PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+FP8_CAPABILITY = 89
+WARP, ELEMENTS_PER_THREAD = 32, 16
+# Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
+_RECIPROCAL_SLOPE = 0.9935
+# Below it, what is taken over it may be too large for fp32.
+_MIN_ONE_MINUS_B2 = 2.0**-60
+# The bits of 1.0, an argument: the assembler sets bits that it knows, under a mask, in two instructions and not one.
+_ONE_BITS = 0x3F800000
+
+
+class AdamWScalars(NamedTuple):
+    """The runtime scalars of a step, each a number or a traced scalar; `correction` is 1 - b^t.
+
+    change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
+    v are the moments over `correction1` and `correction2`. Gradients count times `factor`. Where `applied` is False
+    nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut to
+    it; None cuts nothing. `drawn`, in (0, 1), is for first moments that are `codec.faded`.
+    """
+
+    rate: Any
+    weight_decay: Any
+    b1: Any
+    one_minus_b1: Any
+    b2: Any
+    one_minus_b2: Any
+    correction1: Any
+    correction2: Any
+    eps: Any
+    eps_root: Any
+    grad_scale: Any = None
+    apply_if: Any = None
+    max_direction: Any = None
+    dither: Any = None
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the step has a factor or may be left out."""
+        return self.grad_scale is not None or self.apply_if is not None
+
+    def to_vector(self, words: Array | None = None) -> Array:
+        """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
+
+        With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
+        `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
+        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. The last of these takes the
+        second moment of a member without a gradient to what it was. Then come, where the step has them, the factor and
+        whether it is applied; the largest direction over what takes either kind of moments to it; two words for noise,
+        as they are; and `drawn`: so all that a step needs is made at once.
+        """
+        rate, weight_decay, b1, one_minus_b1, b2, one_minus_b2, correction1, correction2, eps, eps_root = (
+            jnp.asarray(x, jnp.float32) for x in self[:10]
+        )
+        correction = jnp.sqrt(correction2)
+        general_scale = correction / correction1
+        root_floor = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
+        values = [
+            -rate * general_scale,
+            weight_decay / general_scale,
+            b1,
+            one_minus_b1,
+            b2,
+            one_minus_b2,
+            root_floor,
+            -eps * correction,
+        ]
+        # Second moments that do not fall, from what they fell to; the first step has none.
+        b2 = jnp.maximum(b2, np.finfo(np.float32).tiny)
+        previous_correction = 1 - (1 - correction2) / b2
+        silent_decay = jnp.where(previous_correction > one_minus_b2 / 2, correction2 / previous_correction, 1) / b2
+
+        if self.grad_scale is not None:
+            one_minus_b1, one_minus_b2 = one_minus_b1 * self.grad_scale, one_minus_b2 * jnp.square(self.grad_scale)
+        fast_scale = general_scale * one_minus_b1 / jnp.sqrt(one_minus_b2)
+        eps = eps * correction / jnp.sqrt(one_minus_b2)
+        rate, decay = -rate * fast_scale, weight_decay / fast_scale
+        # Where these may make NaN of finite numbers, every tile is a special one.
+        is_safe = (jnp.abs(rate) < 16) & (jnp.abs(decay) < 1) & jnp.isfinite(eps + eps_root)
+        is_safe &= (one_minus_b2 > _MIN_ONE_MINUS_B2) & jnp.isfinite(one_minus_b2)
+        small_eps_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
+        values += [
+            rate,
+            decay,
+            -_RECIPROCAL_SLOPE * eps,
+            eps,
+            one_minus_b1,
+            one_minus_b2,
+            b1 / one_minus_b1,
+            b2 / one_minus_b2,
+        ]
+        values += [
+            jnp.where(is_safe, 1 / one_minus_b1, jnp.inf),
+            1 / one_minus_b2,
+            eps_root * correction2 / one_minus_b2,
+            small_eps_from,
+        ]
+        values.append(silent_decay)
+        if self.has_gate:
+            gate_values = (1.0 if x is None else x for x in (self.grad_scale, self.apply_if))
+            values += [jnp.asarray(x).astype(jnp.float32) for x in gate_values]
+        if self.max_direction is not None:
+            limit = jnp.asarray(self.max_direction, jnp.float32)
+            values += [limit / general_scale, limit / fast_scale]
+        if words is not None:
+            values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
+        if self.dither is not None:
+            values.append(jnp.asarray(self.dither, jnp.float32))
+        return jnp.stack(values)
+
+
+class DeadElementParams(NamedTuple):
+    """Members of a group that no longer matter, and what is stored of them; static.
+
+    With D = max |m| / (sqrt(max v) + eps) of a group, a member is idle, or silent if it has no gradient, where its
+    direction is under the share of D of that name. The first moment of an idle one becomes 0. The second one of a
+    silent one stays as it is, at least `lowest` of the group's largest; from `near` on it becomes `raised` of that;
+    what is larger falls on.
+    """
+
+    idle: float
+    silent: float
+    raised: float
+    near: float
+    lowest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWLaunch:
+    """How the work is cut: tuning only, never the result.
+
+    Attributes:
+        warps: warps of a program.
+        vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
+            loads are 16 bytes wide at most.
+        elements: elements of a thread of `ordinary` tiles, 16 or 32; None takes 32 where results are 16 bits wide, else
+            16. A thread always has 32 of a group of 1024, else 16 of other tiles.
+    """
+
+    warps: int = 1
+    vector: int = 8
+    elements: int | None = None
+
+
+@triton.jit
+def _adamw(
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    mu_scale_ptr: tl.tensor,
+    mu_exponent_ptr: tl.tensor,
+    nu_ptr: tl.tensor,
+    nu_scale_ptr: tl.tensor,
+    nu_exponent_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    seed_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    remainder_ptr: tl.tensor,
+    groups: tl.tensor,
+    groups_of_row: tl.tensor,
+    vectors_of_row: tl.tensor,
+    salt: tl.tensor,
+    run_length: tl.tensor,
+    run_stride: tl.tensor,
+    one: tl.tensor,
+    unused1: tl.tensor,
+    unused2: tl.tensor,
+    unused3: tl.tensor,
+    unused4: tl.tensor,
+    unused5: tl.tensor,
+    unused6: tl.tensor,
+    unused7: tl.tensor,
+    result_ptr: tl.tensor,
+    GROUP_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    FAST_PATH: tl.constexpr,
+    PARTIAL_GROUPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HAS_RUNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    IS_STEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    REMAINDER_BITS: tl.constexpr,
+    GATED: tl.constexpr,
+    CLIP: tl.constexpr,
+    MU: tl.constexpr,
+    NU: tl.constexpr,
+    DEAD_ELEMENTS: tl.constexpr,
+) -> None:
+    """A tile of groups: as an ordinary one where it is, else carefully, in parts of fewer elements a thread."""
+    if GATED:  # noqa: SIM102 (one is known at compile time)
+        if tl.load(scalars_ptr + 22) == 0:
+            return
+    program = tl.program_id(0)
+    needs_general_path = tl.full((), 1, tl.int32)
+    if FAST_PATH and (not MASKED or (program + 1) * TILE_GROUPS <= groups):
+        needs_general_path = tiles.update_tile_fast(
+            program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt, run_length, run_stride, one,
+            result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
+        )  # fmt: skip
+    if not FAST_PATH or needs_general_path > 0:
+        for subtile in range(SUBTILES):
+            tiles.update_tile_general(
+                program * SUBTILES + subtile, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, remainder_ptr, groups, groups_of_row,
+                vectors_of_row, salt, run_length, run_stride, one, result_ptr, GROUP_SIZE, LANES * SUBTILES, TILE_GROUPS // SUBTILES, PARTIAL_GROUPS, MASKED,
+                ALIGNED, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
+                not PARTIAL_GROUPS and not FAST_PATH,
+            )  # fmt: skip
+
+
+def unsupported_reason(
+    shape: tuple[int, ...], grad: Any, weight: Any, mu: tuple[Any, ...], nu: tuple[Any, ...], group_size: int
+) -> str | None:
+    """Why the kernel cannot take arrays of this shape and these dtypes, or None.
+
+    Args:
+        shape: shape of the parameter.
+        grad: dtype of the gradient.
+        weight: dtype of the weight and of the result.
+        mu: dtypes of what the first moment is stored in, (codes, scale), (codes, scale, exponent) or (values,).
+        nu: likewise of the second moment.
+        group_size: elements of a group.
+    """
+    if not shape or math.prod(shape) == 0:
+        return f"shape {shape} has no groups"
+    if not MIN_GROUP <= group_size <= MAX_GROUP or group_size & (group_size - 1):
+        return f"group_size {group_size} is not a power of two from {MIN_GROUP} to {MAX_GROUP}"
+    for name, dtype in (("gradient", grad), ("weight", weight)):
+        if dtype not in PLAIN_DTYPES:
+            return f"the {name} has dtype {jnp.dtype(dtype)}, not {_either(PLAIN_DTYPES)}"
+    for name, dtypes in (("mu", mu), ("nu", nu)):
+        allowed = CODE_DTYPES if len(dtypes) > 1 else PLAIN_DTYPES
+        if dtypes[0] not in allowed:
+            return f"{name} is stored in {jnp.dtype(dtypes[0])}, not {_either(allowed)}"
+        if any(
+            dtype != expected_dtype
+            for dtype, expected_dtype in zip(dtypes[1:], (jnp.float32, jnp.bfloat16), strict=False)
+        ):
+            return f"the scales of {name} are not fp32, or its exponents not bf16"
+    return None
+
+
+def adamw(
+    grad: Array,
+    weight: Array | tuple[Array, Array] | None,
+    mu: tuple[Array, ...],
+    nu: tuple[Array, ...],
+    scalars: AdamWScalars,
+    *,
+    mu_storage: Storage | None,
+    nu_storage: Storage | None,
+    dead_elements: DeadElementParams,
+    group_size: int,
+    form: Literal["update", "step"],
+    dtype: Any = None,
+    seed: Array | None = None,
+    nu_seed: Array | None = None,
+    salt: int = 0,
+    run: tuple[int, int] | None = None,
+    launch: AdamWLaunch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], tuple[Array, ...]]:
+    """One step of AdamW on one parameter.
+
+    Args:
+        grad: gradient, any shape (..., n), fp32, bf16 or fp16.
+        weight: the parameter, or for a step its bf16 high part and the int8 or int16 remainder of its master; None only
+            for an update without weight decay.
+        mu: first moment: fp8 codes (..., n), fp32 scales (..., ceil(n / group_size)) and, with range expansion, bf16
+            exponents of the scales' shape; or the values in a plain dtype alone.
+        nu: second moment, likewise.
+        scalars: the scalars of the step. Where it is not applied, moments and the weight of a step are as before, and
+            an update is undefined.
+        mu_storage: how the codes of the first moment are made; None for plain values.
+        nu_storage: likewise of the second moment.
+        members: what is stored of members that no longer matter: no first moment and another second one, in codes with
+            range expansion.
+        group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
+        form: "update" returns the change of the weight, "step" the new weight.
+        dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.
+        seed: two uint32 words: new bf16 weights are rounded stochastically; None rounds to nearest.
+        nu_seed: two uint32 words for the second moment: for codes where its storage rounds stochastically, or bf16.
+        salt: a number of the parameter's own that joins these words.
+        run: where the array is a shard, whose noise goes by groups of the whole: groups that follow each other there,
+            and how many further the next such run begins; None if all do. The first one's number is in `nu_seed`.
+        launch: how the work is cut; None takes the measured best.
+        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+
+    Returns:
+        The change or the new weight, of parts both, and both moments as they were given. Moments, and in a step the
+        weight, are updated in place where they are donated, and copied first where they are not.
+
+    Raises:
+        ValueError: the kernel cannot take these arrays; the message says why.
+    """
+    step = form == "step"
+    if step and weight is None:
+        raise ValueError("form 'step' needs the weight")
+    weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
+    if (
+        remainder is not None
+        and weight is not None
+        and (not step or weight.dtype != jnp.bfloat16 or remainder.dtype not in (jnp.int8, jnp.int16))
+    ):
+        raise ValueError("a remainder, int8 or int16, is of a bf16 weight in form 'step'")
+    dtype = (grad if weight is None else weight).dtype if dtype is None or step else dtype
+    dtypes = [tuple(x.dtype for x in moment) for moment in (mu, nu)]
+    reason = unsupported_reason(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
+    if reason is not None:
+        raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
+    if seed is not None and (not step or dtype != jnp.bfloat16 or remainder is not None):
+        raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
+    is_stochastic = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
+    if (nu_seed is not None) != is_stochastic:
+        raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
+    if (scalars.dither is not None) != (mu_storage is not None and mu_storage.dither_format is not None):
+        raise ValueError("the scalar `drawn` is for a first moment whose storage has `fading`")
+    launch = launch or AdamWLaunch()
+    length = grad.shape[-1]
+    groups_of_row = -(-length // group_size)
+    groups = math.prod(grad.shape[:-1]) * groups_of_row
+    has_partial_groups = length % group_size > 0
+    vector = launch.vector if not has_partial_groups or length % launch.vector == 0 else 4
+    is_aligned = length % vector == 0
+    # The table has no signs, and first moments that are faded no form of their own.
+    use_fast_path = (
+        not has_partial_groups and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.signed
+    )
+    use_fast_path = use_fast_path and mu_storage is not None and mu_storage.dither_format is None
+    elements = launch.elements or (
+        32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS_PER_THREAD
+    )  # wider ones take registers
+    lanes = min(max(group_size // (elements if use_fast_path else ELEMENTS_PER_THREAD), 1), WARP)
+    tile = launch.warps * WARP // lanes
+    num_subtiles = min(group_size // lanes // ELEMENTS_PER_THREAD, tile) if use_fast_path else 1
+    # The scalars stand in for what is absent, and are not touched in its place.
+    placeholder = _scalars_to_vector(scalars, nu_seed)
+    inputs = [grad, placeholder if weight is None else weight]
+    inputs += [part for moment in (mu, nu) for part in (*moment, *[placeholder] * (3 - len(moment)))]
+    # The scalars once more: with a pointer of its own to their last two, the program has registers enough.
+    inputs += [placeholder, placeholder if seed is None else seed, placeholder]
+    inputs.append(jnp.asarray(log2_code_magnitudes(nu[0].dtype)) if use_fast_path else placeholder)
+    inputs.append(placeholder if remainder is None else remainder)
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
+    aliased_inputs = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu))]
+    if remainder is not None:
+        outputs.append(jax.ShapeDtypeStruct(remainder.shape, remainder.dtype))
+        aliased_inputs.append(len(inputs) - 1)
+    outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
+    aliased_inputs += [1] * step
+    unused = [1] * (_MAX_RESULTS - len(outputs))
+    results = call_triton.call(
+        *inputs,
+        groups,
+        groups_of_row,
+        length // vector if is_aligned else length,
+        salt,
+        *(run or (1, 1)),
+        _ONE_BITS,
+        *unused,
+        kernel=_adamw,
+        out_shapes=outputs,
+        num_programs=-(-groups // tile),
+        num_warps=launch.warps,
+        compute_capability=compute_capability,
+        aliases={source: i for i, source in enumerate(aliased_inputs)},
+        GROUP_SIZE=group_size,
+        LANES=lanes * vector,
+        TILE_GROUPS=tile,
+        SUBTILES=num_subtiles,
+        FAST_PATH=use_fast_path,
+        PARTIAL_GROUPS=has_partial_groups,
+        MASKED=has_partial_groups or groups % tile > 0,
+        ALIGNED=is_aligned,
+        HAS_RUNS=run is not None,
+        VECTOR=vector,
+        IS_STEP=step,
+        HAS_WEIGHT=weight is not None,
+        STOCHASTIC=seed is not None,
+        REMAINDER_BITS=0 if remainder is None else 8 * remainder.dtype.itemsize,
+        GATED=scalars.has_gate,
+        CLIP=scalars.max_direction is not None,
+        MU=mu_storage.constants if mu_storage else codec.UNSCALED,
+        NU=nu_storage.constants if nu_storage else codec.STOCHASTIC_BF16 if is_stochastic else codec.UNSCALED,
+        DEAD_ELEMENTS=dead_elements,
+    )
+    result = results[-1] if remainder is None else (results[-1], results[-2])
+    return result, tuple(results[: len(mu)]), tuple(results[len(mu) : len(mu) + len(nu)])
+
+
+_MAX_RESULTS = 8
+_scalars_to_vector = jax.jit(lambda scalars, words: scalars.vector(words))  # traced once for all parameters alike
+
+
+def log2_code_magnitudes(dtype: Any) -> np.ndarray:
+    """log2 of the magnitude of each of the 256 codes of an 8-bit dtype, fp32, by the code as an unsigned byte."""
+    codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        return np.log2(np.abs(codes)).astype(np.float32)
+
+
+def _either(dtypes: tuple[Any, ...]) -> str:
+    return " or ".join(str(jnp.dtype(d)) for d in dtypes)

@@ -1,0 +1,106 @@
+"""Largest magnitudes of a matrix: of all of it, of its rows, and of its columns, in one pass."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
+
+# Of which each program of who reads them takes all, from a cache.
+MAX_PARTIALS = 1024
+
+
+class AmaxOutputs(NamedTuple):
+    """What has a maximum."""
+
+    tensor: bool
+    rows: bool
+    columns: bool
+
+
+@triton.jit
+def _amax(
+    x_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILES_PER_STRIP: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    CODING: tl.constexpr,
+) -> None:
+    """The largest magnitudes of a strip of DOWN tiles, one below the other, of each of its rows and of its columns."""
+    MASKED: tl.constexpr = M % (BLOCK_M * TILES_PER_STRIP) > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = device.reversed_program_id()
+    strip, tile_n = program // TILES_N, program % TILES_N
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
+    amax_keys = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    for i in range(TILES_PER_STRIP):
+        top = (strip * TILES_PER_STRIP + i) * BLOCK_M
+        m, first = top + tl.arange(0, BLOCK_M), top.to(tl.int64) * N + tile_n * BLOCK_N
+        keys = device.magnitude_key(
+            device.load_raw(x_ptr + first, offsets, device.tile_mask(m, n, M, N), MASKED), CODING
+        )
+        amax_keys = tl.maximum(amax_keys, keys)
+        if OUTPUTS.rows:
+            tl.store(rows_ptr + tile_n * M + m, device.magnitude_from_key(tl.max(keys, 1), CODING), mask=m < M)
+    if OUTPUTS.tensor:
+        tl.store(tile_ptr + program, device.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
+    if OUTPUTS.columns:
+        tl.store(columns_ptr + strip * N + n, device.magnitude_from_key(tl.max(amax_keys, 0), CODING), mask=n < N)
+
+
+def compute_amax(
+    x: Array,
+    *,
+    tensor: bool = False,
+    rows: bool = False,
+    columns: bool = False,
+    integers: bool = False,
+    launch: QuantizeLaunch | None = None,
+    tiles_per_strip: int | None = None,
+    num_partials: int = 0,
+    compute_capability: int | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Largest finite magnitudes of a matrix, in one pass.
+
+    Args:
+        x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what.
+        integers: NaN where a value is NaN or Inf, which integer codes cannot show.
+        launch, compute_capability: as of `quantize_triton.quantize`.
+        down: tiles that a program takes, one below the other; tuning only.
+        parts: about how many largest magnitudes of parts of it, (n,), are asked for of the tensor, `PARTS` at most; 0
+            asks for the one of all of it.
+
+    Returns:
+        fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
+    """
+    # On an H100 16,384 x 2,048 of bf16 take 24.4 us with 8 warps, 25.7 with 4.
+    launch = launch or QuantizeLaunch(16 if columns else 32, 256, 4 if rows or columns else 8)
+    m, n = x.shape
+    if tiles_per_strip is None:
+        tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
+        tiles_per_strip = 16 if columns else -(-tiles // num_partials) if num_partials else 1
+    strips, tiles_n = -(-m // (launch.block_m * tiles_per_strip)), -(-n // launch.block_n)
+    shapes = ((strips * tiles_n,) if tensor else (1,), (tiles_n, m) if rows else (1,), (strips, n) if columns else (1,))
+    coding = device.INTEGER_CODING if integers else device.NO_CODING
+    outputs = quantize_triton.call(
+        _amax, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * tiles_n, launch,
+        compute_capability, TILES_PER_STRIP=tiles_per_strip, OUTPUTS=AmaxOutputs(tensor, rows, columns), CODING=coding,
+    )  # fmt: skip
+    requests = zip((tensor, rows, columns), outputs, (None, 0, 0), strict=True)
+    tensor_amax, row_amax, column_amax = (
+        jnp.max(partial_amax, axis=axis) if is_wanted else None for is_wanted, partial_amax, axis in requests
+    )
+    return outputs[0] if tensor and num_partials else tensor_amax, row_amax, column_amax

@@ -1,0 +1,146 @@
+"""Quantizes each row of a matrix under a scale of its own, found in the same pass: a program holds whole rows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+
+# What a program holds: threads of 32 elements.
+MAX_COLUMNS, ELEMENTS_PER_PROGRAM, GROUP = 32768, 4096, 32
+
+
+@triton.jit
+def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, M: tl.constexpr,
+            N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Where in a program's rows the WIDE elements from LEFT on are, and which of them there are."""
+    n = LEFT + tl.arange(0, BLOCK_N)
+    return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], device.tile_mask(
+        program * BLOCK_M + tl.arange(0, BLOCK_M), n, M, N
+    )
+
+
+@triton.jit
+def _group_keys(x: tl.tensor, SIZE: tl.constexpr, CODING: tl.constexpr) -> tl.tensor:
+    return device.max_along_rows(device.magnitude_key(x, CODING), SIZE)
+
+
+@triton.jit
+def _encode(x: tl.tensor, factor: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
+    y = device.apply_inverse_scale(codec.to_fp32(x, False), factor, CODING)
+    return device.encode(y, y, 0, CODING)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr: tl.tensor,
+    outer_scale_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TAIL_N: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HAS_OUTER_SCALE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    CODING: tl.constexpr,
+) -> None:
+    """HIGH rows of at most WIDE + REST columns."""
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * (BLOCK_M * N)
+    offsets, mask = _row_offsets(program, 0, BLOCK_N, BLOCK_M, M, N)
+    x = device.load_raw(x_ptr + first, offsets, mask, MASKED)
+    keys = tl.max(_group_keys(x, GROUP_SIZE, CODING), 1)
+    if TAIL_N > 0:
+        tail_offsets, tail_mask = _row_offsets(program, BLOCK_N, TAIL_N, BLOCK_M, M, N)
+        tail = device.load_raw(x_ptr + first, tail_offsets, tail_mask, True)
+        keys = tl.maximum(keys, tl.max(_group_keys(tail, GROUP_SIZE, CODING), 1))
+    m = program * BLOCK_M + tl.arange(0, BLOCK_M)
+    if HAS_OUTER_SCALE:
+        outer_scale = tl.load(outer_scale_ptr + m, mask=m < M, other=1.0) if BY_ROW else tl.load(outer_scale_ptr)
+        scale = outer_scale * device.from_bits(device.e8m0_exponent(keys, device.reciprocal(outer_scale), CODING) << 23)
+        scale = tl.maximum(scale, device.TINY)
+    else:
+        scale = device.scale_from_key(keys, CODING, tl.float32)
+    factor = device.reciprocal(scale)[:, None]
+    device.store(codes_ptr + first, offsets, _encode(x, factor, CODING), mask, MASKED)
+    if TAIL_N > 0:
+        device.store(codes_ptr + first, tail_offsets, _encode(tail, factor, CODING), tail_mask, True)
+    tl.store(scales_ptr + m, scale, mask=m < M)
+
+
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: device.Coding) -> str | None:
+    """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
+    if len(shape) == 2 and shape[1] > MAX_COLUMNS:
+        return f"a row of {shape[1]} elements is longer than {MAX_COLUMNS}"
+    if coding.stochastic:
+        return "it rounds to nearest"
+    return quantize_triton.unsupported_reason(shape, dtype, (coding,))
+
+
+def quantize_rows(
+    x: Array,
+    coding: device.Coding,
+    *,
+    outer_scale: Array | None = None,
+    num_warps: int | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Array, Array]:
+    """Codes of a matrix with one scale a row, in one pass over it.
+
+    Args:
+        x: (M, N), fp32, bf16 or fp16, N at most 32768.
+        coding: of kind "token", to nearest.
+        level: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for the
+            rows' own.
+        warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
+
+    Returns:
+        Codes (M, N) and fp32 scales (M, 1).
+
+    Raises:
+        ValueError: the kernel cannot take these; the message says why.
+    """
+    reason = unsupported_reason(x.shape, x.dtype, coding)
+    if reason is not None:
+        raise ValueError(f"the kernel for rows cannot run: {reason}")
+    m, n = x.shape
+    block_n, tail_n = _block_widths(n)
+    block_m = triton.next_power_of_2(max(ELEMENTS_PER_PROGRAM // (block_n + tail_n), 1))
+    programs = -(-m // block_m)
+    shapes = [
+        jax.ShapeDtypeStruct((m, n), jnp.uint8),
+        jax.ShapeDtypeStruct((m, 1), jnp.float32),
+    ]
+    outer_scales = (
+        jnp.ones((1, 1), jnp.float32) if outer_scale is None else outer_scale.reshape(-1, 1).astype(jnp.float32)
+    )
+    launch = quantize_triton.QuantizeLaunch(block_m, block_n, num_warps or (8 if block_m == 1 else 4))
+    launch_kernel = functools.partial(
+        quantize_triton.call, _quantize_rows, [x, outer_scales], shapes, programs, launch, compute_capability
+    )
+    codes, scales = launch_kernel(
+        TAIL_N=tail_n,
+        GROUP_SIZE=GROUP,
+        HAS_OUTER_SCALE=outer_scale is not None,
+        BY_ROW=outer_scales.size > 1,
+        CODING=coding.constants,
+    )
+    return jax.lax.bitcast_convert_type(codes, coding.dtype), scales
+
+
+def _block_widths(columns: int) -> tuple[int, int]:
+    """Two powers of two that cover a row, the second perhaps 0: one alone could be nearly twice as long."""
+    covering = max(triton.next_power_of_2(columns), GROUP)
+    tail = max(triton.next_power_of_2(columns - covering // 2), GROUP)
+    return (covering // 2, tail) if covering > GROUP and tail <= covering // 4 else (covering, 0)

@@ -1,0 +1,418 @@
+"""Quantizes a matrix in one pass: codes and scales of it, and of its transposed copy, each as its product wants them.
+
+A program reads a tile once. It holds the tile as four slices of every fourth row, so that the codes of four
+neighbouring rows become one 32-bit word of the transposed copy, and the exchange between threads is of whole words.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.dispatch import call_triton
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import strided_tiles_triton as slicing
+from pallas_kernels.quantization.scaling_triton import Coding as Coding
+
+PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+GROUP_SIZES = (16, 32, 64, 128)
+FP8_CAPABILITY = 89
+COLUMN_ALIGNMENT = 128  # columns of one of several matrices: those of the widest tile
+
+
+class Quantized(NamedTuple):
+    """Codes of a matrix (rows, columns); scale and microscale where they are computed, by rows and groups."""
+
+    codes: Array
+    scale: Array | None = None
+    microscale: Array | None = None
+
+
+class ColumnOffsets(NamedTuple):
+    """Where the second and the third of the matrices begin that lie side by side; of one matrix both are 0."""
+
+    second_start: int = 0
+    third_start: int = 0
+
+
+@triton.jit
+def _quantize(
+    x_ptr: tl.tensor,
+    x2_ptr: tl.tensor,
+    x3_ptr: tl.tensor,
+    row_scale_ptr: tl.tensor,
+    column_scale_ptr: tl.tensor,
+    noise_ptr: tl.tensor,
+    row_codes_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
+    row_powers_ptr: tl.tensor,
+    column_codes_ptr: tl.tensor,
+    column_scales_ptr: tl.tensor,
+    column_powers_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROW_CODING: tl.constexpr,
+    COLUMN_CODING: tl.constexpr,
+    SUMS: tl.constexpr,
+    COLUMN_OFFSETS: tl.constexpr,
+) -> None:
+    """A tile of HIGH rows and WIDE columns."""
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    R: tl.constexpr = BLOCK_M // 4
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
+    first = top.to(tl.int64) * N + left
+    i, n = tl.arange(0, R), left + tl.arange(0, BLOCK_N)
+    m0 = top + 4 * i
+    slice_offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    source, source_offsets, stride = x_ptr + first, slice_offsets, N
+    if COLUMN_OFFSETS.second_start > 0:
+        in_third, in_second = left >= COLUMN_OFFSETS.third_start, left >= COLUMN_OFFSETS.second_start
+        source_left = tl.where(
+            in_third, COLUMN_OFFSETS.third_start, tl.where(in_second, COLUMN_OFFSETS.second_start, 0)
+        )
+        width = tl.where(
+            in_third,
+            N - COLUMN_OFFSETS.third_start,
+            tl.where(in_second, COLUMN_OFFSETS.third_start - COLUMN_OFFSETS.second_start, COLUMN_OFFSETS.second_start),
+        )
+        stride = tl.multiple_of(width, 64)
+        source = tl.where(in_third, x3_ptr, tl.where(in_second, x2_ptr, x_ptr))
+        source += top.to(tl.int64) * stride + tl.multiple_of(left - source_left, 64)
+        source_offsets = (4 * i * stride)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    x0, x1, x2, x3 = slicing.load_slices(source, source_offsets, stride, m0, n, M, N, MASKED)
+    slices = (x0, x1, x2, x3)
+    if SUMS:
+        total = (codec.to_fp32(x0, False) + codec.to_fp32(x1, False)) + (
+            codec.to_fp32(x2, False) + codec.to_fp32(x3, False)
+        )
+        tl.store(sums_ptr + (program // TILES_N).to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
+    random1 = tl.zeros((R, BLOCK_N), tl.uint32)
+    random2 = random1
+    if ROW_CODING.stochastic or COLUMN_CODING.stochastic:
+        word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
+        # By the place in the whole matrix, of which this may be a part.
+        noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
+        noise_index += tl.load(noise_ptr + 3)
+        if ROW_CODING.stochastic:
+            random1 = device.hash_bits(noise_index, word1, word2)
+        if (COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same") and COLUMN_CODING.stochastic:
+            random2 = device.hash_bits(noise_index, word2, word1)
+    amax_keys = tl.zeros((R, BLOCK_N), tl.int32)
+    largest0, amax_keys = device.slice_amax_keys(x0, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest1, amax_keys = device.slice_amax_keys(x1, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest2, amax_keys = device.slice_amax_keys(x2, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest3, amax_keys = device.slice_amax_keys(x3, amax_keys, ROW_CODING, COLUMN_CODING)
+    slice_keys = (largest0, largest1, largest2, largest3)
+
+    inverse_scale = 1.0
+    if ROW_CODING.kind == "block":
+        BLOCK: tl.constexpr = ROW_CODING.size
+        GROUPS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
+        largest = device.max_along_rows(device.max_along_columns(amax_keys, BLOCK // 4), BLOCK)
+        scale = device.scale_from_key(largest, ROW_CODING, row_scales_ptr.dtype.element_ty)
+        u, v = top // BLOCK + tl.arange(0, BLOCK_M // BLOCK), left // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
+        group_mask = device.tile_mask(u, v, (M + BLOCK - 1) // BLOCK, GROUPS_N)
+        device.store(row_scales_ptr, u[:, None] * GROUPS_N + v[None, :], scale, group_mask, MASKED)
+        if COLUMN_CODING.kind == "same":
+            transposed = u[:, None] + v[None, :] * ((M + BLOCK - 1) // BLOCK)
+            device.store(column_scales_ptr, transposed, scale, group_mask, MASKED)
+        inverse_scale = device.repeat_columns(device.repeat_rows(device.reciprocal(scale), BLOCK // 4), BLOCK)
+    elif ROW_CODING.num_partials > 0:
+        scale = device.scale_from_partial_amax(row_scale_ptr, ROW_CODING)
+        tl.store(row_scales_ptr, scale, mask=program == 0)
+        inverse_scale = device.reciprocal(scale)
+    elif ROW_CODING.kind != "none" and ROW_CODING.kind != "group" and not ROW_CODING.by_row:
+        inverse_scale = device.reciprocal(tl.load(row_scale_ptr))
+
+    factor = 1.0
+    inverse_power = 1.0
+    if COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same":
+        GROUP_QUARTER: tl.constexpr = COLUMN_CODING.size // 4
+        if COLUMN_CODING.kind != "group":
+            if COLUMN_CODING.num_partials > 0:
+                scale = device.scale_from_partial_amax(column_scale_ptr, COLUMN_CODING)
+                tl.store(column_scales_ptr, scale, mask=program == 0)
+                factor = device.reciprocal(scale)
+            elif COLUMN_CODING.by_row:
+                factor = device.reciprocal(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
+            else:
+                factor = device.reciprocal(tl.load(column_scale_ptr))
+        if COLUMN_CODING.kind == "group" or COLUMN_CODING.kind == "mx":
+            GROUPS_M: tl.constexpr = (M + 4 * GROUP_QUARTER - 1) // (4 * GROUP_QUARTER)
+            g = top // (4 * GROUP_QUARTER) + tl.arange(0, R // GROUP_QUARTER)
+            group_offsets = n.to(tl.int64)[None, :] * GROUPS_M + g[:, None]
+            if COLUMN_CODING.scales_transposed:
+                group_offsets = n[None, :] + g.to(tl.int64)[:, None] * N
+            group_mask = device.tile_mask(g, n, GROUPS_M, N)
+            largest = device.max_along_columns(amax_keys, GROUP_QUARTER)
+            if COLUMN_CODING.kind == "group":
+                scale = device.scale_from_key(largest, COLUMN_CODING, column_scales_ptr.dtype.element_ty)
+                device.store(column_scales_ptr, group_offsets, scale, group_mask, MASKED)
+                factor = device.repeat_rows(device.reciprocal(scale), GROUP_QUARTER)
+            else:
+                byte = device.e8m0_exponent(largest, factor, COLUMN_CODING)
+                device.store(column_powers_ptr, group_offsets, byte.to(tl.uint8), group_mask, MASKED)
+                inverse_power = device.repeat_rows(device.inverse_of_exponent(byte), GROUP_QUARTER)
+
+    words = tl.zeros((R, BLOCK_N), tl.uint32)
+    for j in tl.static_range(4):
+        x, m, mask = codec.to_fp32(slices[j], False), m0 + j, device.tile_mask(m0 + j, n, M, N)
+        if ROW_CODING.kind != "none":
+            y = device.scale_rows(
+                x, slice_keys[j], m, left, inverse_scale, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED,
+                ROW_CODING,
+            )  # fmt: skip
+            codes = device.encode(x, y, device.rotate_noise(random1, j), ROW_CODING)
+            if ROW_CODING.writes_codes:
+                device.store(row_codes_ptr + first, slice_offsets + j * N, codes, mask, MASKED)
+        if COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same":
+            if COLUMN_CODING.kind == "mx":
+                x = device.apply_inverse_power(x, inverse_power, COLUMN_CODING)
+            y = device.apply_inverse_scale(x, factor, COLUMN_CODING)
+            codes = device.encode(x, y, device.rotate_noise(random2, j), COLUMN_CODING)
+        if COLUMN_CODING.kind != "none":
+            words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+    if COLUMN_CODING.kind != "none":
+        slicing.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeLaunch:
+    """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
+
+    block_m: int = 128
+    block_n: int = 128
+    num_warps: int = 8
+    num_stages: int = 1
+
+
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
+    """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
+    if len(shape) != 2 or 0 in shape:
+        return f"it takes matrices that are not empty, not shape {shape}"
+    if max(shape) >= 2**22:
+        return f"a side of {max(shape)} is too long for its offsets within a tile"
+    if dtype not in PLAIN_DTYPES:
+        return f"the matrix has dtype {jnp.dtype(dtype)}, not {' or '.join(str(jnp.dtype(d)) for d in PLAIN_DTYPES)}"
+    for coding in codings:
+        if coding is None:
+            continue
+        if coding.dtype not in device.FORMATS:
+            return f"it makes codes in float8_e4m3fn, float8_e5m2 or int8, not {jnp.dtype(coding.dtype)}"
+        if coding.kind == "mx" and coding.dtype == jnp.int8:
+            return "microscaling is of floating codes"
+        if coding.kind in ("group", "block", "mx") and coding.size not in GROUP_SIZES:
+            return f"a {coding.kind} of {coding.size} is none of {', '.join(map(str, GROUP_SIZES))}"
+    return None
+
+
+def unsupported_packed_reason(matrices: Sequence[Any]) -> str | None:
+    """Why the kernel cannot take matrices as one that they are side by side, or None."""
+    if len(matrices) == 1:
+        return None
+    if not 1 < len(matrices) < 4 or any(x.shape[1] % COLUMN_ALIGNMENT or not x.shape[1] for x in matrices):
+        widths = ", ".join(str(x.shape[1]) for x in matrices)
+        return (
+            f"it takes two or three matrices side by side, of multiples of {COLUMN_ALIGNMENT} columns, not of {widths}"
+        )
+    if len({(x.shape[0], x.dtype) for x in matrices}) > 1:
+        return "matrices side by side have the same rows and dtype"
+    return None
+
+
+def quantize(
+    x: Array | Sequence[Array],
+    rows: Coding | None,
+    columns: Coding | Literal["same"] | None,
+    *,
+    row_scale: Array | None = None,
+    column_scale: Array | None = None,
+    partial_amax: Array | None = None,
+    round_up_bf16: bool = False,
+    words: Array | None = None,
+    place: Array | None = None,
+    sums: bool = False,
+    launch: QuantizeLaunch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Quantized | None, Quantized | None, Array | None]:
+    """Codes of a matrix and of its transposed copy, in one pass over it.
+
+    Args:
+        x: (M, N), fp32, bf16 or fp16; or the two or three matrices, of M rows, that it is side by side: see `joins`.
+        rows: codes of `x`, or None.
+        columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
+        row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
+        column_scale: likewise of `columns`, (N, 1) for each row of x.T.
+        maxima: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all: the
+            largest gives the scales of kind "tensor" that are not given, which are returned.
+        up: whether that one is rounded up to bf16 before.
+        words: two uint32 words, random and new at every call, for stochastic rounding.
+        place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
+            element, whose row is a multiple of 4, a quarter of its row times these columns plus its column.
+        sums: whether the sums of columns are wanted, too.
+        launch: how the work is cut; None takes the measured best.
+        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+
+    Returns:
+        What was asked for, last the sums, fp32 (N,). Given scales are not returned; those of "same" are the transposed
+        ones of `rows`.
+
+    Raises:
+        ValueError: the kernel cannot take these; the message says why.
+    """
+    writes_rows = rows is not None
+    if isinstance(columns, Coding) and columns.kind == "block":
+        # Blocks of the transposed matrix are those of the matrix.
+        if rows is not None and rows != columns:
+            options: Any = {"words": words, "place": place, "launch": launch, "compute_capability": compute_capability}
+            row_options: Any = {
+                "row_scale": row_scale,
+                "partial_amax": partial_amax,
+                "round_up_bf16": round_up_bf16,
+                "sums": sums,
+            }
+            first, _, column_sums = quantize(x, rows, None, **row_options, **options)
+            return first, quantize(x, None, columns, **options)[1], column_sums
+        rows, columns = columns, "same"
+    is_same = columns == "same"
+    coding = rows if is_same else columns
+    assert coding != "same"
+    matrices = [*x] if isinstance(x, Sequence) else [x]
+    (m, n), dtype = (matrices[0].shape[0], sum(y.shape[1] for y in matrices)), matrices[0].dtype
+    reason = unsupported_reason((m, n), dtype, (rows, coding)) or unsupported_packed_reason(matrices)
+    if reason is not None:
+        raise ValueError(f"the quantize kernel cannot run: {reason}")
+    if is_same and (rows is None or rows.kind not in ("tensor", "block")):
+        raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
+    if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
+        raise ValueError("stochastic rounding needs words")
+    launch = launch or _best_launch(rows, coding, is_same, dtype)
+    shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
+    placeholder = jnp.ones((1, 1), jnp.float32)
+    scales = [placeholder if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
+    by_row = [s.shape[0] > 1 for s in scales]
+    constants = [
+        device.NO_CODING if c is None else c.constants._replace(by_row=b, scales_transposed=_scales_transposed(c))
+        for c, b in zip((rows, coding), by_row, strict=True)
+    ]
+    has_computed_scale = [
+        partial_amax is not None and c is not None and c.kind == "tensor" and s is None and not (is_same and i)
+        for i, (c, s) in enumerate(zip((rows, coding), (row_scale, column_scale), strict=True))
+    ]
+    for i in (i for i, mask in enumerate(has_computed_scale) if mask):
+        assert partial_amax is not None
+        scales[i] = partial_amax
+        constants[i] = constants[i]._replace(
+            num_partials=partial_amax.size,
+            num_partials_pow2=triton.next_power_of_2(partial_amax.size),
+            round_up_bf16=round_up_bf16,
+        )
+    if is_same:
+        constants[1] = constants[1]._replace(kind="same")
+    constants[0] = constants[0]._replace(writes_codes=writes_rows)
+    noise = jnp.zeros(4, jnp.uint32)
+    if words is not None:
+        noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
+    tiles_m = -(-m // launch.block_m)
+    shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
+    if len(matrices) > 1 and COLUMN_ALIGNMENT % launch.block_n:
+        raise ValueError(
+            f"the quantize kernel cannot run: tiles of {launch.block_n} columns, not a part of {COLUMN_ALIGNMENT}"
+        )
+    column_ends = [*itertools.accumulate(y.shape[1] for y in matrices)]
+    column_offsets, other_matrices = (
+        (ColumnOffsets(*column_ends[:2]), [matrices[1], matrices[-1]])
+        if len(matrices) > 1
+        else (ColumnOffsets(), [placeholder, placeholder])
+    )
+    *outputs, partial_sums = call(
+        _quantize, [matrices[0], *other_matrices, *scales, noise], shapes, tiles_m * -(-n // launch.block_n), launch,
+        compute_capability, shape=(m, n), ROW_CODING=constants[0], COLUMN_CODING=constants[1], SUMS=sums, COLUMN_OFFSETS=column_offsets,
+    )  # fmt: skip
+    first, second = (
+        _to_quantized(rows, outputs[:3], has_computed_scale[0]),
+        _to_quantized(coding, outputs[3:], has_computed_scale[1]),
+    )
+    if is_same and has_computed_scale[0] and first is not None and second is not None:
+        second = second._replace(scale=first.scale)
+    return (first if writes_rows else None), second, jnp.sum(partial_sums, 0) if sums else None
+
+
+def _best_launch(rows: Coding | None, columns: Coding | None, is_same: bool, dtype: Any) -> QuantizeLaunch:
+    """Measured on an H200: what has more to keep in registers takes smaller programs, or, not in bf16, more threads."""
+    warps = 4 if dtype == jnp.bfloat16 else 8
+    kinds = {c.kind for c in (rows, columns) if c is not None}
+    if "block" in kinds:
+        return QuantizeLaunch(num_warps=4)
+    if "group" in kinds and columns is not None:
+        return QuantizeLaunch(num_warps=warps)
+    if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not is_same):
+        return QuantizeLaunch(128, max(64, rows.size if rows else 0), warps)
+    if is_same and dtype == jnp.float32:
+        return QuantizeLaunch(64, num_warps=8)  # of weights: 27.0 us on an H100 where 128 rows and 16 warps take 28.8
+    return QuantizeLaunch(num_warps=16 if is_same else 8)
+
+
+def _scales_transposed(coding: Coding) -> bool:
+    """Whether scales are written transposed, as products of groups read them: a transposition later is a kernel."""
+    return coding.kind == "group" and coding.size == 128
+
+
+def _output_shapes(coding: Coding | None, shape: tuple[int, int], writes_codes: bool = True) -> list[Any]:
+    """Of codes, scales and powers; of those that are not made, of one element."""
+    placeholder = (1, 1)
+    if coding is None:
+        return [jax.ShapeDtypeStruct(placeholder, dtype) for dtype in (jnp.uint8, jnp.float32, jnp.uint8)]
+    count = (-(-shape[0] // coding.size) if coding.kind == "block" else shape[0], -(-shape[1] // max(coding.size, 1)))
+    scales = count if coding.kind in ("group", "block") else placeholder
+    return [
+        jax.ShapeDtypeStruct(shape if writes_codes else placeholder, jnp.uint8),
+        jax.ShapeDtypeStruct(scales[::-1] if _scales_transposed(coding) else scales, coding.scale_dtype),
+        jax.ShapeDtypeStruct(count if coding.kind == "mx" else placeholder, jnp.uint8),
+    ]
+
+
+def _to_quantized(coding: Coding | None, outputs: Any, has_computed_scale: bool) -> Quantized | None:
+    if coding is None:
+        return None
+    codes = jax.lax.bitcast_convert_type(outputs[0], coding.dtype)
+    scale = outputs[1] if has_computed_scale or coding.kind in ("group", "block") else None
+    if scale is not None and _scales_transposed(coding):
+        scale = scale.T
+    return Quantized(codes, scale, outputs[2] if coding.kind == "mx" else None)
+
+
+def call(
+    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch, compute_capability: int | None,
+    aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None, **constexprs: Any,
+) -> Any:  # fmt: skip
+    """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs.
+
+    `shape` is the matrix's where it is packed.
+    """
+    m, n = shape or inputs[0].shape
+    tile = {"M": m, "N": n, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n}
+    return call_triton.call(
+        *inputs,
+        kernel=kernel,
+        out_shapes=shapes,
+        num_programs=grid,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        compute_capability=compute_capability,
+        aliases=aliases,
+        **tile,
+        **constexprs,
+    )

@@ -1,0 +1,126 @@
+"""How what operations keep lies in memory, and results that they write: loads and stores of a tile, shapes and dtypes.
+
+Codes of ten bits are packed, four in five bytes: a row has all low bytes first, then the high bits, by fours.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.quantization import codec_triton as codec
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization.scaling_triton import Coding
+
+# The bits of 2^23, to which integers are added, and the number that then stands for the code 0, which is stored as 512.
+_INTEGER_BITS = tl.constexpr(0x4B000000)
+_INTEGER_ZERO = tl.constexpr(2.0**23 + 512)
+# Added to a small number, leaves an integer plus 512 in the lowest bits.
+_ROUNDING = tl.constexpr(1.5 * 2.0**23 + 512)
+
+
+@triton.jit
+def load_codes(
+    codes_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, PREFETCH: tl.constexpr = False,
+) -> tl.tensor:  # fmt: skip
+    """Codes of a tile, or values if exact; of ten bits the low bytes, and for each eight the word with their high bits.
+
+    The first of the columns `n` is `left`. Copied AHEAD of time, the words are of sixteen, and each is read twice: such
+    a copy takes four bytes or more.
+    """
+    if OPERATION.format == "int10" and not OPERATION.exact:
+        row = m.to(tl.int64)[:, None]
+        low = device.load_raw(codes_ptr, row * (N // 4 * 5) + n[None, :], device.tile_mask(m, n, M, N), MASKED)
+        CODES_PER_WORD: tl.constexpr = 16 if PREFETCH else 8
+        g = left // CODES_PER_WORD + tl.arange(0, n.shape[0] // 8) // (CODES_PER_WORD // 8)
+        words = codes_ptr.to(tl.pointer_type(tl.int32 if PREFETCH else tl.uint16), bitcast=True)
+        word_offsets = tl.multiple_of(row * (N // CODES_PER_WORD * 5) + N // CODES_PER_WORD * 4 + g[None, :], (1, 1))
+        block_m = device.load_raw(words, word_offsets, device.tile_mask(m, g, M, N // CODES_PER_WORD), MASKED)
+    else:
+        low = device.load_raw(codes_ptr + first, offsets, device.tile_mask(m, n, M, N), MASKED)
+        block_m = low
+    return low, block_m
+
+
+@triton.jit
+def decode_codes(codes: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
+    """fp32 values, in units of their scales, of what `load_codes` has loaded."""
+    if OPERATION.format == "int10":
+        shift = (tl.arange(0, codes[0].shape[1]) % (16 if codes[1].dtype == tl.int32 else 8))[None, :] * 2
+        block_m = ((device.repeat_columns(codes[1].to(tl.int32), 8) >> shift) & 3) << 8
+        y = codec.from_bits(codes[0].to(tl.int32) | block_m | _INTEGER_BITS) - _INTEGER_ZERO
+    else:
+        y = codes[0].to(tl.float8e5 if OPERATION.format == "float8_e5m2" else tl.float8e4nv, bitcast=True)
+    return y.to(tl.float32)
+
+
+@triton.jit
+def store_ten_bits(
+    y: tl.tensor, codes_ptr: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, FINITE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes codes of ten bits of values in units of their scales: a row's low bytes, then its high bits, by fours."""
+    word = codec.float_bits(tl.minimum(tl.maximum(y, -511.0), 511.0) + _ROUNDING)
+    if not FINITE:
+        word = tl.where(y == y, word, 512)
+    row = m.to(tl.int64)[:, None]
+    # A thread writes eight neighbours at once, as many as of 16 bits: other layouts go through shared memory. Rows of
+    # 5 N / 4 bytes begin at multiples of eight, or of four.
+    low = tl.multiple_of(row * (N // 4 * 5) + n[None, :], (1, 8 if N % 32 == 0 else 4))
+    device.store(codes_ptr, low, word.to(tl.uint8), device.tile_mask(m, n, M, N), MASKED)
+    shift = (tl.arange(0, y.shape[1]) % 8)[None, :] * 2
+    block_m = tl.sum(tl.reshape(((word >> 8) & 3) << shift, (y.shape[0], y.shape[1] // 8, 8)), 2)
+    g = left // 8 + tl.arange(0, y.shape[1] // 8)
+    words = codes_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
+    # Each thread writes the bits that it has made.
+    word_offsets = tl.multiple_of(row * (N // 8 * 5) + N // 2 + g[None, :], (1, 1))
+    device.store(words, word_offsets, block_m.to(tl.uint16), device.tile_mask(m, g, M, N // 8), MASKED)
+
+
+def code_shapes(shape: tuple[int, int], coding: Coding | None) -> list[jax.ShapeDtypeStruct]:
+    """Codes of an array that is kept, and their scales; one element each where none are."""
+    if coding is None:
+        return [jax.ShapeDtypeStruct((1, 1), jnp.uint8), jax.ShapeDtypeStruct((1, 1), jnp.float32)]
+    (m, n), size = shape, coding.size
+    scales = jax.ShapeDtypeStruct((m, -(-n // size)), coding.scale_dtype)
+    return [jax.ShapeDtypeStruct((m, n // 4 * 5) if coding.is_packed else shape, jnp.uint8), scales]
+
+
+def bytes_to_codes(x: Array, dtype: Any) -> Array:
+    """Bytes as codes of a dtype of one byte; else as they are."""
+    return jax.lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 1 else x
+
+
+def result_coding(result: tuple[Array | None, Any] | None) -> tuple[device.CodingConstants, Any]:
+    """How a kernel writes a result, from its scale and dtype: as codes, with rows' own scales, or as it is."""
+    if result is None:
+        return device.NO_CODING, jnp.uint8
+    scale, dtype = result
+    if jnp.dtype(dtype).itemsize > 1:
+        return device.ARRAY_CODING, dtype
+    return Coding("token" if scale is None else "tensor", dtype).constants, jnp.uint8
+
+
+def matrix_shape(codes: Array, operation: Any) -> tuple[int, int]:
+    """That of the matrix whose codes, or the matrix itself if exact, are given."""
+    m, n = codes.shape
+    return m, (n // 5 * 4 if operation.format == "int10" and not operation.exact else n)
+
+
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: Coding | None) -> str | None:
+    """Why the kernels of norms and activations cannot take a matrix of this shape and dtype and keep it so, or None."""
+    is_packed = coding is not None and coding.is_packed and coding.size in quantize_triton.GROUP_SIZES
+    reason = quantize_triton.unsupported_reason(shape, dtype, () if is_packed else (coding,))
+    if reason is not None or coding is None:
+        return reason
+    if coding.kind != "group" or coding.dtype == jnp.int8 or coding.stochastic:
+        return f"what is kept is in groups of FP8 codes, or of ten bits, rounded to nearest, not {coding}"
+    n, size = shape[1], coding.size
+    if is_packed:
+        return f"{n} channels are less than a group, or no multiple of 16" if n % 16 or n < size else None
+    return f"{n} channels are no whole groups of {size}" if n % size else None

@@ -1,0 +1,78 @@
+"""The transposed copy of a matrix of 8-bit codes, a tile of words as `quantize_triton` writes them."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import strided_tiles_triton as slicing
+from pallas_kernels.quantization.quantize_triton import FP8_CAPABILITY as FP8_CAPABILITY
+from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
+
+
+@triton.jit
+def _transpose(
+    x_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    transposed_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CODING: tl.constexpr,
+) -> None:
+    """The transposed copy of a tile of bytes, or of codes times a factor for each row."""
+    MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
+    i, n = tl.arange(0, BLOCK_M // 4), left + tl.arange(0, BLOCK_N)
+    first = top.to(tl.int64) * N + left
+    offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    words = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
+    for j in tl.static_range(4):
+        mask = device.tile_mask(top + 4 * i + j, n, M, N)
+        codes = device.load_raw(x_ptr + first, offsets + j * N, mask, MASKED)
+        if CODING.kind != "none":
+            m = top + 4 * i + j
+            x = codes.to(tl.float8e5 if CODING.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
+            factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
+            codes = device.encode(x, x * factor, 0, CODING)
+        words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+    slicing.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
+
+
+def transpose(
+    x: Array,
+    *,
+    factor: Array | None = None,
+    launch: QuantizeLaunch | None = None,
+    compute_capability: int | None = None,
+) -> Array:
+    """The transposed copy of a matrix of 8-bit codes.
+
+    Args:
+        x: (M, N), any dtype of one byte. launch, compute_capability: as of `quantize`.
+        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
+
+    Returns:
+        (N, M) in the dtype of `x`.
+
+    Raises:
+        ValueError: it is no such matrix.
+    """
+    if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
+        raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
+    launch = launch or QuantizeLaunch(num_warps=16)
+    grid = -(-x.shape[0] // launch.block_m) * -(-x.shape[1] // launch.block_n)
+    shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    coding = device.NO_CODING if factor is None else device.Coding("tensor", x.dtype).constants
+    factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
+    (transposed,) = quantize_triton.call(
+        _transpose, [codes, factor], [shape], grid, launch, compute_capability, CODING=coding
+    )
+    return jax.lax.bitcast_convert_type(transposed, x.dtype)
