@@ -122,7 +122,7 @@ def _read_again(part: fp8jax.recipes.Linear) -> bool:
 
     Keys of stochastic rounding are made of inputs.
     """
-    return not part.is_quantized or part.spec("saved") is None or part.is_stochastic
+    return not part.is_quantized or part.spec("x_residual") is None or part.is_stochastic
 
 
 def of(

@@ -17,7 +17,7 @@ class Context:
     operation that keeps codes can be differentiated once.
 
     Attributes:
-        saved: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and
+        residual: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and
             stored in bf16, such as COAT's "e4m3:group16"; None keeps what JAX keeps, or on a GPU, before layers whose
             inputs have an FP8 scale a tensor or a row, the inputs alone.
         mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
@@ -55,16 +55,16 @@ class Context:
             raise ValueError(f"unknown context.scales {self.scales!r}; it is one of {', '.join(SCALES)}")
         if self.residual is None:
             if self.scales != "largest":
-                raise ValueError(f"context.scales {self.scales!r} needs a format: give context.saved, as e4m3:group16")
+                raise ValueError(f"context.scales {self.scales!r} needs a format: give context.residual, as e4m3:group16")
             if self.mode != "faithful":
-                raise ValueError(f"context.mode {self.mode!r} needs a format: give context.saved, such as e4m3:group16")
+                raise ValueError(f"context.mode {self.mode!r} needs a format: give context.residual, such as e4m3:group16")
             return
         spec = QuantSpec.parse(self.residual)
         if spec.granularity == "channel" or spec.axis != -1 or spec.layer_axes:
-            raise ValueError(f"context.saved {self.residual!r} must have scales along the channels, its last axis")
+            raise ValueError(f"context.residual {self.residual!r} must have scales along the channels, its last axis")
         if spec.rounding != "nearest":
             raise ValueError(
-                f"context.saved {self.residual!r} would need a key in every layer; leave out '+stochastic'"
+                f"context.residual {self.residual!r} would need a key in every layer; leave out '+stochastic'"
             )
 
     @functools.cached_property

@@ -20,7 +20,7 @@ _XLA_COMM, _FP32_WEIGHTS, _DEFAULT_OPTIMIZER, _NO_CONTEXT = Comm(), Weights(), O
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
 # What "same" is the same as.
-_SOURCES = {"w_dgrad": "w", "dy_wgrad": "dy", "saved": "x", "x_wgrad": "saved"}
+_SOURCES = {"w_dgrad": "w", "dy_wgrad": "dy", "x_residual": "x", "x_wgrad": "x_residual"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +40,23 @@ class Linear:
         w_dgrad: weight in that product, (inputs, outputs).
         x_wgrad: input in the product for the weight's gradient, (inputs, tokens).
         dy_wgrad: gradient of the output in that product, (outputs, tokens).
-        saved: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
+        x_residual: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
             itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
-            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
+            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `amax_history_length`
             steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
         w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
             `fp8jax.track_weights` follows; where a layer has none, the weight itself.
-        history: steps that a delayed scale looks back on.
+        amax_history_length: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
-        fallback_rates, fallback_factor: of the scaling "threshold", under which blocks of the input fall back to 16
+        fallback_fraction_range, threshold_update_factor: of the scaling "threshold", under which blocks of the input fall back to 16
             bits in the forward product: the range in which the share of blocks is kept, and by how much a threshold
             changes to that end, once a step.
-        interval: steps after which automatic scaling measures a weight again.
+        weight_amax_interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote sums to fp32, as Transformer Engine's backward pass does.
         select: "all" products, or in models what "gains" time by them (`fp8jax.recipes.for_shapes`).
-        joins: whether `fp8jax.transform` and `quantize` take the products of one input, as q, k and v, as if they were
+        fuse_parallel_matmuls: whether `fp8jax.transform` and `quantize` take the products of one input, as q, k and v, as if they were
             written as one packed projection: one scale for their weights and one for their gradients, and one product
             each for the gradients of the input and of the weights.
 
@@ -88,7 +88,7 @@ class Linear:
             if text is None or (text == SAME and field not in ("x", "w", "dy")):
                 continue
             spec = QuantSpec.parse(text)
-            if field != "saved" and (not formats.get(spec.format).is_matmul_format or spec.expand):
+            if field != "x_residual" and (not formats.get(spec.format).is_matmul_format or spec.expand):
                 raise ValueError(
                     f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded"
                 )
@@ -127,10 +127,10 @@ class Linear:
         joined = ("w", "w_dgrad", "dy", "dy_wgrad")
         one_scale = all(spec and spec.granularity == "tensor" for spec in map(self.spec, joined))
         if self.fuse_parallel_matmuls and (self.states or not one_scale):
-            raise ValueError(f"linear.joins needs current scaling and one scale a tensor for {', '.join(joined)}")
+            raise ValueError(f"linear.fuse_parallel_matmuls needs current scaling and one scale a tensor for {', '.join(joined)}")
         if self.select not in ("all", "gains"):
             raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
-        for field in ("history", "interval"):
+        for field in ("amax_history_length", "weight_amax_interval"):
             if getattr(self, field) < 1:
                 raise ValueError(f"linear.{field} must be positive, not {getattr(self, field)}")
 
@@ -154,7 +154,7 @@ class Linear:
             if self.states[operands[0]].is_threshold and (self.spec("w") != self.spec("x") or self.x_residual is None):
                 raise ValueError(
                     f"{name} scaling needs x and w in the same blocks and codes to save, not x={self.x!r}, "
-                    f"w={self.w!r}, saved={self.x_residual!r}"
+                    f"w={self.w!r}, x_residual={self.x_residual!r}"
                 )
 
     def scaling_name(self, operand: str) -> str:
@@ -214,7 +214,7 @@ class Linear:
     @property
     def folded_specs(self) -> tuple[str, ...]:
         """The specs of operands with MOSS's two levels of scales that are folded into rows, which no product reads."""
-        specs = [self.spec("saved"), *(spec for pair in self.products().values() for spec in pair)]
+        specs = [self.spec("x_residual"), *(spec for pair in self.products().values() for spec in pair)]
         return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.is_folded))
 
     def matmul_operands(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
@@ -229,7 +229,7 @@ class Linear:
 
     def residual_spec(self) -> QuantSpec | None:
         """What is kept of the input for the backward pass; None for the input itself."""
-        spec = self.spec("saved")
+        spec = self.spec("x_residual")
         return None if spec is None else spec.folded_spec
 
     @functools.cached_property
@@ -240,7 +240,7 @@ class Linear:
     @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether anything rounds stochastically, so that a key is needed."""
-        specs = [self.spec("saved"), *(operand for pair in self.products().values() for operand in pair)]
+        specs = [self.spec("x_residual"), *(operand for pair in self.products().values() for operand in pair)]
         return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
     @functools.cached_property

@@ -17,7 +17,7 @@ SCALE_FORMATS = ("fp32", "bf16")
 OUTER_SCALES = ("tensor", "token", "none")
 EXPANSIONS = (False, True, "coat")
 _OPTIONS: dict = {"expand": ("expand", True), "coat": ("expand", "coat"), "stochastic": ("rounding", "stochastic")}
-_OPTIONS |= {"token": ("level1", "token"), "ocp": ("level1", "none"), "exact": ("exact", True)}
+_OPTIONS |= {"token": ("outer_scale", "token"), "ocp": ("outer_scale", "none"), "exact": ("exact", True)}
 
 
 def check_expand(expand: bool | str) -> None:
@@ -44,7 +44,7 @@ class QuantSpec:
         group_size: elements along a group or a block's side; None for the first three. Last ones may be short.
         axis: the axis that groups and tokens run along. Negative axes keep their meaning when leading axes are
             stacked.
-        stacked: number of leading axes that stack separate tensors (layers of a scanned model): none of them shares a
+        layer_axes: number of leading axes that stack separate tensors (layers of a scanned model): none of them shares a
             scale with another.
         scale_format: storage of the scales, "fp32" or "bf16". A bf16 scale cannot follow a decay slower than 0.4 %
             a step, as of a second moment with b2 = 0.999.
@@ -60,7 +60,7 @@ class QuantSpec:
             0.6, and `compressed_adamw` leaves out dead members.
         underflow: what a non-zero value under half the smallest code becomes: "zero" as rounding says, or
             "smallest", the smallest code (a second moment must not decode to zero).
-        level1: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token", with
+        outer_scale: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token", with
             powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the largest
             power of two in the group over that of the format, and the largest elements may saturate.
         exact: for "mx" with a level 1, products apply each power of two to the sum of its group, and what is kept are
@@ -96,7 +96,7 @@ class QuantSpec:
             ("scale_format", SCALE_FORMATS),
             ("rounding", ROUNDINGS),
             ("underflow", UNDERFLOWS),
-            ("level1", OUTER_SCALES),
+            ("outer_scale", OUTER_SCALES),
         ):
             value = getattr(self, field)
             if value not in allowed:
@@ -108,9 +108,9 @@ class QuantSpec:
             need = f"needs a positive group_size, not {self.group_size!r}: write {example}, say"
             raise ValueError(f"granularity {self.granularity!r} {need}")
         if self.layer_axes < 0:
-            raise ValueError(f"stacked counts leading axes and cannot be {self.layer_axes}")
+            raise ValueError(f"layer_axes counts leading axes and cannot be {self.layer_axes}")
         if self.granularity != "mx" and self.outer_scale != "tensor":
-            raise ValueError(f"level1={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
+            raise ValueError(f"outer_scale={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
         if self.exact and (self.granularity != "mx" or self.outer_scale == "none"):
             raise ValueError(
                 "exact=True is for granularity 'mx' with a level 1; codes of other scales are never folded"
@@ -190,7 +190,7 @@ class QuantSpec:
         """Block length along each dimension of an array of this shape; for "mx", that of level 1.
 
         Raises:
-            ValueError: the array has too few dimensions for `axis` or `stacked`.
+            ValueError: the array has too few dimensions for `axis` or `layer_axes`.
         """
         if self.layer_axes > len(shape):
             raise ValueError(

@@ -103,4 +103,4 @@ class WeightMatmul:
     def saves_codes(self) -> bool:
         """Whether it saves codes of its data."""
         linear = self.choice.linear
-        return linear is not None and linear.spec("saved") is not None and self.weight.frozen is None
+        return linear is not None and linear.spec("x_residual") is not None and self.weight.frozen is None

@@ -115,7 +115,7 @@ def _row(entry: PlanEntry) -> tuple[str, ...]:
         pairs = [f"{x or 'as written'} x {w or 'as written'}" for x, w in linear.products().values()]
         recomputes_input = bool(entry.input_producer) and context.lean
         saved = (
-            "nothing of it" if recomputes_input or entry.has_saved_input else str(linear.spec("saved") or "as written")
+            "nothing of it" if recomputes_input or entry.has_saved_input else str(linear.spec("x_residual") or "as written")
         )
         if entry.frozen is not None:
             frozen_spec = entry.frozen.spec or "as written"

@@ -120,7 +120,7 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
     for name, source in (("w_dgrad", "w"), ("dy_wgrad", "dy"), ("x_wgrad", "x"), ("saved", "x")):
         assert same.spec(name) == fp8jax.QuantSpec.parse(getattr(same, source))
     other = Linear("e4m3:token", "e4m3", "e5m2", x_residual="e4m3:block16")
-    assert other.spec("x_wgrad") == other.spec("saved") == fp8jax.QuantSpec.parse("e4m3:block16")
+    assert other.spec("x_wgrad") == other.spec("x_residual") == fp8jax.QuantSpec.parse("e4m3:block16")
     for name, noisy in itertools.product(("dy", "dy_wgrad", "saved"), (False, True)):
         settings = {"dy": "e5m2", "dy_wgrad": "e5m2", "saved": "e4m3"}
         settings[name] += "+stochastic" * noisy

@@ -131,7 +131,7 @@ def has_codes(linear_recipe: Linear | None) -> bool:
         s is not None and formats.get(s.format).is_fp8 and s.granularity == "tensor" and s.rounding == "nearest"
         for s in specs
     )
-    same = linear_recipe.spec("x") == linear_recipe.spec("saved") == linear_recipe.spec(
+    same = linear_recipe.spec("x") == linear_recipe.spec("x_residual") == linear_recipe.spec(
         "x_wgrad"
     ) and linear_recipe.spec("w") == linear_recipe.spec("w_dgrad")
     return plain and same

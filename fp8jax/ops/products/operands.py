@@ -94,7 +94,7 @@ class Side(NamedTuple):
 
 def input_side(recipe: Linear) -> Side:
     """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
-    specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
+    specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("x_residual")
     return Side(
         *specs, transposed=False, strategy=recipe.stateless_scaling("x"), shares_token_scales=recipe.shares_token_scales
     )

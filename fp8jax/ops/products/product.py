@@ -218,7 +218,7 @@ def _forward(
 ) -> tuple[tuple[Any, Array | None], Residuals]:
     recipe, x = config.recipe, fused_outputs.to_matrix(value)
     sides = input_side(recipe), weight_side(recipe)
-    if not recipe.is_quantized and recipe.spec("saved") is None and w is not None:
+    if not recipe.is_quantized and recipe.spec("x_residual") is None and w is not None:
         token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     values = (x, w) if token is None else lax.stop_gradient((x, w))
     x_operand, w_operand = x_source.forward(values[0], sides[0]), w_source.forward(values[1], sides[1])  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ class _Residuals(NamedTuple):
 
 def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
     # Scales and codes of the whole array are not used: rows in no group may have entered them.
-    side, recompute_rule, residual_spec = input_side(recipe), input_facts.facts.recompute_rule, recipe.spec("saved")
+    side, recompute_rule, residual_spec = input_side(recipe), input_facts.facts.recompute_rule, recipe.spec("x_residual")
     if residual_spec is None:
         values = input_facts.get_or_compute((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
         return _Source(None, values if recompute_rule is None else _recompute_residual(recompute_rule, x))
@@ -179,7 +179,7 @@ def _forward(
     token: Array | None,
 ) -> tuple[Array, _Residuals]:
     side, weights = input_side(recipe), weight_side(recipe)
-    is_unquantized = not recipe.is_quantized and recipe.spec("saved") is None
+    is_unquantized = not recipe.is_quantized and recipe.spec("x_residual") is None
     if is_unquantized:
         token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     a, b = (x, w) if token is None else lax.stop_gradient((x, w))
