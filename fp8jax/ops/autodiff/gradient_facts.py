@@ -19,11 +19,11 @@ from jax.extend.core import get_opaque_trace_state
 class GradientFacts:
     """Of one run of a program: `fp8jax.ops.autodiff.residuals.Origin` of each gradient, which is asked for once.
 
-    `unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a loop.
+    `is_unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a loop.
     There XLA copies each turn's row of a stacked weight, and a product makes both copies of codes in one pass: it would
     hold the row, with four bytes an element, for the backward pass.
 
-    `once` says that it is a program that a transformed function runs, and no loop's body in it: what a product keeps of
+    `outside_loops` says that it is a program that a transformed function runs, and no loop's body in it: what a product keeps of
     a weight is kept as it is, where a loop would copy it into an array for all of its turns.
     """
 

@@ -57,7 +57,7 @@ def quantize_residual(x: Array, spec: QuantSpec) -> QTensor:
 
 
 def dequantize_residual(residual: QTensor | Array) -> Array:
-    """The fp32 values of what `keep` returned, or of an array that is saved as it is."""
+    """The fp32 values of what `quantize_residual` returned, or of an array that is saved as it is."""
     return residual.astype(jnp.float32) if isinstance(residual, Array) else from_bytes(residual).dequantize()
 
 
@@ -80,7 +80,7 @@ Layout = Callable[[Any], Array]
 class StoredWeight(NamedTuple):
     """What a weight is made of, which is saved in its place: `layout(parts)` is the weight.
 
-    `turned` says that the last step transposes a matrix (outputs, inputs).
+    `transposed` says that the last step transposes a matrix (outputs, inputs).
     """
 
     values: Any
@@ -109,10 +109,10 @@ class CotangentFacts:
     Attributes:
         array: (..., channels).
         spec: how that layer quantizes its own gradient.
-        rows: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
+        row_bounds: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
             Schwarz, from the norms of that layer's own gradient and of its weight.
         codes: those of that layer's own gradient, where its input is to take their scales of tokens; else None.
-        foreseen: what the operation says then of the cotangents that follow from it; `fp8jax.ops.quantization.fused_outputs.Foreseen`.
+        predicted: what the operation says then of the cotangents that follow from it; `fp8jax.ops.quantization.fused_outputs.Foreseen`.
     """
 
     array: Array
@@ -127,8 +127,8 @@ class Recomputed(NamedTuple):
 
     Attributes:
         array: the result.
-        part: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.Part`.
-        foreseen: what is known of the cotangents that follow from its gradient.
+        fused_output: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.Part`.
+        predicted: what is known of the cotangents that follow from its gradient.
     """
 
     array: Array
@@ -153,8 +153,8 @@ class Recomputable(Protocol):
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
         """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result.
 
-        `others`, from the first input's other readers, is added to that input's; None where the operation has none.
-        `foreseen` is what was known of the cotangents before, or None. The second result says what the first ones are
+        `passthrough_cotangent`, from the first input's other readers, is added to that input's; None where the operation has none.
+        `predicted` is what was known of the cotangents before, or None. The second result says what the first ones are
         made from, and is empty where that is not known.
         """
         ...
@@ -185,14 +185,14 @@ class ArrayFacts(NamedTuple):
     """What is known of an array besides its values: what it is made from.
 
     Attributes:
-        again: the operation that can make it again, and what that has saved; `ITSELF` and None where the array itself
+        recompute_rule: the operation that can make it again, and what that has saved; `ALREADY_SAVED` and None where the array itself
             is saved in any case.
-        part: what kernels compute it from, so that they quantize it without reading it; `fp8jax.ops.quantization.fused_outputs.Part`.
+        fused_output: what kernels compute it from, so that they quantize it without reading it; `fp8jax.ops.quantization.fused_outputs.Part`.
         scale: under which fp32 scale a layer of this recipe, or any that quantizes it so, is to quantize it.
-        foreseen: of a gradient, what is known of the cotangents that follow from it; `fp8jax.ops.quantization.fused_outputs.Foreseen`.
+        predicted: of a gradient, what is known of the cotangents that follow from it; `fp8jax.ops.quantization.fused_outputs.Foreseen`.
         codes: how the array was quantized before, as a matrix (tokens, inputs), and its codes, as bytes: layers that
             quantize it so read these.
-        peak: of a gradient, its largest finite magnitude, an fp32 scalar.
+        amax: of a gradient, its largest finite magnitude, an fp32 scalar.
     """
 
     recompute_rule: tuple[Recomputable, Any] | None = None
@@ -221,8 +221,8 @@ class InputFacts(NamedTuple):
     """What a caller knows of an input besides its values.
 
     Attributes:
-        origin: what it is made from.
-        share: `share(use, make, *others)` gives what another reader has made of it in this way, with the same other
+        facts: what it is made from.
+        get_or_compute: `get_or_compute(use, make, *others)` gives what another reader has made of it in this way, with the same other
             arrays; else `make()`.
     """
 
@@ -242,14 +242,14 @@ def with_saved_vjp(
     returns_input: bool = False,
     name: str = "an operation",
 ) -> tuple[Array, Array | None]:
-    """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `saved`.
+    """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `residuals`.
 
     Args:
-        how: what goes back.
+        operation: what goes back.
         inputs: what gradients flow to; None where there is none.
-        saved: arrays without gradients.
+        residuals: arrays without gradients.
         y: the result, computed from the values of the inputs.
-        residual: whether other readers of the first input take it from here.
+        returns_input: whether other readers of the first input take it from here.
         name: of the operation, for messages.
 
     Returns:

@@ -168,7 +168,7 @@ def contraction_length(q: QTensor) -> int:
 
 
 def find_kernel(a: Any, b: Any) -> KernelName | None:
-    """The kernel for operands with such scales, if there is one; `unsupported` may have something against it."""
+    """The kernel for operands with such scales, if there is one; `unsupported_reason` may have something against it."""
     if isinstance(a, FallbackTensor) or is_int8_blocks(a, b):
         return "int8"
     micro = [q.spec.granularity == "mx" for q in (a, b)]
@@ -198,9 +198,9 @@ def run(
     b: QTensor,
     out_spec: Sequence[Any] | None = None,
 ) -> Array:
-    """a @ b.T by what `choose` named, of matrices that may be sharded; where a contraction is cut, parts are summed.
+    """a @ b.T by what `choose_kernel` named, of matrices that may be sharded; where a contraction is cut, parts are summed.
 
-    `spec` is how the result is to lie on Explicit mesh axes, if it is known.
+    `out_spec` is how the result is to lie on Explicit mesh axes, if it is known.
     """
     if kernel_name == "native":
         return _scaled_matmul(a, b).astype(dtype)

@@ -81,7 +81,7 @@ def matmul(
             under a level 1 scale are first folded (`fp8jax.ops.quantization.microscaling.refold`, with a copy of them for the time of the
             product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
             row's scale. Only kernels have this choice, the reference is exact.
-        spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
+        out_spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
         transposed: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
             decoded matrix then serves both.
 

@@ -41,8 +41,8 @@ def sharded_matmul(
         function: closes over no array.
         static: what tells it from other functions.
         dtype: of the result.
-        a, b: (M, K) and (N, K), quantized or not; what is not `coded` is left to XLA.
-        spec: as of `fp8jax.ops.matmul.matmul.matmul`.
+        a, b: (M, K) and (N, K), quantized or not; what is not `is_unpacked_quantized` is left to XLA.
+        out_spec: as of `fp8jax.ops.matmul.matmul.matmul`.
         kernel: as of `fp8jax.ops.dispatch.partition.partitioned`.
     """
     if not is_unpacked_quantized(a, b) or 0 in (*a.shape, *b.shape):

@@ -80,7 +80,7 @@ def estimate_gain(
         tokens, inputs, outputs: of the layer, on one device.
         recipe: its products.
         rates: of the GPU.
-        biased: whether a bias is added to its result.
+        has_bias: whether a bias is added to its result.
     """
     specs = {operand: recipe.spec(operand) for operand in ("x", "w", "dy")}
     if any(
@@ -96,7 +96,7 @@ def estimate_gain(
 
 
 def quantization_cost(tokens: int, inputs: int, recipe: Linear, rates: Rates, *, producer: str) -> float:
-    """Seconds that codes of an input cost, for all layers that read it, `made` by a "norm" or an "activation" or "";
+    """Seconds that codes of an input cost, for all layers that read it, `producer` by a "norm" or an "activation" or "";
     below 0 where more is saved."""
     bytes_per_element = (
         _PRODUCER_BYTES[producer] if producer else _INPUT + _INPUT_MAXIMUM * _needs_amax(recipe.spec("x"))

@@ -47,10 +47,10 @@ def encode_cotangent(
         recipe: of the product.
         key: for codes rounded stochastically.
         scale: given for its codes; None takes it from `dy`.
-        origin: what is known of it.
-        shared: whether its scales go with those of the input's tokens (`fp8jax.ops.quantization.microscaling`).
-        tokens: the scale of the input's codes, one or one a token, if that is known.
-        sums: whether its sums are wanted.
+        facts: what is known of it.
+        shares_token_scales: whether its scales go with those of the input's tokens (`fp8jax.ops.quantization.microscaling`).
+        x_token_scale: the scale of the input's codes, one or one a token, if that is known.
+        with_sums: whether its sums are wanted.
     """
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")

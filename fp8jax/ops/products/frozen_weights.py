@@ -1,7 +1,7 @@
 """Weights that are not trained: one copy of their codes serves both products with them, a byte a parameter.
 
 Nothing is kept for the gradient of such a weight, neither of the weight nor of the input, and there is no copy of it in
-a wider format (`FrozenCodes`). Codes are those of the transposed matrix, (outputs, inputs), as 8-bit
+a wider format (`FrozenSource`). Codes are those of the transposed matrix, (outputs, inputs), as 8-bit
 matrix units read them in the forward product; under recomputation that runs twice, and the backward product, which
 reads them transposed, once.
 """
@@ -35,7 +35,7 @@ class FrozenWeight:
             Leading axes stack weights, as of the layers of a scanned model, with scales of their own.
         dtype: static; of the array that it stands for, to a model that reads it as a parameter.
         inputs, outputs: static; the sizes of the parameter's own axes, where it has several for either.
-        turned: static; it stands for the transposed matrix, of which these are the codes, (..., inputs, outputs).
+        transposed: static; it stands for the transposed matrix, of which these are the codes, (..., inputs, outputs).
     """
 
     codes: QTensor
@@ -144,7 +144,7 @@ def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenSource:
-    """The codes of a weight that is not trained as bytes, transposed, (outputs, inputs); where `turned`, as it is."""
+    """The codes of a weight that is not trained as bytes, transposed, (outputs, inputs); where `transposed`, as it is."""
 
     codes: QTensor
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})

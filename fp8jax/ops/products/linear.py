@@ -98,13 +98,13 @@ def dot_general(
         precision: must be JAX's default, None or in another spelling: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe, key, out_sharding: as of `linear`.
-        known: what the caller knows of `lhs`, as `fp8jax.transform` does: what it is made from, and what other layers
+        input_facts: what the caller knows of `lhs`, as `fp8jax.transform` does: what it is made from, and what other layers
             have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its layers.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
-        pass_on: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
-        laid: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
-        widths: as of `fp8jax.ops.products.product.product`; `rhs` then has one free axis and no batch axes.
+        on_passthrough: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
+        stored_weight: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
+        split_sizes: as of `fp8jax.ops.products.product.product`; `rhs` then has one free axis and no batch axes.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`; with widths several of these.
@@ -179,7 +179,7 @@ def to_matmul_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers)
 
 
 def weight_to_matmul_order(rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
-    """The weight of a product with its axes as `in_order` has them."""
+    """The weight of a product with its axes as `to_matmul_order` has them."""
     (_, contract), (_, batch) = dimension_numbers
     free = [i for i in range(rhs.ndim) if i not in (*contract, *batch)]
     return rhs.transpose(*batch, *contract, *free)
@@ -272,7 +272,7 @@ def linears(
     own: of q, k and v, 0.4 of 11 GB that a Llama-7B layer of 16,384 tokens moves beside its products and attention.
 
     Args:
-        origin: what `x` is made from.
+        facts: what `x` is made from.
     """
     linear_recipe, passthrough, results = require_stateless(recipe), None, []
     if not weights:

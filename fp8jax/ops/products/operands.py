@@ -12,16 +12,16 @@ one a token, where the gradient's scales may be chosen to go with it, else None.
 
 | source | its codes | its residual |
 |---|---|---|
-| `Plain` | made in the product, under a given scale or the matrix's own | `Matrix`: the matrix |
-| `InputCodes` | made before, shared by all products of one input | `SavedCodes`: these codes |
-| `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
-| `HeldWeight` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+| `QuantizeHere` | made in the product, under a given scale or the matrix's own | `ArrayResidual`: the matrix |
+| `PrequantizedInput` | made before, shared by all products of one input | `CodesResidual`: these codes |
+| `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before has saved, and one scale |
+| `PrequantizedWeight` | a weight's, made once a step, for both of its products | `OperandResidual`: those of the second one |
 | `fp8jax.ops.products.frozen_weights.FrozenCodes` | a weight's that is not trained, for both products | itself; nothing of the input |
-| `Blocks` | of an input's blocks, some with a residual, made before | `SavedCodes`: the codes given for that |
+| `FallbackBlocks` | of an input's blocks, some with a residual, made before | `CodesResidual`: the codes given for that |
 
 A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
 for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
-because an FP8 array may not enter a differentiated function. `of_input` and `fp8jax.ops.products.weights.of_weight` choose the
+because an FP8 array may not enter a differentiated function. `choose_input_source` and `fp8jax.ops.products.weights.of_weight` choose the
 source: what a product saves is decided there and nowhere else.
 """
 
@@ -70,11 +70,11 @@ class Side(NamedTuple):
     Attributes:
         forward: in the forward product; None for as it is.
         backward: in the backward product.
-        saved: what is saved of it, if codes are.
+        residual: what is saved of it, if codes are.
         transposed: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
             else it is the other way round.
         strategy: where per-tensor scales come from, as of `fp8jax.ops.quantization.quantize.quantize`.
-        shared: whether the operand of the backward product takes the scales of tokens of both operands
+        shares_token_scales: whether the operand of the backward product takes the scales of tokens of both operands
             (`fp8jax.ops.quantization.microscaling`).
     """
 
@@ -106,13 +106,13 @@ def weight_side(recipe: Linear) -> Side:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["used", "layout", "turned"]
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["is_scale_clamped", "layout", "transposed"]
 )
 @dataclasses.dataclass(frozen=True)
 class ArrayResidual:
     """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
 
-    `used` says whether codes were made under that, `turned` as of `Plain`.
+    `is_scale_clamped` says whether codes were made under that, `transposed` as of `QuantizeHere`.
     """
 
     values: Any
@@ -221,7 +221,7 @@ class QuantizeHere:
     """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
 
     Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
-    parameter is saved, of which the layout makes it again. `turned` says that the matrix is the transpose of what lies
+    parameter is saved, of which the layout makes it again. `transposed` says that the matrix is the transpose of what lies
     in memory, as of `LaidOut`: that is what is quantized then, and no transposed copy of the values is made.
     """
 
@@ -268,7 +268,7 @@ class PrequantizedInput:
 )
 @dataclasses.dataclass(frozen=True)
 class RecomputableInput:
-    """An input that the operation before makes again from what it has saved; `first` is its source forward."""
+    """An input that the operation before makes again from what it has saved; `forward_source` is its source forward."""
 
     operation: Recomputable
     residuals: Any
@@ -348,8 +348,8 @@ def choose_input_source(
         side: how the recipe quantizes it.
         key: for codes that are saved rounded stochastically.
         scale: fp32, given for its codes in the forward product; None takes it from `x`.
-        origin: what is known of `x`.
-        share: gives what another product has made so of `x` to save it, or makes it.
+        facts: what is known of `x`.
+        get_or_compute: gives what another product has made so of `x` to save it, or makes it.
     """
     source: QuantizeHere | PrequantizedInput
     residual_spec = side.residual
@@ -407,7 +407,7 @@ def encode(
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
 
-    `used` says of a scale that codes were made under it before; `turned`, that the matrix is a transpose itself, which
+    `is_scale_clamped` says of a scale that codes were made under it before; `x_is_transposed`, that the matrix is a transpose itself, which
     XLA takes back.
     """
     if x_is_transposed and spec is not None:
@@ -431,8 +431,8 @@ class Input(NamedTuple):
     Attributes:
         matrix: (tokens, inputs); where it is no view of `source`, the first axes may be several.
         source: the user's array that it is made of, by which products that share an input are known; None for itself.
-        view: whether `source` is (..., inputs), so that gradients flow to it; it may have other axes.
-        known: what the caller knows of `source`.
+        is_view: whether `source` is (..., inputs), so that gradients flow to it; it may have other axes.
+        input_facts: what the caller knows of `source`.
     """
 
     matrix: Array

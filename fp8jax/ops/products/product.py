@@ -49,8 +49,8 @@ class Scales(NamedTuple):
     Attributes:
         x: scale of the input.
         w: scale of the weight.
-        dy: largest magnitude expected of the output's gradient; 0 takes that of the gradient itself.
-        slot: its cotangent becomes the largest magnitude of the output's gradient; given with `dy`.
+        dy_amax: largest magnitude expected of the output's gradient; 0 takes that of the gradient itself.
+        amax_slot: its cotangent becomes the largest magnitude of the output's gradient; given with `dy_amax`.
     """
 
     x: Array | None = None
@@ -64,12 +64,12 @@ class ProductConfig(NamedTuple):
 
     Attributes:
         recipe: what it computes with.
-        through: whether its input came through another product.
-        passes: whether it passes its input on.
-        spec: the sharding of its result on a mesh with Explicit axes, else None.
-        of_run: what is known of gradients.
+        has_passthrough: whether its input came through another product.
+        returns_input: whether it passes its input on.
+        out_spec: the sharding of its result on a mesh with Explicit axes, else None.
+        gradient_facts: what is known of gradients.
         name: for messages.
-        widths: of the arrays that the result is, side by side; None for one.
+        split_sizes: of the arrays that the result is, side by side; None for one.
     """
 
     recipe: Linear
@@ -123,11 +123,11 @@ def recipe_dot(
         key: PRNG key for recipes that round stochastically.
         scales: given scales; None takes them from the tensors.
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
-        spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
+        out_spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
-        pass_on: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
-        laid: what `w` is made of, to be saved in its place; or None.
-        widths: of the arrays that the result is to be, side by side (`fp8jax.ops.quantization.packed`); None for one.
+        on_passthrough: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
+        stored_weight: what `w` is made of, to be saved in its place; or None.
+        split_sizes: of the arrays that the result is to be, side by side (`fp8jax.ops.quantization.packed`); None for one.
 
     Returns:
         (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`; with widths several of them.
@@ -159,13 +159,13 @@ def recipe_dot_from_source(
     stored_weight: StoredWeight | None = None,
     split_sizes: tuple[int, ...] | None = None,
 ) -> tuple[Any, Array | None]:
-    """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
+    """`recipe_dot` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
-        value: the array that gradients flow to. of_x: where its codes come from, as `input_source` says.
-        through: the input as the product before passed it on; gradients flow to it.
-        passes: whether to pass it on.
-        bias, laid, widths: as of `product`.
+        x: the array that gradients flow to. of_x: where its codes come from, as `input_source` says.
+        passthrough: the input as the product before passed it on; gradients flow to it.
+        returns_input: whether to pass it on.
+        bias, stored_weight, split_sizes: as of `recipe_dot`.
 
     Returns:
         The product, and the input for the next one; or None.

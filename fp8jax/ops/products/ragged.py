@@ -141,7 +141,7 @@ def _quantize_dequantize(
     *,
     along_rows: bool = False,
 ) -> Array:
-    """The values of codes of `x`, contracted along its rows if `columns`; of no spec its own."""
+    """The values of codes of `x`, contracted along its rows if `along_rows`; of no spec its own."""
     if spec is None:
         return segments.mask(x).astype(dtype)
     if along_rows:

@@ -22,8 +22,8 @@ class RowSets(NamedTuple):
     """Sets of rows that share a scale.
 
     Attributes:
-        ids: int32 (rows,), the set of each row; `number` for rows in none.
-        number: static number of sets.
+        ids: int32 (rows,), the set of each row; `num_sets` for rows in none.
+        num_sets: static number of sets.
     """
 
     ids: Array

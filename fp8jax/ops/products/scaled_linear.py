@@ -77,9 +77,9 @@ def scaled_linear(
     Args:
         x: (..., inputs).
         w: (inputs, outputs).
-        state: read only; no gradient flows to it. Layers that read one array share its codes, where `known` knows
+        state: read only; no gradient flows to it. Layers that read one array share its codes, where `input_facts` knows
             of them, under the scale of the first one's state.
-        slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
+        amax_slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
             output's gradient; cotangents sum, so a slot that two calls share would get the sum of both. None where the
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
@@ -164,7 +164,7 @@ def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Li
 
     Args:
         state: before the step.
-        observed: of the whole step, merged over its microbatches and replicas.
+        stats: of the whole step, merged over its microbatches and replicas.
         recipe: a recipe whose scaling keeps a state.
     """
     new = {}

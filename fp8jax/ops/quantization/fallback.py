@@ -20,12 +20,12 @@ from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
 class FallbackTensor(NamedTuple):
     """A matrix as int8 blocks and, where a block falls back, what that leaves as int8 blocks too; 16 bits in all.
 
-    The values are base + used * residual. Codes of the residual of other blocks are undefined: only `used` says which
+    The values are base + used * residual. Codes of the residual of other blocks are undefined: only `fallback_mask` says which
     are read.
 
     Attributes:
         base: of the matrix. residual: of what the base leaves, with scales of its own.
-        used: bool, one for each block: whether it falls back.
+        fallback_mask: bool, one for each block: whether it falls back.
     """
 
     base: QTensor
@@ -90,7 +90,7 @@ def quantize(
 
 
 def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> FallbackTensor:
-    """The pair whose blocks `used` fall back; residual codes of others are zero here, their scales one."""
+    """The pair whose blocks `fallback_mask` fall back; residual codes of others are zero here, their scales one."""
     block = base.spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
     remainder = jnp.where(jnp.abs(x) < formats.TINY, 0, x) - base.dequantize()

@@ -37,11 +37,11 @@ def quantize_fused(
     """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
 
     Args:
-        part: what the matrix is computed from.
+        fused_output: what the matrix is computed from.
         rows, columns: how `x` and `x.T` are quantized, or None where they are not.
-        same: whether both have the same codes; else one of them is None.
+        shares_codes: whether both have the same codes; else one of them is None.
         scale, strategy: as of `fp8jax.ops.quantization.quantize.quantize`.
-        sums: whether sums of columns are wanted, which `part.result.sums` then has if the codes are made here.
+        sums: whether sums of columns are wanted, which `fused_output.result.sums` then has if the codes are made here.
     """
     spec = rows if columns is None else columns
     if spec is None or not (shares_codes or rows is None or columns is None) or not fused_outputs.supports(spec):
@@ -164,9 +164,9 @@ def quantize_cotangent(
     """Codes of an activation's cotangent, as they are and transposed; None where no kernel makes them.
 
     Args:
-        part: what it is computed from.
+        fused_output: what it is computed from.
         spec: of granularity "mx".
-        level: fp32 (M, 1), as of `fp8jax.ops.quantization.microscaling.fold_rows`; None for 1.
+        outer_scale: fp32 (M, 1), as of `fp8jax.ops.quantization.microscaling.fold_rows`; None for 1.
 
     Returns:
         Of granularity "token", and (N, M) of "tensor" with scale 1: rows' scales are the caller's.

@@ -1,6 +1,6 @@
 """Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
 
-A norm or an activation says what its result is computed from (`Output`); an activation also of the cotangents of its
+A norm or an activation says what its result is computed from (`FusedOutput`); an activation also of the cotangents of its
 inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself stays
 an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
 """
@@ -36,7 +36,7 @@ class FusedOutputs:
         kinds: what each of the arrays is.
         operands: `pallas_kernels.nonlinear.quantize_recomputed_triton.Operands`.
         peaks: the largest finite magnitude of each array; none where they are not known.
-        ahead: of an activation's result whose gradient is known already, what is known of its cotangents.
+        predicted: of an activation's result whose gradient is known already, what is known of its cotangents.
         variants: codes of all arrays by how they were made, each with the scales that were given for them, or None.
         sums: of columns of arrays, by their places, as far as kernels have made them.
     """
@@ -56,14 +56,14 @@ class FusedOutputs:
 
 
 class FusedOutput(NamedTuple):
-    """An array as one of those of a `Computation`."""
+    """An array as one of those of a `FusedOutputs`."""
 
     group: FusedOutputs
     position: int
 
     @property
     def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
-        """What `of` takes: operands, peaks, and codes with scales of rows, in bytes."""
+        """What `with_arrays` takes: operands, peaks, and codes with scales of rows, in bytes."""
         return self.group.operands, self.group.peaks, list(self._row_codes.values())
 
     def with_arrays(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "FusedOutput":
@@ -111,7 +111,7 @@ class CotangentPrediction(NamedTuple):
         peaks: their largest finite magnitudes; or
         spec, scales: how they will be quantized, under given scales; and
         codes: what that makes of them, as they are and transposed.
-        summed: whether the sums of their columns are to be made with the codes: those of the layers' biases.
+        needs_sums: whether the sums of their columns are to be made with the codes: those of the layers' biases.
         sums: these sums.
     """
 
@@ -154,9 +154,9 @@ def make_array_facts(
 
     Args:
         context: what the operation keeps.
-        how, saved: how it is made again, and from what.
-        part: what kernels compute it from.
-        reader, scale: the layers that are to quantize it under this scale, if it is known.
+        recomputable, residuals: how it is made again, and from what.
+        fused_output: what kernels compute it from.
+        consumer, scale: the layers that are to quantize it under this scale, if it is known.
         codes: what they will make of it, as of `Output.hold`, if that is made.
     """
     if fused_output is not None and consumer is not None and codes is not None:
@@ -239,7 +239,7 @@ def identity_output(x: Array) -> FusedOutput | None:
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
-    """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
+    """`call(on, *arrays)`, where `backend` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
     from fp8jax.ops.quantization import fused_kernels
 
     kernel_impl, reference_impl = (functools.partial(call, backend) for backend in (fused_kernels, fused_reference))
@@ -342,7 +342,7 @@ def to_residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTe
 
 
 def residual_matrices(q: QTensor | Array) -> tuple[Array, Array | None]:
-    """The codes and scales, as matrices, of what `residual` returned; an array that is kept as it is, and None."""
+    """The codes and scales, as matrices, of what `to_residual` returned; an array that is kept as it is, and None."""
     if isinstance(q, Array):
         return to_matrix(q), None
     q = from_bytes(q)

@@ -34,7 +34,7 @@ GROUP_SIZE = 32
 
 
 def is_foldable(q: QTensor) -> bool:
-    """Whether `refold` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, not exact ones."""
+    """Whether `fold_microscales` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, not exact ones."""
     spec = q.spec
     rows = spec.axis in (-1, 1) and spec.group_size == GROUP_SIZE
     return spec.granularity == "mx" and spec.outer_scale != "none" and spec.format == "e4m3" and rows and not spec.exact
@@ -48,7 +48,7 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
     time.
 
     Args:
-        q: (M, N), such that `foldable`.
+        q: (M, N), such that `is_foldable`.
         impl: "auto", "xla" or "triton".
 
     Returns:
@@ -113,9 +113,9 @@ def fold_rows(
     Args:
         x: (M, N), floating.
         spec: of granularity "mx" with a level 1.
-        level: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that holds
+        outer_scale: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that holds
             it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
-        part: what the matrix is computed from, where that is known.
+        fused_output: what the matrix is computed from, where that is known.
         impl: "auto", "xla" or "triton", as of `fp8jax.ops.quantization.quantize.quantize`.
 
     Returns:
@@ -181,7 +181,7 @@ def gradient_operands(
         spec: of granularity "mx" with a level 1.
         scale: of the input's codes, one or one a token, which the scales of `dy` divide; None if it is made again.
             Under a level 1 of the tensor the scales are what they are: powers of two times one.
-        part: what `dy` is computed from, where that is known.
+        fused_output: what `dy` is computed from, where that is known.
 
     Returns:
         Of granularity "token"; and (outputs, tokens) of "tensor" with scale `unit(rows)`: another operand takes the
@@ -235,7 +235,7 @@ def requantize_recomputed(
         scale: that of the input's codes forward, one or one a token: it tells how large `x` is.
         dy: of one scale or one a token.
         spec: gives the format.
-        part: what `x` is computed from, where that is known.
+        fused_output: what `x` is computed from, where that is known.
 
     Returns:
         Of granularity "tensor".

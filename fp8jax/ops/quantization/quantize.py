@@ -50,14 +50,14 @@ def quantize(
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
             block counts; None takes them from `x`. Finite values beyond their range saturate. They are for the format
             of `rows`, if rows are asked for; columns of another format have the same range.
-        used: whether codes were made under this scale before, which then is one that `fp8jax.core.scaling.usable` gave.
+        is_scale_clamped: whether codes were made under this scale before, which then is one that `fp8jax.core.scaling.usable` gave.
         strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
             makes such codes, on however many devices: FP8 and int8 without expansion, groups and blocks of 16 to 128.
             "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.dispatch.choice.listening` tells which.
-        part: what `x` is computed from, where that is known: kernels read this then, under "auto".
+        fused_output: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
         What was asked for, `x` and `x.T`; None for the others.
@@ -93,7 +93,7 @@ def quantize_and_sum(
 ) -> PairAndSums:
     """`quantize`, and the sums of columns, fp32 (N,), from the same pass; None without `sums`.
 
-    `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it. `x` may be the
+    `amax` is the largest finite magnitude of `x`, if that is known: kernels need not look for it. `x` may be the
     matrices, of M rows, that it is side by side: on one GPU the kernel reads these where each lies.
     """
     strategy = scaling.find_scaling(strategy)
