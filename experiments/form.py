@@ -74,7 +74,7 @@ def fastest(recipe: fp8jax.Recipe) -> bool | str:
     layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest. Without
     kernels contexts are as written, and all but products and attention is computed again.
     """
-    written = emits_codes(recipe) and missing_triton("remake_triton") is None
+    written = emits_codes(recipe) and missing_triton("nonlinear.quantize_recomputed_triton") is None
     saved = recipe.context.residual is not None and not missing_kernels.keeps_nonlinear_unchanged()
     return False if saved or written else "products"
 

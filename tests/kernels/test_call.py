@@ -85,7 +85,7 @@ def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
 def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypatch):
     import jax_triton
 
-    assert choice.missing_triton("quantize_triton") is None
+    assert choice.missing_triton("quantization.quantize_triton") is None
     assert choice._broken_triton(90) is None
 
     def broken(*args, **kwargs):
@@ -95,7 +95,7 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
     choice._broken_triton.cache_clear()
     choice._missing_triton.cache_clear()
     try:
-        reason = choice.missing_triton("quantize_triton")
+        reason = choice.missing_triton("quantization.quantize_triton")
         assert re.fullmatch(
             r"jax-triton [\d.]+, triton [\d.]+, jax [\d.]+ do not work together \(TypeError: rule\(\) takes 2 "
             r"positional arguments but 3 were given\)",
@@ -111,7 +111,7 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
         choice._broken_triton.cache_clear()
         choice._missing_triton.cache_clear()
         with pytest.raises(ValueError, match="FP8JAX_KERNEL_CALLS='cuda': give 'xla' or 'triton'"):
-            choice.missing_triton("quantize_triton")
+            choice.missing_triton("quantization.quantize_triton")
     finally:
         choice._broken_triton.cache_clear()
         choice._missing_triton.cache_clear()

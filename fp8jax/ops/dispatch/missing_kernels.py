@@ -30,7 +30,7 @@ def missing_kernels_reason() -> str | None:
     Raises:
         ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
     """
-    return missing_triton("call_triton", fp8=False) if on_cuda() else None
+    return missing_triton("dispatch.call_triton", fp8=False) if on_cuda() else None
 
 
 def keeps_nonlinear_unchanged() -> bool:

@@ -185,7 +185,7 @@ def _cotangents_kernel(codings: Any, numbers: Any, _: DimSharding, z: Array, *op
 
 
 def _unsupported_reason(z: Any, specs: tuple[QuantSpec, ...] = ()) -> str | None:
-    reason = missing_triton("logits_triton")
+    reason = missing_triton("losses.logits_triton")
     if reason is None:
         from pallas_kernels.quantization import quantize_triton
 

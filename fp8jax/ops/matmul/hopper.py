@@ -40,7 +40,7 @@ def unsupported_reason(a: QTensor, b: QTensor) -> str | None:
     if not current_target().kernels:
         return "kernels are switched off"
     if capability() in TRITON_CAPABILITIES:
-        return missing_triton("matmul_int8_triton")
+        return missing_triton("matmul.matmul_int8_triton")
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs an Ampere, Ada or Hopper GPU, and on Hopper jax >= 0.11"
     return None

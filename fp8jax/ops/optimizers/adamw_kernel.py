@@ -65,7 +65,7 @@ def choose(leaf: AdamLeaf, impl: str, nesterov: bool = False) -> Choice:
         return Choice("xla", "no moment is quantized")
     reason = "the kernel has no nesterov" if nesterov else None
     return choose_impl(
-        impl, lambda: reason or missing_triton("adamw_triton") or _unsupported_reason(leaf), "the fused kernel"
+        impl, lambda: reason or missing_triton("optimizers.adamw_triton") or _unsupported_reason(leaf), "the fused kernel"
     )
 
 

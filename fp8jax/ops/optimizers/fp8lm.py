@@ -166,7 +166,7 @@ def choose(leaf: FP8LMLeaf, impl: str) -> Choice:
     Raises:
         ValueError: as `apply`.
     """
-    return choose_impl(impl, lambda: missing_triton("fp8lm_triton") or _unsupported_reason(leaf), "the fused kernel")
+    return choose_impl(impl, lambda: missing_triton("optimizers.fp8lm_triton") or _unsupported_reason(leaf), "the fused kernel")
 
 
 def _unsupported_reason(leaf: FP8LMLeaf) -> str | None:

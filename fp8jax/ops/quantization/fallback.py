@@ -112,7 +112,7 @@ def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
         raise ValueError(f"fallback quantization takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
 
     def unsupported_reason() -> str | None:
-        if (reason := missing_triton("fallback_triton")) is not None:
+        if (reason := missing_triton("quantization.fallback_triton")) is not None:
             return reason
         from pallas_kernels.quantization import fallback_triton
 

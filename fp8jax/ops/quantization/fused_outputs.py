@@ -226,7 +226,7 @@ def to_qtensor_pair(spec: QuantSpec, row: Array | None, column: Array | None, sc
 
 def identity_output(x: Array) -> FusedOutput | None:
     """A matrix as what it is computed from, where kernels can read it so."""
-    if not on_cuda() or missing_triton("remake_triton"):
+    if not on_cuda() or missing_triton("nonlinear.quantize_recomputed_triton"):
         return None
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
@@ -268,7 +268,7 @@ def describe_operation(
         fields: as of `pallas_kernels.nonlinear.operations_triton.Operation`, an activation by its name.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
-    reason = reason or missing_triton("remake_triton" if fp8 else "cotangents_triton") or _unsupported_reason(x, spec)
+    reason = reason or missing_triton("nonlinear.quantize_recomputed_triton" if fp8 else "nonlinear.cotangents_triton") or _unsupported_reason(x, spec)
     if reason is None:
         description = _describe(x, spec, dtype, norm, fields)
         reason = description if isinstance(description, str) else None

@@ -60,7 +60,7 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
     if not is_foldable(q):
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
     empty = f"shape {q.shape} is empty" if 0 in q.shape else None
-    choice = choose_impl(impl, lambda: empty or missing_triton("fold_triton"))
+    choice = choose_impl(impl, lambda: empty or missing_triton("quantization.fold_triton"))
     record_choice("refold", choice)
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
@@ -136,7 +136,7 @@ def fold_rows(
 
 
 def _unsupported_reason(x: Array, spec: QuantSpec) -> str | None:
-    if (reason := missing_triton("quantize_triton")) is not None:
+    if (reason := missing_triton("quantization.quantize_triton")) is not None:
         return reason
     from pallas_kernels.quantization import quantize_rows_triton
 

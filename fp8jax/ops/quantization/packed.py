@@ -34,7 +34,7 @@ def packed_shape(x: PackedMatrix) -> tuple[int, ...]:
 
 def can_quantize_unpacked(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> bool:
     """Whether the kernel that quantizes reads matrices where each lies: on one GPU, under one scale for all."""
-    if not on_cuda() or not on_one_device() or missing_triton("quantize_triton") is not None:
+    if not on_cuda() or not on_one_device() or missing_triton("quantization.quantize_triton") is not None:
         return False
     from pallas_kernels.quantization import quantize_triton
 

@@ -134,7 +134,7 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     shape_reason = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
-    choice = choose_impl(impl, lambda: shape_reason or missing_triton("transpose_triton", fp8=factor is not None))
+    choice = choose_impl(impl, lambda: shape_reason or missing_triton("quantization.transpose_triton", fp8=factor is not None))
     codes = run(choice, impl, q.codes, factor, kernel=_transpose_kernel, reference=_multiply_and_transpose)
     return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
@@ -194,7 +194,7 @@ def _choose(x: Any, config: _QuantizeConfig, scale: Array | None, impl: str) -> 
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in config.specs)
     return choose_impl(
-        impl, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported_reason(x, config, scale)
+        impl, lambda: missing_triton("quantization.quantize_triton", fp8=fp8) or _unsupported_reason(x, config, scale)
     )
 
 
