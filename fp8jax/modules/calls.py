@@ -26,7 +26,7 @@ class CallLeaf(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "leaves", "results"]
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "leaves", "num_results"]
 )
 @dataclasses.dataclass(frozen=True)
 class Results:
@@ -36,13 +36,13 @@ class Results:
         arrays: those of the results, and then new values of variables.
         structure: of all that it leaves.
         leaves: of that.
-        results: how many arrays are of the results.
+        num_results: how many arrays are of the results.
     """
 
     arrays: list[Any]
     structure: Any
     leaves: tuple[CallLeaf, ...]
-    results: int
+    num_results: int
 
 
 class Call(NamedTuple):
@@ -79,7 +79,7 @@ def merge_leaves(
         leaves: what they are.
         arrays: in their order.
         params: by path.
-        given: what leaves are that were given.
+        given_leaves: what leaves are that were given.
     """
 
     def resolve(leaf: CallLeaf) -> Any:
@@ -95,16 +95,20 @@ def transform_call(
     original: Callable,
     leaves: Sequence[CallLeaf],
     rules: RuleSet,
-    **caller_options: Any,
+    *,
+    names: Callable[[str], tuple[str, ...]],
+    requires_product: bool,
+    is_module_method: bool = False,
+    checks_rules: bool,
 ) -> Transformed:
     """A call as a function of parameters and other arrays.
 
     Args:
         call: the call, of its leaves.
-        written: the method, after which it is named.
+        original: the method, after which it is named.
         leaves: what they are.
         rules: on the paths of layers.
-        how: what else is known of its `Caller`.
+        names, requires_product, is_module_method, checks_rules: what else is known of the caller; see `CallInfo`.
     """
 
     def function(params: dict[str, Any], other_arrays: list[Any]) -> Results:
@@ -119,10 +123,20 @@ def transform_call(
         if leaf.kind != "setting"
     ]
     argument_indices = frozenset(i for i, (kind, _) in enumerate(leaf_kinds) if kind == "argument")
-    caller_options["adapters"] = {i: path for i, (kind, path) in enumerate(leaf_kinds) if kind == "array" and path}
-    return Transformed(
-        function, rules, (0,), (), lambda results: CallInfo(results.results, argument_indices, **caller_options)
-    )
+    adapter_paths = {i: path for i, (kind, path) in enumerate(leaf_kinds) if kind == "array" and path}
+
+    def call_info(results: Results) -> CallInfo:
+        return CallInfo(
+            results.num_results,
+            argument_indices,
+            is_module_method,
+            names,
+            adapter_paths,
+            requires_product,
+            checks_rules,
+        )
+
+    return Transformed(function, rules, (0,), (), call_info)
 
 
 def static_fingerprint(*settings: Any) -> Hashable:

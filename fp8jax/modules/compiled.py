@@ -29,10 +29,10 @@ class Product:
     Attributes:
         operation: primitive of JAX; or "dot", "convolution" or the target of a custom call of XLA.
         operands: dtypes of the two operands, in JAX's names or XLA's.
-        written: how often it stands in the program.
-        executed: how often it runs, where loops have a known length.
-        asked: in compiled programs the formats that fp8jax asked to have multiplied, such as "e4m3 x e5m2"; "" where it
-            is no product of fp8jax.
+        occurrences: how often it stands in the program.
+        executions: how often it runs, where loops have a known length.
+        requested_formats: in compiled programs the formats that fp8jax asked to have multiplied, such as "e4m3 x e5m2"; ""
+            where it is no product of fp8jax.
         kernel: name of a Mosaic or Triton kernel, or "".
     """
 
@@ -121,8 +121,9 @@ def describe_widened(
     """A line for each kind of product that was asked for in 8 bits and runs in more: in what, why, and what helps.
 
     Args:
-        products: what `read` found.
-        told: what was said of the choices while the program was traced (`fp8jax.ops.dispatch.choice.listening`).
+        products: what `parse_products` found.
+        choices: what was said of the choices while the program was traced
+            (`fp8jax.ops.dispatch.choice.record_choices`).
         backend: what it was compiled for.
     """
     reasons = list(dict.fromkeys(c.reason for name, c in choices if name == "matmul" and c.impl == "xla"))
@@ -170,7 +171,7 @@ def describe(compiled: Any, choices: Iterable[tuple[str, Choice]] = (), backend:
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` gives.
-        told, backend: as of `widened`.
+        choices, backend: as of `describe_widened`.
     """
     products = parse_products(compiled.as_text() or "")
     lines = [f"compiled: {product}" for product in sorted(products, key=lambda p: -p.executions)]

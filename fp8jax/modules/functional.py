@@ -33,12 +33,13 @@ class ModuleMethod(NamedTuple):
     """What is run as a function.
 
     Attributes:
-        written: the method of the class as it is written.
+        original: the method of the class as it is written.
         name: of it.
         rules: on the paths of layers.
         prefix: the path of the module in its model.
-        whole: there is to be a product in it that a recipe could take.
-        unwrap: makes the modules of a graph those of the classes as written, and gives a function that undoes it.
+        requires_product: there is to be a product in it that a recipe could take.
+        restore_classes: makes the modules of a graph those of the classes as written, and gives a function that
+            undoes it.
     """
 
     original: Callable
@@ -52,26 +53,26 @@ class ModuleMethod(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
-    meta_fields=["structure", "leaves", "results", "changed", "whole"],
+    meta_fields=["structure", "leaves", "num_results", "changed", "has_graph_changes"],
 )
 @dataclasses.dataclass(frozen=True)
 class _Results(Results):
     """What a call leaves.
 
     Attributes:
-        structure: of the results; where `whole`, the graph of results, module and arguments.
+        structure: of the results; where `has_graph_changes`, the graph of results, module and arguments.
         changed: which variables have another value.
-        whole: more has changed than values of variables, or modules are among the results.
+        has_graph_changes: more has changed than values of variables, or modules are among the results.
     """
 
     changed: tuple[tuple[int, CallLeaf], ...] = ()
-    whole: bool = False
+    has_graph_changes: bool = False
 
     def apply(self, call: "SplitCall") -> Any:
         """Does to the module and the arguments of a call what it does, and gives its results."""
         new = iter(self.arrays)
         leaves = merge_leaves(self.leaves, new, given_leaves=call.raw_values)
-        if self.whole:
+        if self.has_graph_changes:
             with nnx.merge_context(_TAG, inner=False) as context:
                 y, *_ = context.unflatten(self.structure, leaves)
             return y
@@ -105,7 +106,7 @@ def run(
     Args:
         module: a module. method: one of its methods.
         args, kwargs: of the call: arrays, modules and settings in any structure. Python numbers are settings.
-        held: gives what the module holds for its parameters, by paths, of the leaves as variables and of the
+        read_states: gives what the module holds for its parameters, by paths, of the leaves as variables and of the
             parameters, by paths.
         notices: what the model has warned with; None of a part of one, which does not.
     """
@@ -115,7 +116,7 @@ def run(
         if notices is not None:
             planned_call.warn(notices)
         results, stats = planned_call.run_with_states(read_states(call.variables, call.call.params))
-        y = results.leave(call)
+        y = results.apply(call)
     return y, stats
 
 
@@ -151,7 +152,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
 
 
 def _settings_fingerprint(graph: Any, leaves: Sequence[CallLeaf]) -> Any:
-    """As `contents` of the settings of a call; None where that cannot be told."""
+    """As `static_fingerprint` of the settings of a call; None where that cannot be told."""
     settings = [getattr(value, "value", None) for _, value in graph.attributes]
     try:
         return static_fingerprint(*settings, *(leaf.value for leaf in leaves if leaf.kind == "setting"))
@@ -186,8 +187,8 @@ def _transform_method(
 ) -> Transformed:
     """A method as a function of parameters and other arrays, for one structure of the call.
 
-    Where settings hold other values (`known`) it is another one; where another library has changed JAX's products, one
-    for each call.
+    Where settings hold other values (`fingerprint`) it is another one; where another library has changed JAX's
+    products, one for each call.
     """
 
     def call(raw: list[Any]) -> _Results:
@@ -201,7 +202,13 @@ def _transform_method(
 
     names = LayerNames(method.prefix, shapes)
     return transform_call(
-        call, method.original, leaves, method.rules, names=names, whole=method.requires_product, checks=False
+        call,
+        method.original,
+        leaves,
+        method.rules,
+        names=names,
+        requires_product=method.requires_product,
+        checks_rules=False,
     )
 
 
@@ -249,7 +256,7 @@ def _collect_results(
     pairs = list(zip(state.paths, result_leaves, strict=True))
     result_arrays = [x for x, leaf in zip(result_values, result_leaves, strict=True) if leaf.kind == "array"]
     count = sum(leaf.num_arrays for path, leaf in pairs if path[0] == 0 and leaf.kind == "array")
-    return _Results(result_arrays, graph_after, tuple(result_leaves), count, whole=True)
+    return _Results(result_arrays, graph_after, tuple(result_leaves), count, has_graph_changes=True)
 
 
 def _is_graph(x: Any) -> bool:

@@ -40,7 +40,7 @@ def grad(f: Callable, *, argnums: Any = 0, has_aux: bool = False, **options: Any
 
 
 def _with_statistics(transform: Callable, f: Callable, argnums: Any, options: Any, grads_last: bool) -> Callable:
-    """A gradient by Flax's function. `last`: gradients are the last part of a pair; else the first."""
+    """A gradient by Flax's function. `grads_last`: gradients are the last part of a pair; else the first."""
     is_single = isinstance(argnums, (int, nnx.DiffState))
     returns_pair = transform is nnx.value_and_grad or options["has_aux"]
 

@@ -28,8 +28,8 @@ class LinenClassConfig(NamedTuple):
 
     Attributes:
         rules: which recipe is whose.
-        bound: of a part of a bound model, the path of the model's module; else None.
-        steps: of a part of a model, the path to it in the model that was not bound.
+        bound_path: of a part of a bound model, the path of the model's module; else None.
+        field_path: of a part of a model, the path to it in the model that was not bound.
     """
 
     rules: RuleSet
@@ -224,7 +224,7 @@ def _quantized_subclass(cls: Any, settings: LinenClassConfig) -> Any:
 
 
 def _get_root(module: Any) -> QuantizedRoot:
-    return type(module)._fp8jax_settings.root(module.scope)  # type: ignore[no-any-return]
+    return type(module)._fp8jax_settings.make_root(module.scope)  # type: ignore[no-any-return]
 
 
 def _wrap_submodules(module: Any, name: str, value: Any) -> Any:
@@ -248,12 +248,12 @@ def _quantized_submodule(module: Any, name: str, path: Any, value: Any) -> Any:
     if module.scope is None and value.scope is None:
         # As Flax will call it.
         field_name = "_".join((name, *(jax.tree_util.keystr((step,), simple=True) for step in path)))
-        settings = settings._replace(steps=(*settings.field_path, field_name))
+        settings = settings._replace(field_path=(*settings.field_path, field_name))
     elif module.scope is None or value.scope is None:
         return value
     else:
         root = _get_root(module)
-        settings = settings._replace(bound=root.path)
+        settings = settings._replace(bound_path=root.path)
     submodule_class: Any = type(value)
     submodule = object.__new__(_quantized_subclass(submodule_class, settings))
     vars(submodule).update(vars(value))

@@ -37,7 +37,7 @@ def lora(
         optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
         grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
 
-    Parameters become `UntrainedVariable`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are
+    Parameters become `FrozenParam`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are
     those of adapters. The weights of layers that follow a recipe are held as codes, a byte each, and multiplied by
     them as `fp8jax.lora.linear` does it; the recipe "bf16" decodes them for products in 16 bits. Adapters are
     `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the module that holds the parameter NAME. Save

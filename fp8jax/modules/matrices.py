@@ -33,7 +33,7 @@ def wrong_model_message(expectation: str, model: Any) -> str:
     """What to say where something else than a model of Flax is given.
 
     Args:
-        takes: what is taken, such as "fp8jax.nnx.quantize takes an NNX module".
+        expectation: what is taken, such as "fp8jax.nnx.quantize takes an NNX module".
         model: the object.
     """
     kind = type(model)

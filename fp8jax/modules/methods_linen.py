@@ -28,8 +28,8 @@ from fp8jax.modules.calls import (
     merge_leaves,
     partition_leaves,
     static_fingerprint,
+    transform_call,
 )
-from fp8jax.modules.calls import transform_call as as_function
 from fp8jax.modules.scaled import get_observed_operands, init_stats
 from fp8jax.modules.scaled_linen import (
     NOT_MUTABLE_MESSAGE,
@@ -59,8 +59,8 @@ class QuantizedRoot(NamedTuple):
     Attributes:
         rules: which recipe is whose.
         path: where the model is whose paths these match.
-        steps: where the module is in its model, if that was never bound.
-        part: it is a part of this model, called by itself.
+        field_path: where the module is in its model, if that was never bound.
+        is_submodule: it is a part of this model, called by itself.
     """
 
     rules: RuleSet
@@ -70,11 +70,11 @@ class QuantizedRoot(NamedTuple):
 
     def contains(self, scope: Any) -> bool:
         """Whether a scope is one of a run of the model."""
-        return self._replace(part=False) in scope.flags.get("fp8jax", ())
+        return self._replace(is_submodule=False) in scope.flags.get("fp8jax", ())
 
     def with_flag(self, scope: Any) -> Any:
         """The flags of such a scope."""
-        return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(part=False))})
+        return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(is_submodule=False))})
 
     def model_path(self, scope_path: Place) -> Place:
         """Where in the model the scope at a path is."""
@@ -87,8 +87,8 @@ class LiftedCall(NamedTuple):
 
     Attributes:
         call: with its arrays.
-        places: the number of the scope, and the path in it, of each parameter, by its path.
-        mutable: for each scope, whether it takes variables of scalings.
+        param_locations: the number of the scope, and the path in it, of each parameter, by its path.
+        is_mutable: for each scope, whether it takes variables of scalings.
     """
 
     call: Call
@@ -158,8 +158,8 @@ class _TracedCall(threading.local):
     current: tuple[Callable, Callable, Callable] | None = None
 
     @contextlib.contextmanager
-    def set_current(self, *now: Callable) -> Iterator[None]:
-        previous, self.current = self.current, now  # type: ignore[assignment]
+    def set_current(self, *lifting: Callable) -> Iterator[None]:
+        previous, self.current = self.current, lifting  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -179,7 +179,7 @@ class _TracedFunction(NamedTuple):
 def _lift_method(
     method: Callable, root: QuantizedRoot, run: Callable[[LiftedCall, Any], Any], is_init: bool = False
 ) -> Callable:
-    """A method whose call is one of `run` with its function; `fresh`, of the function that initializes it."""
+    """A method whose call is one of `run` with its function; `is_init`, of the function that initializes it."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,13 +297,18 @@ def _make_function(
     arrays = [leaf for leaf in leaf_kinds if leaf.kind != "setting"]
     arrays_with_shapes = zip(arrays, shapes, strict=True)
     names = LayerNames("", [(leaf.value, shape) for leaf, (shape, _) in arrays_with_shapes if leaf.kind == "parameter"])
-    caller_options: Any = {
-        "modules": True,
-        "names": names,
-        "whole": not root.is_submodule,
-        "checks": not root.is_submodule,
-    }
-    return _TracedFunction(as_function(call, method, leaf_kinds, root.rules, **caller_options), counters)
+    is_model = not root.is_submodule
+    transformed = transform_call(
+        call,
+        method,
+        leaf_kinds,
+        root.rules,
+        names=names,
+        requires_product=is_model,
+        is_module_method=True,
+        checks_rules=is_model,
+    )
+    return _TracedFunction(transformed, counters)
 
 
 def _module_fingerprint(module: nn.Module) -> Hashable:

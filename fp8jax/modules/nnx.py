@@ -43,7 +43,7 @@ class QuantizedClassConfig:
         rules: on the paths of layers.
         prefix: the module's path in its model; "" where no rule of the user's asks for it.
         methods: the names of the methods that are transformed.
-        whole: it is the model itself, and so something in it is to be quantized.
+        is_model: it is the model itself, and so something in it is to be quantized.
     """
 
     rules: RuleSet
@@ -261,7 +261,7 @@ def find_candidates(submodules: dict[str, Any], rules: RuleSet) -> tuple[dict[st
 
 
 def get_layer_names(matrices: Iterable[str], path: str) -> tuple[str, ...]:
-    """The path of a parameter's layer, and others that rules may match; see `Names`."""
+    """The path of a parameter's layer, and others that rules may match; see `LayerNames`."""
     return LayerNames("", [(matrix_path, (2, 2)) for matrix_path in matrices])(path)
 
 
@@ -318,9 +318,9 @@ def _add_scaling(
     if isinstance(layer, LAYERS) and name == "kernel":
         einsum = isinstance(layer, nnx.Einsum)
         place = "einsum_op" if einsum else "dot_general"
-        original_options: Any = {"written": getattr(layer, place), "product": jnp.einsum if einsum else lax.dot_general}
+        jax_function = jnp.einsum if einsum else lax.dot_general
         scaling = LayerScaling(
-            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", record=record, **original_options
+            linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, place), jax_function, record
         )
     else:
         place = get_state_name(name.replace("/", "_"))
@@ -367,10 +367,10 @@ def _remove_state_modules(module: nnx.Module) -> None:
     """Takes what a module holds for its products out of it, in place."""
     for name, value in list(vars(module).items()):
         if isinstance(value, ParameterStateModule):
-            if value.product is None:
+            if value.jax_function is None:
                 delattr(module, name)
             else:
-                setattr(module, name, nnx.static(value.written))
+                setattr(module, name, nnx.static(value.original))
 
 
 def plan_call(model: Any, args: Any, kwargs: Any) -> CallPlan:

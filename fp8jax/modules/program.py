@@ -24,7 +24,7 @@ class Program:
         traced: in the jaxpr.
         compiled: in the optimized program of XLA, its custom calls included.
         choices: the operations of fp8jax that were traced, and what computes each.
-        saved: what linears save for the backward pass, each kind once.
+        residuals: what linears save for the backward pass, each kind once.
     """
 
     backend: str

@@ -22,7 +22,7 @@ class Layer:
         linear: what its products compute in; None where it is left alone.
         reason: the rule that matched, or why it is left alone.
         dtype: what it computes in where nothing is quantized; None if its inputs say.
-        held: what stands in the place of its weight, which is not trained.
+        frozen: what stands in the place of its weight, which is not trained.
     """
 
     path: str
@@ -75,12 +75,12 @@ class ContextEntry:
     Attributes:
         path: its place in the model, joined by "/".
         kind: name of its class.
-        computes: "norm", or the expression that it was recognised by; None where nothing is known of it.
+        computation: "norm", or the expression that it was recognised by; None where nothing is known of it.
         context: what it keeps; None where it is left alone.
         reason: the rule that matched, or why it is left alone.
-        attention: the layers that keep no copy of their input, because attention does.
+        attention_layers: the layers that keep no copy of their input, because attention does.
         readers: of a norm, what reads its result without quantizing it: a layer, or a product of none, and the dtype.
-        alone: nothing else is known to read it.
+        has_only_listed_readers: nothing else is known to read it.
     """
 
     path: str
@@ -113,10 +113,11 @@ class Report:
     Attributes:
         layers: the linear layers, embeddings, convolutions and attentions of the model, and whatever else has matrices.
         program: the products of a forward and backward pass; None without sample inputs.
-        parts: norms, activations and attentions, where the rules say what these keep.
+        context_entries: norms, activations and attentions, where the rules say what these keep.
         notes: what should be looked at: output heads and routers that are quantized, and matrices that are not known.
         figures: sentences on what stays in 16 bits, is kept and is gained.
-        unplanned: norms, activations and products without a parameter that run as written, whatever the rules say.
+        unplanned_entries: norms, activations and products without a parameter that run as written, whatever the rules
+            say.
     """
 
     layers: tuple[Layer, ...]
@@ -169,8 +170,8 @@ class Report:
         if self.leaking_layers:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
-                f"scales that span tokens: the inputs of {len(self.leaking_layers)} layers ({specs}). Later tokens change the "
-                "scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
+                f"scales that span tokens: the inputs of {len(self.leaking_layers)} layers ({specs}). Later tokens "
+                "change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
         if folds := dict.fromkeys(
             spec for layer in self.quantized_layers if layer.linear for spec in layer.linear.folded_specs

@@ -115,19 +115,20 @@ class ParameterStateModule(nnx.Module):
     Attributes:
         linear: the recipe of the products.
         weight: the path of the parameter in its layer.
-        written: what the layer has there; None also for JAX's own function.
-        product: JAX's function that it stands for; None in an attribute of its own.
-        held: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets it.
+        original: what the layer has there; None also for JAX's own function.
+        jax_function: JAX's function that it stands for; None in an attribute of its own.
+        prequantized: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets
+            it.
     """
 
     VARIABLES: tuple[type, ...] = (QuantizedWeightVariable,)
 
     def __init__(self, linear: Linear, weight: str, original: Any, jax_function: Any) -> None:
-        self.linear, self.weight, self.written, self.product = linear, weight, original, jax_function
+        self.linear, self.weight, self.original, self.jax_function = linear, weight, original, jax_function
         self.prequantized: Any = nnx.data(None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.written or self.product)(*args, **kwargs)
+        return (self.original or self.jax_function)(*args, **kwargs)
 
     def get_weight_path(self, path: Sequence[Any]) -> tuple[str, ...]:
         """The path of the parameter, for that of the holder."""
@@ -136,13 +137,13 @@ class ParameterStateModule(nnx.Module):
     def layer_axes(self) -> tuple[int, ...]:
         """The sizes of the first axes of the parameter, those of stacked layers; `nnx.scan` takes them off."""
         assert self.prequantized is not None
-        codes: tuple[int, ...] = self.prequantized.weight().forward.codes.shape
+        codes: tuple[int, ...] = self.prequantized.unflatten().forward.codes.shape
         return codes[:-2]
 
     def read_state(self, weight: Any) -> ParameterState:
         """What a call reads that has this weight."""
         return ParameterState(
-            self.linear, self.layer_axes(), weight=None if self.prequantized is None else self.prequantized.weight()
+            self.linear, self.layer_axes(), weight=None if self.prequantized is None else self.prequantized.unflatten()
         )
 
     def merge_stats(self, observed: Stats) -> None:
@@ -153,7 +154,7 @@ class LayerScaling(ParameterStateModule):
     """The state of the scaling of one parameter's products, in an NNX model.
 
     Attributes:
-        x, w, dy, or as `Stateful.variable` names them: states, fp32, with the leading axes of stacked layers.
+        x, w, dy, or as `Stateful.variable_name` names them: states, fp32, with the leading axes of stacked layers.
         seen_x, seen_w: what the calls since the last update observed, fp32.
         slot: fp32 (...), the largest magnitude of the output's gradients since the last update, as `value_and_grad` of
             `fp8jax.nnx` has seen it.
@@ -163,10 +164,10 @@ class LayerScaling(ParameterStateModule):
     Args:
         linear: the recipe of its products.
         kernel: the weight, (..., and at least two axes), an array or a shape.
-        weight: as of `Holder`.
-        stacked: how many of its first axes are those of stacked layers.
+        weight: as of `ParameterStateModule`.
+        num_layer_axes: how many of its first axes are those of stacked layers.
         kind: of layer, for messages; no path, because layers that differ in nothing else share their traces.
-        written, product: as of `Holder`.
+        original, jax_function: as of `ParameterStateModule`.
         record: one for all layers of a model.
     """
 
@@ -221,13 +222,16 @@ class LayerScaling(ParameterStateModule):
                 slot = training.require_statistics(
                     slot, weight, _STATISTICS_MESSAGE.format(layer=self.kind, names=names)
                 )
-            context: Any = {"layer": self.kind, "names": names, "record": self.record}
             if get_observed_operands(self.linear):
                 operand = "x" if state.x is not None else get_observed_operands(self.linear)[0]
-                state_array = training.read_state(getattr(state, operand), (weight, slot), **context)
+                state_array = training.read_state(
+                    getattr(state, operand), (weight, slot), self.kind, names, record=self.record
+                )
                 state = state._replace(**{operand: state_array})
             if self.linear.needs_weight_bounds and state.w is not None:
-                state = state._replace(w=training.read_state(state.w, weight, call=training.BOUNDS, **context))
+                state = state._replace(
+                    w=training.read_state(state.w, weight, self.kind, names, call=training.BOUNDS, record=self.record)
+                )
         return super().read_state(weight)._replace(state=state, amax_slot=slot)
 
     def merge_stats(self, observed: Stats) -> None:
@@ -332,7 +336,7 @@ def merge_gradient_stats(model: Any, grads: Any) -> Any:
 
 
 def get_state_name(weight: str) -> str:
-    """Where the variables of a product with a parameter are, in a layer of a user's own class; see `layer_path`."""
+    """Where the variables of a product with a parameter are, in a layer of a user's own class; see `get_layer_path`."""
     return f"{STATE_PREFIX}{weight}"
 
 

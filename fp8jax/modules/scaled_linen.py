@@ -114,9 +114,10 @@ def advance_scaling(
         linear = _find_linear(layer, layer_variables, rules)
         observed_names = get_observed_operands(linear)
         if "dy" in observed_names and layer not in statistics_layers:
+            name = "/".join(get_layer_path(layer)) or "the layer"
             raise ValueError(
-                f"{'/'.join(get_layer_path(layer)) or 'the layer'} has {scaling_names(linear)} scaling, and there are no "
-                f"statistics of the gradients of its output: give those of the collection 'fp8jax_statistics'. {_STEP_MESSAGE}"
+                f"{name} has {scaling_names(linear)} scaling, and there are no statistics of the gradients of its "
+                f"output: give those of the collection 'fp8jax_statistics'. {_STEP_MESSAGE}"
             )
         if layer in statistics_layers and "dy" not in observed_names:
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
@@ -133,12 +134,12 @@ def advance_scaling(
 def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
     """Gives the layers of a model with automatic weight scaling their bounds: call it after each update.
 
-        updates, opt_state = tx.update(grads, opt_state, params)  # of a chain that ends with fp8jax.track_weights()
-        scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state))
+        updates, opt_state = tx.update(grads, opt_state, params)  # of a chain that ends with fp8jax.track_weight_amax()
+        scaling = fp8jax.linen.update_weight_amax_bounds(scaling, fp8jax.get_weight_amax_bounds(opt_state))
 
     Args:
         scaling: the collection "fp8jax_scaling".
-        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the collection "params".
+        bounds: what `fp8jax.get_weight_amax_bounds` reads from the state of an optimizer of the collection "params".
 
     Returns:
         The collection for the next step, and for evaluation.
@@ -150,7 +151,8 @@ def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[
 
 
 def update_trained_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
-    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds.
+    """`update_weight_amax_bounds` for the weights that an optimizer trains; others stay as they are, and so do their
+    bounds.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer follows no weight of one.
@@ -187,7 +189,7 @@ def reset_weight_amax_bounds(scaling: Mapping[str, Any], params: Mapping[str, An
     """The collection "fp8jax_scaling" of a model with automatic weight scaling, measured: for parameters that were
     loaded after it was given bounds. Of one that was not, each call measures the weights.
 
-    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
+    Where training goes on with them, `fp8jax.reset_weight_amax_bounds` measures them for the optimizer, too.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling.

@@ -29,7 +29,7 @@ def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: 
     """The property by which Flax marks a module of a copy; setting it first gives the module a class of a table.
 
     Args:
-        written: the class of the module as written.
+        original: the class of the module as written.
         method: of the model itself, its call; None for its parts.
         restore: takes what a module holds for its products out of it.
     """

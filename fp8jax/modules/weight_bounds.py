@@ -16,16 +16,16 @@ def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...]
 
     `fp8jax.nnx.Optimizer` does so by itself. For Flax's:
 
-        optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weights()), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weight_amax()), wrt=nnx.Param)
         optimizer.update(model, grads)
-        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+        fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state))
 
     Evaluation reads the bounds, which are part of the model's state and of its checkpoints. A model without bounds
     measures its weights in each call.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
-        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the model's parameters.
+        bounds: what `fp8jax.get_weight_amax_bounds` reads from the state of an optimizer of the model's parameters.
 
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
@@ -35,7 +35,8 @@ def update_weight_amax_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...]
 
 
 def update_trained_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
-    """`set_weight_bounds` for the weights that an optimizer trains; others stay as they are, and so do their bounds.
+    """`update_weight_amax_bounds` for the weights that an optimizer trains; others stay as they are, and so do their
+    bounds.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer follows none of its weights.
@@ -52,7 +53,7 @@ def update_trained_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Ar
 
 
 def _layers_to_update(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
-    """As `_tracked`, in a step that gives bounds."""
+    """As `_bounded_layers`, in a step that gives bounds."""
     layers = _bounded_layers(model)
     for record in {layer.record for _, layer in layers}:
         training.record_advance(training.BOUNDS, record)
@@ -68,7 +69,8 @@ def reset_weight_amax_bounds(model: nnx.Module) -> None:
     """Measures the weights of a model with automatic weight scaling, in place.
 
     Call it after loading parameters into a model that has bounds, which would clip them. A model without bounds then
-    needs no measurement in each call. If training continues, call `fp8jax.measure_weights` for the optimizer, too.
+    needs no measurement in each call. If training continues, call `fp8jax.reset_weight_amax_bounds` for the
+    optimizer, too.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling.

@@ -51,7 +51,8 @@ def quantize_weights(
 
     What calls of the copy observe, for scalings with a state, the model has seen: end the step with the model itself.
 
-    A model whose recipe has all products in 16 bits, such as "bf16", is copied as it is, unless `gradients` are given.
+    A model whose recipe has all products in 16 bits, such as "bf16", is copied as it is, unless `gradient_dtype` is
+    given.
 
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
 
@@ -60,17 +61,20 @@ def quantize_weights(
         quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale that its
             state gives, or None; gives what the layer holds, or None for nothing. The default is
             `fp8jax.quantize_weight`; another may gather the weight from shards (`fp8jax.dist.gather_quantized`).
-        gradients: dtype of the held parameters in the copy, and so of their gradients; None leaves it as it is. In
+        gradient_dtype: dtype of the held parameters in the copy, and so of their gradients; None leaves it as it is. In
             "bfloat16" products write them in two bytes a parameter, and clipping and the optimizer read two: rounded
             once, to nearest, as a bf16 layer of Flax has them. Sums over microbatches are yours to widen; what else
             reads such a parameter, as a tied embedding, reads it rounded.
 
     Raises:
         ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own. Or gradients
-            have another dtype than these, or a recipe joins products (`Linear.joins`), which read no held codes.
+            have another dtype than these, or a recipe joins products (`Linear.fuse_parallel_matmuls`), which read no
+            held codes.
     """
     if gradient_dtype is not None and str(jnp.dtype(gradient_dtype)) not in _GRADIENT_DTYPES:
-        raise ValueError(f"gradients must be one of {', '.join(_GRADIENT_DTYPES)}, or None, not {gradient_dtype!r}")
+        raise ValueError(
+            f"gradient_dtype must be one of {', '.join(_GRADIENT_DTYPES)}, or None, not {gradient_dtype!r}"
+        )
     copy = nnx.clone(model)
     original_layers = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)}
     for path, layer_copy in nnx.iter_modules(copy):
@@ -130,9 +134,9 @@ def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], 
         return False
     if linear.fuse_parallel_matmuls:
         raise ValueError(
-            f"{settings.prefix or 'the model'} has a recipe with linear.joins, whose products quantize their weights "  # type: ignore[union-attr]
-            "as one, in each call: they read no held codes. Quantize the model by one with joins=False, or give a "
-            "quantizer that returns None there"
+            f"{settings.prefix or 'the model'} has a recipe with linear.fuse_parallel_matmuls, whose products "  # type: ignore[union-attr]
+            "quantize their weights as one, in each call: they read no held codes. Quantize the model by one with "
+            "fuse_parallel_matmuls=False, or give a quantizer that returns None there"
         )
     if not isinstance(state_module, ParameterStateModule):
         layer.dot_general = state_module = nnx.data(
