@@ -31,7 +31,7 @@ class Choice:
 
 _RecordsVar = contextvars.ContextVar[list[Any] | None]
 _choices: _RecordsVar = contextvars.ContextVar("choices", default=None)
-_residuals: _RecordsVar = contextvars.ContextVar("saved", default=None)
+_residuals: _RecordsVar = contextvars.ContextVar("residuals", default=None)
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
 
     Args:
         impl: "auto", "xla" or "triton".
-        unfit: says why the kernel cannot take the operands, or None; not asked where programs run on no CUDA GPU,
+        unsupported_reason: says why the kernel cannot take the operands, or None; not asked where programs run on no CUDA GPU,
             unless `impl` is "triton".
         kernel: what the kernel is called.
 
@@ -235,7 +235,7 @@ def by_platform(
 ) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`.
 
-    With `logical` the reference knows nothing of Explicit axes. Both are traced once for all calls that are alike, as
+    With `hide_explicit_axes` the reference knows nothing of Explicit axes. Both are traced once for all calls that are alike, as
     those of a model's blocks are.
     """
     return trace_cache.call_traced_once(functools.partial(_by_platform, cuda, default, hide_explicit_axes), *args)
@@ -285,7 +285,7 @@ def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
     """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None.
 
     Args:
-        kernel: its name.
+        kernel: its name in pallas_kernels, as "quantization.quantize_triton".
         fp8: whether it makes or reads FP8 codes, which GPUs convert from Ada (8.9) on. Kernels of int8 codes and of
             bytes run on Turing and Ampere (7.5 and 8.x), too.
 

@@ -4,7 +4,7 @@ Without them XLA makes all codes. Two parts of a recipe are then slower than wha
 
 - Contexts in 8 bits (`Recipe.context`). Each costs a pass of its own to quantize and another one to decode. In models
   norms and activations are therefore left as written: their inputs stay in the model's dtype, and layers quantize what
-  they read (`written_contexts`). `fp8jax.rms_norm`, `glu` and their siblings keep what their recipe says.
+  they read (`keeps_nonlinear_unchanged`). `fp8jax.rms_norm`, `glu` and their siblings keep what their recipe says.
 - Optimizer states in 8 bits (`Recipe.optimizer`). They stay in 8 bits, which users ask for to save memory.
 
 All else is the same with and without kernels: scales per tensor take cuBLASLt's FP8 product, and XLA makes the codes.

@@ -42,7 +42,7 @@ class Placement(NamedTuple):
 
         Args:
             mesh: that JAX says, empty where it knows none and inside `jax.shard_map`.
-            around: the abstract mesh at the call.
+            call_mesh: the abstract mesh at the call.
             x: an operand, as XLA tells it.
         """
         devices = np.array(x.sharding._device_assignment)
@@ -113,14 +113,14 @@ def run_partitioned(
         name: of the program.
         static: all else that `function` is compiled for; with the name and the code it tells kernels apart in JAX's
             persistent cache, so its `repr` must say it all.
-        function: `function(cut, *operands)`, which closes over no array; `cut` sums and compares over devices.
+        function: `function(sharding, *operands)`, which closes over no array; `sharding` sums and compares over devices.
         operands: arrays, trees of them, or None.
         ins: for each operand how it may be cut, in the notation of this file; of a tree, for each of its parts.
         outs: the same of what `function` returns.
         units: what the parts of a dimension are multiples of, beside its blocks.
-        sums: the dimension that the only result is summed over; `function` then gives that to `cut.total`.
-        wanted: how the only result is to lie on Explicit mesh axes; on Auto ones XLA's partitioner says.
-        kernel: False if `function` is of JAX's operations alone, which `jax.vmap` may map; kernels run one by one.
+        sum_dim: the dimension that the only result is summed over; `function` then gives that to `sharding.psum`.
+        out_spec: how the only result is to lie on Explicit mesh axes; on Auto ones XLA's partitioner says.
+        is_kernel: False if `function` is of JAX's operations alone, which `jax.vmap` may map; kernels run one by one.
 
     Returns:
         What `function` returns for whole arrays.
@@ -140,7 +140,12 @@ def run_partitioned(
     notation = Notation(*in_out_dims, tuple((units or {}).items()), sum_dim)
     digest = hashlib.sha256(repr((static, notation, _code_digest())).encode()).hexdigest()[:16]
     run_leaves = _partitioned_call(
-        f"{name}_{digest}", lambda cut, *x: jax.tree.leaves(call_on_shards(cut, *x)), notation, 0, out_spec, is_kernel
+        f"{name}_{digest}",
+        lambda sharding, *x: jax.tree.leaves(call_on_shards(sharding, *x)),
+        notation,
+        0,
+        out_spec,
+        is_kernel,
     )
     return jax.tree.unflatten(jax.tree.structure(results), run_leaves(*leaves))
 
@@ -157,7 +162,7 @@ def _code_digest() -> str:
     for package in ("pallas_kernels", "fp8jax.core", "fp8jax.ops"):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
-            for path in sorted(pathlib.Path(folder).glob("*.py")):
+            for path in sorted(pathlib.Path(folder).rglob("*.py")):
                 digest.update(path.name.encode() + path.read_bytes())
     for package in ("jax-triton", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -231,9 +236,9 @@ def _partitioned_call(
 
 def _call_on_auto_axes(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     lengths, count = notation.lengths([x.shape for x in arrays]), len(arrays)
-    closed_jaxpr = jax.make_jaxpr(lambda *own: tuple(function(UNSHARDED, *own)))(*arrays)
+    closed_jaxpr = jax.make_jaxpr(lambda *shards: tuple(function(UNSHARDED, *shards)))(*arrays)
     call_mesh = jax.sharding.get_abstract_mesh()
-    # So that XLA numbers the devices of a group in the mesh's order; see `placement`.
+    # So that XLA numbers the devices of a group in the mesh's order; see `Placement`.
     order_anchor = (np.int8(0),) if AxisType.Manual in call_mesh.axis_types else ()
     # What is partitioned takes its constants, such as tables, as operands.
     ins = (*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in closed_jaxpr.consts))
@@ -287,5 +292,5 @@ def _call_on_explicit_axes(
     # Without names all axes are mapped over but those that `jax.vmap` hides while it traces.
     names = set(sizes) if AxisType.Manual in mesh.axis_types else set()
     return jax.shard_map(
-        lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=names, check_vma=False
+        lambda *shards: tuple(run(*shards)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=names, check_vma=False
     )(*resharded)

@@ -34,7 +34,7 @@ class DimSharding(NamedTuple):
 
     Attributes:
         axes: the mesh axes of each dimension that is cut.
-        scattered: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
+        scatter_axes: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
     """
 
     axes: dict[str, tuple[str, ...]]
@@ -88,7 +88,7 @@ class Notation(NamedTuple):
     Attributes:
         ins, outs: the dimensions of each operand and result.
         units: what parts of a dimension are multiples of, beside its blocks.
-        sums: the dimension that the only result is summed over, of whose sum a device may keep a part.
+        sum_dim: the dimension that the only result is summed over, of whose sum a device may keep a part.
     """
 
     ins: tuple[Dimensions, ...]
@@ -158,7 +158,7 @@ class Notation(NamedTuple):
             lengths: of the dimensions.
             specs: of the operands.
             mesh: sizes of its axes.
-            wanted: how the only result is to lie, where that is known.
+            out_spec: how the only result is to lie, where that is known.
         """
         axes: dict[str, tuple[str, ...]] = {}
         used_axes: set[str] = set()

@@ -36,7 +36,7 @@ def explicit_mesh(*trees: Any) -> Any:
 
 
 def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: OutSharding = None) -> Any:
-    """The sharding of a product by JAX's own rule, as `merge` and `split` take it; None without Explicit axes.
+    """The sharding of a product by JAX's own rule, as `merge` and `reshape` take it; None without Explicit axes.
 
     Raises:
         ShardingTypeError: the rule needs `out_sharding`.
@@ -138,7 +138,7 @@ def matmul_sharded(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: 
 
 
 def _gather_operand(operand: Any, other: Any, out_rows: Any) -> Any:
-    """An operand whole along those mesh axes over which the other one's rows are sharded, and stay so in `rows`."""
+    """An operand whole along those mesh axes over which the other one's rows are sharded, and stay so in `out_rows`."""
     names = {*blocks.spec_entry_axes(spec_of(other)[0])} & {*blocks.spec_entry_axes(out_rows)}
     spec = tuple(
         tuple(name for name in blocks.spec_entry_axes(entry) if name not in names) or None for entry in spec_of(operand)

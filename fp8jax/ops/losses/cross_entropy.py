@@ -19,7 +19,6 @@ from fp8jax.ops.dispatch.choice import cast_varying_like
 from fp8jax.ops.dispatch.partition import run_partitioned
 from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
 from fp8jax.ops.dispatch.sharding import explicit_mesh, reshard, spec_of
-from fp8jax.ops.losses import labels
 from fp8jax.ops.losses.head import (
     CODES_DIMS,
     HeadCodes,
@@ -31,6 +30,7 @@ from fp8jax.ops.losses.head import (
     quantize_head,
     weight_shape,
 )
+from fp8jax.ops.losses.labels import IGNORE_LABEL, check_labels, check_operands, is_ignored, to_int32_labels
 from fp8jax.ops.losses.logits import (
     LogitCotangentFacts,
     Logits,
@@ -51,7 +51,7 @@ TILE = 128  # tokens of which a product computes no part
 
 
 def num_chunks(tokens: int, vocabulary: int, is_quantized: bool) -> int:
-    """How many chunks the tokens of a device are taken in; `coded` heads have logits in 16 bits.
+    """How many chunks the tokens of a device are taken in; quantized heads have logits in 16 bits.
 
     A quarter more than would do, where chunks then are of whole tiles.
     """
@@ -71,7 +71,7 @@ class TokenChunks(NamedTuple):
 
     @staticmethod
     def from_array(x: Array, vocabulary: int, is_quantized: bool, tokens_per_chunk: int | None) -> "TokenChunks":
-        """Of (..., channels) along its longest axis of tokens, by a given number of them or as `chunks_of` says."""
+        """Of (..., channels) along its longest axis of tokens, by a given number of them or as `num_chunks` says."""
         tokens = x.size // x.shape[-1]
         axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
         number = (
@@ -88,7 +88,7 @@ class TokenChunks(NamedTuple):
         return jnp.moveaxis(x.reshape(shape), self.axis + 1, 0)
 
     def merge(self, x: Array) -> Array:
-        """The inverse of `cut`."""
+        """The inverse of `split`."""
         x = jnp.moveaxis(x, 0, self.axis + 1)
         x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
         return lax.slice_in_dim(x, 0, self.size, axis=self.axis)
@@ -113,7 +113,7 @@ def linear_cross_entropy(
     *,
     bias: Array | None = None,
     where: Array | None = None,
-    ignore_label: int | None = labels.IGNORE_LABEL,
+    ignore_label: int | None = IGNORE_LABEL,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -164,7 +164,7 @@ def linear_cross_entropy(
         ValueError: shapes do not match, or an argument is out of its range.
         TypeError: labels are no integers, or `x` and `w` no floats.
     """
-    labels.check_operands(x, w, labels, bias, where, vocabulary_axis)
+    check_operands(x, w, labels, bias, where, vocabulary_axis)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     if softcap is not None and not softcap > 0:
@@ -186,14 +186,14 @@ def linear_cross_entropy(
     loss = _LossConfig(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, linear_recipe)
     is_counted = jnp.ones(labels.shape, bool) if where is None else where
     if ignore_label is not None:
-        is_counted = is_counted & ~labels.is_ignored(labels, ignore_label)
+        is_counted = is_counted & ~is_ignored(labels, ignore_label)
     if where is not None or ignore_label is not None:
         x = jnp.where(is_counted[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
     vocabulary = w.shape[loss.vocabulary_axis]
-    labels.check_labels(labels, is_counted, vocabulary)
-    labels = labels.to_int32_labels(labels, vocabulary)
+    check_labels(labels, is_counted, vocabulary)
+    labels = to_int32_labels(labels, vocabulary)
     x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
     token = derivatives.second_order_guard(
         derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
@@ -211,8 +211,8 @@ def linear_cross_entropy(
 class _Softmax(NamedTuple):
     """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp.
 
-    `label` is the label's logit; `own` are labels in the device's part of the vocabulary; `made` says that logits are
-    as a product made them.
+    `label_logit` is the label's logit; `local_labels` are labels in the device's part of the vocabulary;
+    `has_matmul_output` says that logits are as a product made them.
     """
 
     z: Array
@@ -297,7 +297,7 @@ def _describe_cotangents(
 def _run_sharded(
     loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
 ) -> Any:
-    """`function(cut, *operands)` of a device's tokens and vocabulary; operations of linear layers cut themselves."""
+    """`function(sharding, *operands)` of a device's tokens and vocabulary; operations of linear layers cut themselves."""
     if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
         return function(UNSHARDED, x, w, bias, *other_operands)
     weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]

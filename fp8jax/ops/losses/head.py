@@ -1,6 +1,6 @@
 """The products of an output head: logits, and from their cotangents the gradients of what it reads and of its weight.
 
-A head whose operands have one scale each (`codes_of`) is quantized once for all tokens, whatever they are cut into, and
+A head whose operands have one scale each (`quantize_head`) is quantized once for all tokens, whatever they are cut into, and
 the cotangents of its logits need no pass for their largest magnitude: softmax less the label's 1 is at most 1.
 """
 
@@ -90,7 +90,8 @@ class HeadCodes(NamedTuple):
 
     Attributes:
         forward: (vocabulary, channels). dgrad: (channels, vocabulary).
-        x, d: fp32 scalars, of what the head reads and of the cotangents of its logits; `d` is None where none are.
+        x_scale, d_scale: fp32 scalars, of what the head reads and of the cotangents of its logits; `d_scale` is None
+            where none are.
     """
 
     forward: QTensor
@@ -104,7 +105,7 @@ class HeadCodes(NamedTuple):
         It is 1, unless that scale is far too large for them: then a power of two.
 
         Args:
-            part: the head's.
+            linear_recipe: the head's.
             bound: what the cotangents of the chunk do not exceed, an fp32 scalar.
         """
         spec = linear_recipe.spec("dy")
@@ -122,7 +123,7 @@ CODES_DIMS = (("v -", "- -"), ("- v", "- -"), "", "")
 
 
 def has_codes(linear_recipe: Linear | None) -> bool:
-    """Whether a recipe's head is a `CodedHead`: FP8 with one scale an operand, rounded to nearest, the same codes in
+    """Whether a recipe's head is a `QuantizedHead`: FP8 with one scale an operand, rounded to nearest, the same codes in
     both products of what the head reads and of its weight."""
     if linear_recipe is None:
         return False
@@ -142,8 +143,8 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
 
     Args:
         x: what the head reads, all of it. w: its weight, of which `axis` is the vocabulary's.
-        part: a recipe's, of which `has_codes` holds.
-        largest: what the cotangents of logits do not exceed, fp32; None where there are none.
+        linear_recipe: a part of a recipe, of which `has_codes` holds.
+        max_cotangent: what the cotangents of logits do not exceed, fp32; None where there are none.
     """
     x, w = lax.stop_gradient((x, w))
     spec, x_spec = linear_recipe.spec("w"), linear_recipe.spec("x")
@@ -197,13 +198,13 @@ def max_logit_cotangent(vocabulary: int | Array, softcap: float | None, z_loss: 
     """What the cotangents of a token's logits, of a weight of 1, do not exceed.
 
     With z-loss, softmax is multiplied by 1 + 2 z_loss lse. A cap bounds lse; without one it is taken to be at most 128
-    above that of equal logits of 0, and `beyond` says by how much it is more.
+    above that of equal logits of 0, and `bound_excess` says by how much it is more.
     """
     return 1 + 2 * z_loss * ((128 if softcap is None else softcap) + math.log(vocabulary))
 
 
 def bound_excess(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
-    """How many times as large as `steepest` cotangents may be, of tokens of these lse, not capped; fp32, at least 1."""
+    """How many times as large as `max_logit_cotangent` cotangents may be, of tokens of these lse, not capped; fp32, at least 1."""
     factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
     return jnp.maximum(jnp.max(factors, initial=1.0) / max_logit_cotangent(vocabulary, None, z_loss), 1.0)
 

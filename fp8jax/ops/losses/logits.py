@@ -22,7 +22,7 @@ class Logits(NamedTuple):
 
     Attributes:
         values: fp32 (..., vocabulary).
-        made: the same as a product has written them, (tokens, vocabulary); None where more was added.
+        matmul_output: the same as a product has written them, (tokens, vocabulary); None where more was added.
     """
 
     values: Array
@@ -30,12 +30,12 @@ class Logits(NamedTuple):
 
 
 class LogitCotangentFacts(NamedTuple):
-    """What cotangents of logits z are: weights (exp(z - lse) (1 + steeper lse) - hit [label] - rest).
+    """What cotangents of logits z are: weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight).
 
     Attributes:
         lse, weights: fp32 (tokens,). Where the weight is 0, so are cotangents.
         labels: int32 (tokens,), in the device's part of the vocabulary.
-        steeper, hit, rest: numbers.
+        two_z_loss, label_weight, other_weight: numbers.
     """
 
     lse: Array
@@ -53,9 +53,9 @@ def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, so
     the bound is the largest cotangent itself, that of a label.
 
     Args:
-        d: what the cotangents are, before those of the cap.
+        facts: what the cotangents are, before those of the cap.
         z: capped logits (..., vocabulary).
-        label: the label's (...).
+        label_logit: the label's (...).
         softcap: the cap, or None.
     """
     label_logit, z = label_logit.reshape(-1), z.reshape(-1, z.shape[-1])
@@ -133,7 +133,7 @@ def quantize_cotangents(
 
     Args:
         z: logits (tokens, vocabulary). d: their cotangents, in the dtype of `z`.
-        origin: what these are; None where that is not known.
+        facts: what these are; None where that is not known.
         rows, columns: FP8 with one scale, to nearest; of `d`, and of its transposed copy.
         scale: fp32 scalar, for the format of `rows`.
     """
@@ -176,12 +176,11 @@ def _cotangents_kernel(codings: Any, numbers: Any, _: DimSharding, z: Array, *op
     from pallas_kernels.losses import logits_triton
 
     lse, labels, weights, *scales = operands
-    keywords: Any = dict(
-        zip(("rows", "columns", "two_z_loss", "label_weight", "other_weight"), (*codings, *numbers), strict=True)
-    )
+    (rows, columns), (two_z_loss, label_weight, other_weight) = codings, numbers
     return logits_triton.quantize_cotangents(
-        z, lse, labels, weights, scales=scales, **keywords, compute_capability=capability()
-    )
+        z, lse, labels, weights, scales=scales, rows=rows, columns=columns,
+        two_z_loss=two_z_loss, label_weight=label_weight, other_weight=other_weight, compute_capability=capability(),
+    )  # fmt: skip
 
 
 def _unsupported_reason(z: Any, specs: tuple[QuantSpec, ...] = ()) -> str | None:

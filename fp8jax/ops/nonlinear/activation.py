@@ -39,7 +39,7 @@ def glu(
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_linear` is it with the layer
+    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_down_proj` is it with the layer
     that reads it, which keeps less.
 
     Args:
@@ -97,12 +97,12 @@ class ActivationResiduals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ActivationBackward:
-    """How an activation goes back: `fp8jax.ops.autodiff.residuals.Remade`.
+    """How an activation goes back: `fp8jax.ops.autodiff.residuals.Recomputable`.
 
     Attributes:
         activation: its name. dtype: of its inputs.
-        bounded: whether scales of its cotangents come from bounds.
-        written: whether kernels write its cotangents, as `fused.written`.
+        uses_bounds: whether scales of its cotangents come from bounds.
+        writes_cotangents: whether kernels write its cotangents, as `fused_outputs.writes_result`.
         biased: whether layers before it have biases, whose gradients are sums of its cotangents.
     """
 
@@ -151,20 +151,19 @@ class ActivationBackward:
         if any(dtype != self.dtype for dtype in dtypes):
             return cast, ()
         predicted, sources = predicted or fused_outputs.CotangentPrediction(), self._operands(saved, cast[0], dy)
-        fused_outputs: tuple[fused_outputs.FusedOutput | None, ...] = (None,) * len(cast)
+        outputs: tuple[fused_outputs.FusedOutput | None, ...] = (None,) * len(cast)
         if sources is not None:
             from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
 
             kinds = (GATE, UP)[: len(cast)]
             sums = dict(enumerate(predicted.sums))
-            fused_outputs = fused_outputs.FusedOutputs(
+            outputs = fused_outputs.FusedOutputs(
                 sources[0], kinds, sources[1], predicted.peaks, None, predicted.variants, sums
             ).outputs
         spec, scales = predicted.spec, predicted.scales or (None,) * len(cast)
         scale_facts = (None if spec is None or scale is None else (spec, scale) for scale in scales)
         return cast, tuple(
-            ArrayFacts(None, fused_output, scale)
-            for fused_output, scale in zip(fused_outputs, scale_facts, strict=True)
+            ArrayFacts(None, fused_output, scale) for fused_output, scale in zip(outputs, scale_facts, strict=True)
         )
 
     def _predict_cotangents(
@@ -243,7 +242,7 @@ def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands:
         sample = backend.peaks(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
     is_loose = [(peak == 0) | scaling.is_loose(bound, peak, fmt) for bound, peak in zip(bounds, sample, strict=True)]
     with jax.named_scope("mend"):
-        return tuple(backend.peaks(operation, kinds, operands, wanted=functools.reduce(jnp.logical_or, is_loose)))
+        return tuple(backend.peaks(operation, kinds, operands, compute_if=functools.reduce(jnp.logical_or, is_loose)))
 
 
 def _row_bounds(residual: QTensor) -> Array:
@@ -262,7 +261,7 @@ def activate(
 ) -> tuple[Array, ArrayFacts]:
     """The result of an activation, `glu` where there is an `up`, and what it is made from.
 
-    `biased` says that linear layers with a bias have made an input: the pass that quantizes its gradient then gives
+    `has_bias` says that linear layers with a bias have made an input: the pass that quantizes its gradient then gives
     that of the bias, too.
     """
     context, function, consumer = context_part(recipe), _function(name), fused_outputs.find_consumer(recipe)
@@ -326,8 +325,10 @@ def _kernel_operation(
     forward: bool = False,
     fp8: bool = True,
 ) -> Any:
-    fields: Any = {"activation": name, "gated": up is not None, "activated": saves_activated}
-    return fused_outputs.describe_operation(like, spec, like.dtype, forward=forward, fp8=fp8, **fields)
+    return fused_outputs.describe_operation(
+        like, spec, like.dtype, forward=forward, fp8=fp8,
+        activation=name, gated=up is not None, activated=saves_activated,
+    )  # fmt: skip
 
 
 def _save_and_write_result(
@@ -337,7 +338,9 @@ def _save_and_write_result(
     coding, dtype = fused_outputs.to_coding(spec), gate.dtype
     g, u = fused_outputs.to_matrix(gate), None if up is None else fused_outputs.to_matrix(up)
     parts, _, y = fused_outputs.run(
-        lambda backend, *arrays: backend.keep_activation(operation, *arrays, coding, result=(None, dtype)), g, u
+        lambda backend, *arrays: backend.encode_activation_residuals(operation, *arrays, coding, result=(None, dtype)),
+        g,
+        u,
     )
     return _to_residuals(parts, gate, spec), fused_outputs.reshape_like(y, gate)
 
@@ -364,7 +367,7 @@ def _save_and_quantize_result(
     exact_operation, kinds = operation._replace(exact=True), (quantize_recomputed_triton.RESULT,)
 
     def save_and_quantize(backend: Any, *arrays: Any) -> Any:
-        save = functools.partial(backend.keep_activation, operation, *arrays, coding)
+        save = functools.partial(backend.encode_activation_residuals, operation, *arrays, coding)
         if out_spec is None or out_spec.is_folded:
             parts, peak, codes = save(result=None if out_spec is None else (None, formats.get(out_spec.format).dtype))
             return parts, peak, None, codes
@@ -374,7 +377,7 @@ def _save_and_quantize_result(
         parts, peak, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
         scale = _scale_from_sample(out_spec, sample, peak)
         with jax.named_scope("mend"):
-            codes = backend.mend(
+            codes = backend.requantize_if(
                 exact_operation, kinds, operands, codes, scale, peak > scaling.amax_from_sample(sample)
             )
         return parts, peak, scale, codes

@@ -99,7 +99,7 @@ class NormResiduals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NormBackward:
-    """How a norm goes back: `fp8jax.ops.autodiff.residuals.Remade`."""
+    """How a norm goes back: `fp8jax.ops.autodiff.residuals.Recomputable`."""
 
     centered: bool
     dtype: DTypeLike
@@ -127,8 +127,10 @@ class NormBackward:
             saved, dy, fp8=isinstance(saved.codes, Array) or not saved.codes.spec.is_packed
         )
         if operation is None:
-            options = {"centered": self.centered, "biased": saved.bias is not None}
-            dx, *sums = norm_cotangents(self._input(saved)[0], saved.inverse, saved.scale, dy, **options)
+            z, _ = self._input(saved)
+            dx, *sums = norm_cotangents(
+                z, saved.inverse, saved.scale, dy, centered=self.centered, biased=saved.bias is not None
+            )
             return _cast(
                 (dx if passthrough_cotangent is None else dx + passthrough_cotangent.astype(jnp.float32), *sums), dtypes
             ), ()
@@ -156,11 +158,11 @@ class NormBackward:
         return z - mean, mean
 
     def _kernel_operation(self, saved: NormResiduals, like: Array, *, fp8: bool = True) -> Any:
-        fields = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
         spec = None if isinstance(saved.codes, Array) else saved.codes.spec
         return fused_outputs.describe_operation(
-            like, spec, self.dtype, norm=True, fp8=fp8, centered=self.centered, **fields
-        )
+            like, spec, self.dtype, norm=True, fp8=fp8,
+            centered=self.centered, scaled=saved.scale is not None, biased=saved.bias is not None,
+        )  # fmt: skip
 
 
 def normalize(
@@ -174,7 +176,7 @@ def normalize(
     centered: bool,
     returns_input: bool = False,
 ) -> tuple[Array, Array | None, ArrayFacts]:
-    """A norm's result, and what it is made from; between them `x` for its other readers, if `residual`.
+    """A norm's result, and what it is made from; between them `x` for its other readers, if `returns_input`.
 
     The norm adds the gradients of those to its own.
     """
@@ -189,10 +191,10 @@ def normalize(
     )
     operation, writes_result = None, fused_outputs.writes_result(recipe)
     if context.spec is not None or fused_outputs.emits_codes(recipe):
-        fields = {"scaled": scale is not None, "biased": bias is not None, "centered": centered}
         operation = fused_outputs.describe_operation(
-            x, context.spec, dtype, norm=True, forward=True, fp8=not writes_result, **fields
-        )
+            x, context.spec, dtype, norm=True, forward=True, fp8=not writes_result,
+            scaled=scale is not None, biased=bias is not None, centered=centered,
+        )  # fmt: skip
     if context.spec is None and operation is None:
         z, inverse = statistics(x, eps, centered=centered)
         y = apply_normalization(z, inverse, scale, bias).astype(dtype)
@@ -255,8 +257,8 @@ class ResultBound(NamedTuple):
     far above the mean squares of all rows, or if one channel has a scale far above those of the others.
 
     Attributes:
-        largest: the bound, an fp32 scalar.
-        spread: how far the largest scale is above EVEN times the geometric mean of the others, fp32, at least 1.
+        max_magnitude: the bound, an fp32 scalar.
+        outlier_ratio: how far the largest scale is above OUTLIER_FACTOR times the geometric mean of the others, fp32, at least 1.
         spec: how the result is quantized.
     """
 
@@ -338,7 +340,7 @@ def _save_and_quantize_result(
         operands = quantize_recomputed_triton.Operands(x, inverse=inverse, mean=mean, weight=scale, bias=bias)
         out_scale, exact_operation = result_bound.scale_from_amax(peak), operation._replace(exact=True)
         with jax.named_scope("mend"):
-            codes = backend.mend(
+            codes = backend.requantize_if(
                 exact_operation,
                 (quantize_recomputed_triton.NORM,),
                 operands,
@@ -376,8 +378,10 @@ def _fused_result(
 ) -> fused_outputs.FusedOutputs:
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-    rows = {"inverse": inverse.reshape(-1), "mean": None if mean is None else mean.reshape(-1)}
-    operands = quantize_recomputed_triton.Operands(stored_input[0], stored_input[1], weight=scale, bias=bias, **rows)
+    mean_by_row = None if mean is None else mean.reshape(-1)
+    operands = quantize_recomputed_triton.Operands(
+        stored_input[0], stored_input[1], inverse=inverse.reshape(-1), mean=mean_by_row, weight=scale, bias=bias
+    )
     return fused_outputs.FusedOutputs(
         operation, (quantize_recomputed_triton.NORM,), operands, () if peak is None else (peak,)
     )

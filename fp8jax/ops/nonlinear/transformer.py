@@ -42,7 +42,7 @@ def norm_linear(
     `x` alone, a faithful one also that copy.
 
         x, q, k, v = fp8jax.norm_linear(x, scale, (wq, wk, wv), recipe=recipe, residual=True)
-        x = fp8jax.attention_output(attention(q, k, v), wo, x, recipe=recipe)
+        x = fp8jax.attention_out_proj(attention(q, k, v), wo, x, recipe=recipe)
 
     Args:
         x: (..., channels), any floating dtype.
@@ -73,8 +73,7 @@ def norm_linear(
         raise ValueError(f"{len(weights)} weights were given quantized as {len(prequantized)}")
     centered = norm == "layer"
     h, passthrough, facts = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, returns_input=residual)
-    options: Any = {"key": key, "quantized": prequantized, "out_sharding": out_sharding}
-    y = linears(h, weights, recipe=recipe, facts=facts, **options)
+    y = linears(h, weights, recipe=recipe, key=key, quantized=prequantized, facts=facts, out_sharding=out_sharding)
     if not residual:
         return y
     assert passthrough is not None

@@ -1,6 +1,6 @@
 """AdamW's step for parameters whose moments may be stored in 8 bits: decode, update in fp32, encode.
 
-`advanced` is the reference in plain JAX. `step` and `update` run the fused kernel of `pallas_kernels/optimizers/adamw_triton.py`
+`adam_direction` is the reference in plain JAX. `step` and `update` run the fused kernel of `pallas_kernels/optimizers/adamw_triton.py`
 for quantized moments where it can run, and the reference for everything else.
 """
 
@@ -45,7 +45,7 @@ class TreeSlice(NamedTuple):
         return "/".join(filter(None, (self.name, jax.tree_util.keystr(key_path, simple=True, separator="/"))))
 
     def preceding_blocks(self, leaf: AdamLeaf) -> Array | None:
-        """How many eights of elements of the stack come before a layer's second moment; errors as of `_eights`."""
+        """How many eights of elements of the stack come before a layer's second moment; errors as of `_counter_blocks`."""
         if leaf.nu_noise is None:
             return None
         last = leaf.grad.shape[-1] if leaf.grad.ndim else 1
@@ -53,7 +53,7 @@ class TreeSlice(NamedTuple):
         return self._counter_blocks(size, leaf.grad.shape, "second moments", "nu_rounding='nearest'")
 
     def layer_seed(self, seed: Array, shape: tuple[int, ...]) -> Array:
-        """The words of noise of a layer of a stack, from those of the stack; errors as of `_eights`."""
+        """The words of noise of a layer of a stack, from those of the stack; errors as of `_counter_blocks`."""
         counter_blocks = self._counter_blocks(math.prod(shape), shape, "weights", "another master")
         return seed if counter_blocks is None else noise.advance_counter(seed, counter_blocks)
 
@@ -103,15 +103,15 @@ def step(
         impl: "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are
             there and it takes the shapes and dtypes, on however many devices; each then updates its part, in whole
             groups. "triton" is the same, but raises where "auto" would fall back. Parameters without a quantized moment
-            are always XLA's, which fuses them well. `fp8jax.ops.dispatch.choice.listening` tells what was chosen.
+            are always XLA's, which fuses them well. `fp8jax.ops.dispatch.choice.record_choices` tells what was chosen.
         nu_stochastic: whether second moments in codes or bf16 are rounded stochastically, with noise from `adam.count`,
             the parameter's path in the tree, and each element's position.
         key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
             lost. None rounds to nearest.
         stochastic: the same with noise from `adam.count`, path and position, as of `nu_stochastic`.
         form: "step", or "update" for changes, in the dtypes of the parameters, else of the gradients. Of parameters
-            with a remainder, and of `stochastic` ones, changes are in fp32 (`adamw_leaf.difference`).
-        part: of what these parameters are a part.
+            with a remainder, and of `stochastic` ones, changes are in fp32 (`adamw_leaf.exact_update`).
+        tree_slice: of what these parameters are a part.
 
     Returns:
         The new parameters, or their changes, and both trees of moments. In a `MasterWeight`'s place there is one, for
@@ -119,11 +119,11 @@ def step(
 
     Raises:
         ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; a key is
-            given, and no parameter is bf16; `adam.applied` is, for an update, which nobody adds if it is not taken; or
-            as of `Portion.before`.
+            given, and no parameter is bf16; `adam.apply_if` is, for an update, which nobody adds if it is not taken; or
+            as of `TreeSlice.preceding_blocks`.
     """
     if form == "update" and adam.apply_if is not None:
-        raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
+        raise ValueError("adam.apply_if is for `step`; an update that is not taken is one that nobody adds")
     nu_seed = noise.step_seed(adam.count) if nu_stochastic else None
     weight_seed = noise.step_seed(adam.count) if stochastic else None
     leaves, treedef = _make_leaves(grads, mu, nu, params, decays, key, weight_seed, nu_seed, tree_slice)
@@ -151,7 +151,7 @@ def adam_direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, 
 
     Computed by optax's own functions over the whole tree, so moments kept in fp32 give the bits of
     `optax.scale_by_adam`: XLA divides by a bias correction differently when leaves do not share it. Finite gradients
-    count with at most 2^62 (`adamw_leaf.within`).
+    count with at most 2^62 (`adamw_leaf.scale_and_clip`).
 
     Args:
         grads: tree of gradients of any floating dtype.
@@ -200,15 +200,15 @@ def store(
     Args:
         values: a moment.
         like: as it was stored before.
-        words: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
-        fading: of a first moment to nearest: it reaches zero where nothing is added to it (`fp8jax.core.noise.fading`),
+        seed: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
+        dither: of a first moment to nearest: it reaches zero where nothing is added to it (`fp8jax.core.noise.decay_dither`),
             before a second moment that goes on falling makes steps of what is left.
-        row: of bf16 that is rounded stochastically, what its rows count as for the noise; None is their length.
+        row_length: of bf16 that is rounded stochastically, what its rows count as for the noise; None is their length.
     """
     if not isinstance(like, QTensor):
         if seed is None or like.dtype != jnp.bfloat16:
             return values.astype(like.dtype)
-        return round_stochastic(values, seed, row=row_length)
+        return round_stochastic(values, seed, row_length)
     if seed is not None:
         return quantize_stochastic(values, like, seed)
     return quantize_with_scale(values, like.spec, None, dither=dither)
@@ -337,7 +337,7 @@ def _fused(
 
 
 def _with_varying_axes(adam: Adam, step_fn: Any) -> Any:
-    """`rows`, each result of which varies over the mesh axes of what it depends on: parameters may differ in theirs."""
+    """`step_fn`, each result of which varies over the mesh axes of what it depends on: parameters may differ in theirs."""
 
     def call(leaves: Sequence[AdamLeaf]) -> Any:
         scalars, decays = list(vars(adam).values()), (adam.b1, adam.b2)

@@ -24,8 +24,8 @@ from fp8jax.ops.optimizers.adamw_leaf import Form as Form
 from fp8jax.ops.optimizers.adamw_leaf import Moment as Moment
 from fp8jax.ops.optimizers.adamw_leaf import exact_update
 
-# Members of a group that no longer matter, as `fp8jax.ops.optimizers.dead_elements.settled` takes them: shares of a group's direction,
-# and of its largest second moment.
+# Members of a group that no longer matter, as `fp8jax.ops.optimizers.dead_elements.suppress_dead_elements` takes them:
+# shares of a group's direction, and of its largest second moment.
 DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
 DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
 # Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
@@ -44,10 +44,10 @@ class _Operands(NamedTuple):
 
 
 def needs_dither(moment: Moment, b1: Any) -> bool:
-    """Whether a first moment is rounded by `fp8jax.core.noise.fading`, so that its decay is not lost.
+    """Whether a first moment is rounded by `fp8jax.core.noise.decay_dither`, so that its decay is not lost.
 
     With range expansion codes reach down to the smallest value of a group, and lie close enough together for a decay of
-    `SLOW` or faster. Nobody knows the decay where it is an array, traced or not.
+    `DITHER_FROM_B1` or faster. Nobody knows the decay where it is an array, traced or not.
     """
     if not isinstance(moment, QTensor):
         return False
@@ -65,7 +65,9 @@ def choose(leaf: AdamLeaf, impl: str, nesterov: bool = False) -> Choice:
         return Choice("xla", "no moment is quantized")
     reason = "the kernel has no nesterov" if nesterov else None
     return choose_impl(
-        impl, lambda: reason or missing_triton("optimizers.adamw_triton") or _unsupported_reason(leaf), "the fused kernel"
+        impl,
+        lambda: reason or missing_triton("optimizers.adamw_triton") or _unsupported_reason(leaf),
+        "the fused kernel",
     )
 
 
@@ -109,7 +111,7 @@ class ShardStride(NamedTuple):
 
         Args:
             names: of the axes.
-            whole, part: groups along each axis.
+            global_counts, shard_counts: groups along each axis, of the whole and of the part.
         """
         runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
         first = jnp.zeros((), jnp.uint32)
@@ -126,7 +128,7 @@ class ShardStride(NamedTuple):
 
 
 def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
-    """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is faded or not."""
+    """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is dithered or not."""
     from pallas_kernels.optimizers import adamw_triton
 
     count = jnp.asarray(adam.count, jnp.float32)
@@ -145,7 +147,7 @@ def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | N
 def run(
     form: Form, leaf: AdamLeaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
 ) -> tuple[Array, Moment, Moment]:
-    """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `scalars_of`."""
+    """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `make_scalars`."""
     from pallas_kernels.optimizers import adamw_triton
 
     is_dithered = needs_dither(leaf.mu, adam.b1)
@@ -208,9 +210,9 @@ def run(
         change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
         offsets = [sharding.shard_offset(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
-        weight = round_stochastic(weight, x.noise, whole=shape, begin=offsets)
-        applied = adamw_triton.AdamWScalars(*x.scalars).apply_if
-        return weight if applied is None else jnp.where(applied > 0, weight, x.weight), mu, nu
+        weight = round_stochastic(weight, x.noise, global_shape=shape, offsets=offsets)
+        apply_if = adamw_triton.AdamWScalars(*x.scalars).apply_if
+        return weight if apply_if is None else jnp.where(apply_if > 0, weight, x.weight), mu, nu
 
     def call(*operands: Any) -> Any:
         x = _Operands(*operands)
@@ -219,7 +221,7 @@ def run(
         moments = [
             (dims, *[f"{dims}/{size}"] * (len(weight_arrays) - 1)) for weight_arrays in (x.mu, x.nu)
         ]  # codes or values, then what there is for each group
-        if on_one_device():  # `_over_leading_axes` has mapped it
+        if on_one_device():  # `_vmap_as_leading_axis` has mapped it
             return step_shard(UNSHARDED, names, shape, x)
         dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
         static = storage, size, dtypes, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
@@ -227,7 +229,7 @@ def run(
         ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
         return run_partitioned(
             f"adamw_{form}", static,
-            lambda cut, *own: step_shard(cut, names, shape, _Operands(*own)), operands, ins, (weight_dims, *moments),
+            lambda sharding, *shards: step_shard(sharding, names, shape, _Operands(*shards)), operands, ins, (weight_dims, *moments),
         )  # fmt: skip
 
     weight: Any = leaf.weight

@@ -34,8 +34,8 @@ class Adam:
         count: number of this step, from 1, int32.
         rate: the change of a weight is -rate * (direction + weight_decay * weight).
         weight_decay: strength of the decoupled weight decay.
-        factor: what gradients are multiplied by, or None.
-        applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
+        grad_scale: what gradients are multiplied by, or None.
+        apply_if: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
         max_direction: magnitude that finite directions beyond it are cut to, or None.
         nesterov: whether directions are those of NAdam, as optax has them; static.
     """
@@ -62,7 +62,7 @@ class Adam:
         static = {name: x for name, x in fields.items() if x is None or name in (*numbers, "nesterov")}
         scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
         scalars = {
-            name: x.astype(jnp.float32) if name not in ("count", "applied") else x for name, x in scalars.items()
+            name: x.astype(jnp.float32) if name not in ("count", "apply_if") else x for name, x in scalars.items()
         }
         return tuple(static.items()), scalars
 
@@ -84,9 +84,9 @@ class AdamLeaf:
         decays: whether the parameter decays; static.
         noise: two random words for stochastic rounding of the parameter, or None.
         nu_noise: two words of the step for that of a second moment, or None; the parameter's own are these
-            with its salt (`fp8jax.core.noise.salted`).
+            with its salt (`fp8jax.core.noise.fold_in_seed`).
         salt: a number of the parameter's own; static.
-        before: of a layer of stacked parameters, how many eights of elements of the stack come before it, uint32: noise
+        preceding_blocks: of a layer of stacked parameters, how many eights of elements of the stack come before it, uint32: noise
             goes by places in the stack. None of a whole parameter.
     """
 
@@ -135,7 +135,7 @@ class AdamLeaf:
 
 
 def scale_and_clip(grad: Array, grad_scale: Any = None, max_magnitude: np.float32 = LARGEST_GRADIENT) -> Array:
-    """A gradient in fp32, times the factor, with finite elements at most `largest` in magnitude.
+    """A gradient in fp32, times `grad_scale`, with finite elements at most `max_magnitude` in magnitude.
 
     An element that is NaN or Inf stays so, and every element where the factor is.
     """
@@ -151,7 +151,7 @@ def apply_change(form: Form, leaf: Any, change: Array) -> Any:
 
     Args:
         form: "step" or "update".
-        leaf: a `Leaf`, or what has its `weight`, `dtype`, `exact` and `noise`.
+        leaf: an `AdamLeaf`, or what has its `weight`, `dtype`, `exact` and `noise`.
         change: fp32, of the parameter's shape.
     """
     if form == "update" and not leaf.exact:

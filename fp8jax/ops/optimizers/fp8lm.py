@@ -64,7 +64,7 @@ class FP8LMLeaf:
         master: master weight, fp16 codes, of a parameter that is too small for them fp32; None where `weight` is it.
         mu: first moment, FP8 codes or fp32.
         nu: second moment, fp16 codes or fp32.
-        largest: largest magnitudes of what is in codes, stacked along a new first axis, each of its scale's shape.
+        amax: largest magnitudes of what is in codes, stacked along a new first axis, each of its scale's shape.
         noise: two random words for stochastic rounding of the master weight, or None.
         decays: whether the parameter decays; static.
     """
@@ -101,7 +101,7 @@ class FP8LMLeaf:
 
     @property
     def exact(self) -> bool:
-        """As of `adamw_leaf.Leaf`."""
+        """As of `adamw_leaf.AdamLeaf`."""
         return self.master is None and (isinstance(self.weight, MasterWeight) or self.noise is not None)
 
     @property
@@ -128,9 +128,9 @@ def apply(form: Form, leaves: Sequence[FP8LMLeaf], adam: Adam, impl: str = "auto
 
     Args:
         form: "update" gives the distance of a working copy from the new master weight, or the change of a parameter
-            that is its own (`adamw_leaf.renewed`); "step" the new parameter.
+            that is its own (`adamw_leaf.apply_change`); "step" the new parameter.
         leaves: the parameters.
-        adam: the scalars of the step; `applied` is for "step".
+        adam: the scalars of the step; `apply_if` is for "step".
         impl: "auto", "xla" or "triton"; see `choose`.
 
     Raises:
@@ -166,7 +166,9 @@ def choose(leaf: FP8LMLeaf, impl: str) -> Choice:
     Raises:
         ValueError: as `apply`.
     """
-    return choose_impl(impl, lambda: missing_triton("optimizers.fp8lm_triton") or _unsupported_reason(leaf), "the fused kernel")
+    return choose_impl(
+        impl, lambda: missing_triton("optimizers.fp8lm_triton") or _unsupported_reason(leaf), "the fused kernel"
+    )
 
 
 def _unsupported_reason(leaf: FP8LMLeaf) -> str | None:
@@ -313,8 +315,8 @@ def reconcile_master(master: Array, working_copy: Array) -> Array:
     """Master weights, or working copies where these are no roundings of them: somebody has changed them.
 
     Args:
-        held: fp32 values of master weights.
-        given: the working copies, in any floating dtype.
+        master: fp32 values of master weights.
+        working_copy: the working copies, in any floating dtype.
     """
     half, normal = half_step(working_copy.dtype)
     working_copy = working_copy.astype(jnp.float32)

@@ -25,7 +25,9 @@ def global_norm(arrays: Sequence[Array], *, impl: str = "auto") -> Array:
     """
     choice = record_choice(
         "global norm",
-        choose_impl(impl, lambda: missing_triton("optimizers.squares_triton", fp8=False) or _unsupported_reason(arrays)),
+        choose_impl(
+            impl, lambda: missing_triton("optimizers.squares_triton", fp8=False) or _unsupported_reason(arrays)
+        ),
     )
     return jnp.sqrt(run(choice, impl, *arrays, kernel=_kernel, reference=_reference))
 
