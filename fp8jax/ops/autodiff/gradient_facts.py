@@ -17,18 +17,18 @@ from jax.extend.core import get_opaque_trace_state
 
 
 class GradientFacts:
-    """Of one run of a program: `fp8jax.ops.autodiff.residuals.Origin` of each gradient, which is asked for once.
+    """Of one run of a program: `fp8jax.ops.autodiff.residuals.ArrayFacts` of each gradient, which is asked for once.
 
-    `is_unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a loop.
-    There XLA copies each turn's row of a stacked weight, and a product makes both copies of codes in one pass: it would
-    hold the row, with four bytes an element, for the backward pass.
+    `is_unrolled` says that the program is a turn of a loop whose turns one GPU runs one after the other, without a
+    loop. There XLA copies each turn's row of a stacked weight, and a product makes both copies of codes in one pass: it
+    would hold the row, with four bytes an element, for the backward pass.
 
-    `outside_loops` says that it is a program that a transformed function runs, and no loop's body in it: what a product keeps of
-    a weight is kept as it is, where a loop would copy it into an array for all of its turns.
+    `outside_loops` says that it is a program that a transformed function runs, and no loop's body in it: what a product
+    keeps of a weight is kept as it is, where a loop would copy it into an array for all of its turns.
     """
 
     def __init__(self, is_unrolled: bool = False, outside_loops: bool = False) -> None:
-        self.unrolled, self.once = is_unrolled, outside_loops
+        self.is_unrolled, self.outside_loops = is_unrolled, outside_loops
         self._facts: dict[int, tuple[Any, Any, Any]] = {}
 
     def attach(self, x: Array | None, facts: Any) -> None:

@@ -23,7 +23,7 @@ from fp8jax.ops.autodiff import gradient_facts
 from fp8jax.ops.dispatch.choice import match_varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding
 
-T = TypeVar("Shared")
+T = TypeVar("T")
 
 
 def to_bytes(q: QTensor) -> QTensor:
@@ -78,17 +78,17 @@ Layout = Callable[[Any], Array]
 
 
 class StoredWeight(NamedTuple):
-    """What a weight is made of, which is saved in its place: `layout(parts)` is the weight.
+    """What a weight is made of, which is saved in its place: `layout(values)` is the weight.
 
     `transposed` says that the last step transposes a matrix (outputs, inputs).
     """
 
     values: Any
-    layout: Layout = lambda parts: parts
+    layout: Layout = lambda values: values
     transposed: bool = False
 
     def with_step(self, step: Layout) -> "StoredWeight":
-        return self._replace(layout=lambda parts: step(self.layout(parts)))
+        return self._replace(layout=lambda values: step(self.layout(values)))
 
 
 @jax.jit  # traced once for all arrays of these shapes
@@ -112,7 +112,8 @@ class CotangentFacts:
         row_bounds: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
             Schwarz, from the norms of that layer's own gradient and of its weight.
         codes: those of that layer's own gradient, where its input is to take their scales of tokens; else None.
-        predicted: what the operation says then of the cotangents that follow from it; `fp8jax.ops.quantization.fused_outputs.Foreseen`.
+        predicted: what the operation says then of the cotangents that follow from it;
+            `fp8jax.ops.quantization.fused_outputs.CotangentPrediction`.
     """
 
     array: Array
@@ -127,7 +128,7 @@ class Recomputed(NamedTuple):
 
     Attributes:
         array: the result.
-        fused_output: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.Part`.
+        fused_output: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.FusedOutput`.
         predicted: what is known of the cotangents that follow from its gradient.
     """
 
@@ -153,9 +154,9 @@ class Recomputable(Protocol):
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
         """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result.
 
-        `passthrough_cotangent`, from the first input's other readers, is added to that input's; None where the operation has none.
-        `predicted` is what was known of the cotangents before, or None. The second result says what the first ones are
-        made from, and is empty where that is not known.
+        `passthrough_cotangent`, from the first input's other readers, is added to that input's; None where the
+        operation has none. `predicted` is what was known of the cotangents before, or None. The second result says what
+        the first ones are made from, and is empty where that is not known.
         """
         ...
 
@@ -185,11 +186,13 @@ class ArrayFacts(NamedTuple):
     """What is known of an array besides its values: what it is made from.
 
     Attributes:
-        recompute_rule: the operation that can make it again, and what that has saved; `ALREADY_SAVED` and None where the array itself
-            is saved in any case.
-        fused_output: what kernels compute it from, so that they quantize it without reading it; `fp8jax.ops.quantization.fused_outputs.Part`.
+        recompute_rule: the operation that can make it again, and what that has saved; `ALREADY_SAVED` and None where
+            the array itself is saved in any case.
+        fused_output: what kernels compute it from, so that they quantize it without reading it;
+            `fp8jax.ops.quantization.fused_outputs.FusedOutput`.
         scale: under which fp32 scale a layer of this recipe, or any that quantizes it so, is to quantize it.
-        predicted: of a gradient, what is known of the cotangents that follow from it; `fp8jax.ops.quantization.fused_outputs.Foreseen`.
+        predicted: of a gradient, what is known of the cotangents that follow from it;
+            `fp8jax.ops.quantization.fused_outputs.CotangentPrediction`.
         codes: how the array was quantized before, as a matrix (tokens, inputs), and its codes, as bytes: layers that
             quantize it so read these.
         amax: of a gradient, its largest finite magnitude, an fp32 scalar.
@@ -203,8 +206,8 @@ class ArrayFacts(NamedTuple):
     amax: Array | None = None
 
     def scale_for(self, *consumers: Linear | QuantSpec | None) -> Array | None:
-        """The scale that is given to readers, if it is to all of them."""
-        if self.scale is None or any(reader != self.scale[0] for reader in consumers):
+        """The scale that is given to consumers, if it is to all of them."""
+        if self.scale is None or any(consumer != self.scale[0] for consumer in consumers):
             return None
         return self.scale[1]
 
@@ -222,8 +225,8 @@ class InputFacts(NamedTuple):
 
     Attributes:
         facts: what it is made from.
-        get_or_compute: `get_or_compute(use, make, *others)` gives what another reader has made of it in this way, with the same other
-            arrays; else `make()`.
+        get_or_compute: `get_or_compute(use, make, *dependencies)` gives what another reader has made of it in this way,
+            with the same other arrays; else `make()`.
     """
 
     facts: ArrayFacts = NO_FACTS
@@ -257,46 +260,52 @@ def with_saved_vjp(
     """
     y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.qualified_op_name(name)
-    token, static = (
-        derivatives.second_order_guard(name, *inputs),
-        (operation, returns_input, gradient_facts.current(), name),
-    )
-    result: tuple[Array, Array | None] = _saved_vjp(static, tuple(inputs), residuals, y, token)
+    token = derivatives.second_order_guard(name, *inputs)
+    config = _VjpConfig(operation, returns_input, gradient_facts.current(), name)
+    result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, token)
     return result
+
+
+class _VjpConfig(NamedTuple):
+    """What is static about an operation; see `with_saved_vjp`."""
+
+    operation: Recomputable
+    returns_input: bool
+    gradient_facts: gradient_facts.GradientFacts
+    name: str
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saved_vjp(
-    static: Any, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
+    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
 ) -> tuple[Array, Array | None]:
-    return _forward(static, inputs, residuals, y, token)[0]
+    return _forward(config, inputs, residuals, y, token)[0]
 
 
-def _forward(static: Any, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array) -> tuple[Any, Any]:
-    _, returns_input, _, name = static
+def _forward(
+    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
+) -> tuple[Any, Any]:
     kinds = tuple(None if x is None else DtypeAndSharding.from_array(x) for x in inputs)
-    y, x = derivatives.differentiable_once(name, y, token), inputs[0]
-    if returns_input and x is not None:
+    y, x = derivatives.differentiable_once(config.name, y, token), inputs[0]
+    if config.returns_input and x is not None:
         return (match_vmap_axes(y, x), match_vmap_axes(x, y)), (residuals, kinds, token)
     return (y, None), (residuals, kinds, token)
 
 
-def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
-    (operation, _, gradient_facts, name), (operation_residuals, kinds, token), (dy, passthrough_cotangent) = (
-        static,
-        residuals,
-        cotangents,
-    )
+def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
+    (operation_residuals, kinds, token), (dy, passthrough_cotangent) = residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
     values = lax.stop_gradient((dy, passthrough_cotangent))
-    predicted = (gradient_facts.find(dy) or NO_FACTS).predicted
-    cotangents_in, facts = operation.backward(operation_residuals, values[0], dtypes, values[1], predicted)
+    predicted = (config.gradient_facts.pop(dy) or NO_FACTS).predicted
+    cotangents_in, facts = config.operation.backward(operation_residuals, values[0], dtypes, values[1], predicted)
     input_cotangents = tuple(
         None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(cotangents_in, kinds, strict=True)
     )
-    input_cotangents = derivatives.differentiable_once(name, input_cotangents, (dy, passthrough_cotangent, token))
+    input_cotangents = derivatives.differentiable_once(
+        config.name, input_cotangents, (dy, passthrough_cotangent, token)
+    )
     for ct, ct_facts in zip(input_cotangents, facts, strict=False):
-        gradient_facts.note(ct, ct_facts)
+        config.gradient_facts.attach(ct, ct_facts)
     return input_cotangents, None, None, None
 
 

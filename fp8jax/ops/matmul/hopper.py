@@ -18,7 +18,7 @@ from fp8jax.ops.matmul.sharded import sharded_matmul, strip_residual
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_microscales, is_foldable
 
-HOPPER, BLOCK_SIZE = 90, 128
+HOPPER, MICROSCALING, BLOCK_SIZE = 90, 100, 128
 # GPUs of the kernel in Triton: those with int8 matrix units before Hopper that have bf16.
 TRITON_CAPABILITIES = range(80, 90)
 
@@ -31,8 +31,8 @@ def is_int8_blocks(a: QTensor, b: QTensor) -> bool:
     )
 
 
-def unsupported_reason(a: QTensor, b: QTensor) -> str | None:
-    """Why the kernel cannot multiply them, or None."""
+def unsupported_int8_reason(a: QTensor, b: QTensor) -> str | None:
+    """Why the kernel of int8 blocks cannot multiply them, or None."""
     if not is_int8_blocks(a, b):
         return f"it takes int8 in blocks of {BLOCK_SIZE}, not {a.spec} with {b.spec}"
     if 0 in (*a.shape, *b.shape):
@@ -68,7 +68,6 @@ def matmul_int8(dtype: DTypeLike, a: FallbackTensor | QTensor, b: QTensor) -> Ar
     return product
 
 
-HOPPER, MICROSCALING = 90, 100
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 _K_MAJOR = (((1,), (1,)), ((), ()))
 KernelName = Literal["row", "block", "mx", "mx right", "int8"]
@@ -88,7 +87,7 @@ def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas"
     """
     kernel = find_kernel(a, b)
     if kernel == "int8":
-        if (reason := unsupported_reason(strip_residual(a), b)) is not None:
+        if (reason := unsupported_int8_reason(strip_residual(a), b)) is not None:
             return Choice("xla", f"not the kernel: {reason}"), None
         return Choice(kernel_language(), f"the kernel for {_DESCRIPTIONS['int8']}"), "int8"
     fp8 = _is_fp8_pair(a, b)
@@ -132,7 +131,7 @@ def unsupported_reason(a: Any, b: Any) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
     if find_kernel(a, b) == "int8":
         other = None if kernel_language() == "mosaic" else "it needs a Hopper GPU"
-        return unsupported_reason(strip_residual(a), b) or other
+        return unsupported_int8_reason(strip_residual(a), b) or other
     if not (_is_fp8_pair(a, b) or _is_int8_pair(a, b)):
         return f"codes of {a.spec.format} and {b.spec.format} are neither both FP8 nor both int8"
     if 0 in (*a.shape, *b.shape):
@@ -208,21 +207,22 @@ def run(
         kernel_name, a = "row", fold_microscales(a)
     if kernel_name == "mx right" and not exact and is_foldable(b):
         kernel_name, b = "row", fold_microscales(b)
-    reserved_sms, fast = current_target().free_multiprocessors, fast or kernel_name == "int8"
+    n_reserved, fast = current_target().free_multiprocessors, fast or kernel_name == "int8"
     multiply = (
         functools.partial(_cublas, fast)
         if kernel_name == "cublas"
-        else functools.partial(_call_kernel, kernel_name, fast, reserved_sms)
+        else functools.partial(_call_kernel, kernel_name, fast, n_reserved)
     )
-    static = kernel_name, fast, reserved_sms, kernel_language()
+    static = kernel_name, fast, n_reserved, kernel_language()
     return sharded_matmul(multiply, static, jnp.dtype(dtype), a, b, out_spec, kernel=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _call_kernel(kernel_name: KernelName, fast: bool, reserved_sms: int, dtype: DTypeLike, a: Any, b: QTensor) -> Array:
+def _call_kernel(kernel_name: KernelName, fast: bool, n_reserved: int, dtype: DTypeLike, a: Any, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
+    from pallas_kernels.matmul.hopper import reserved_sms
 
-    with reserved_sms(reserved_sms):
+    with reserved_sms(n_reserved):
         # Behind a barrier: where a loop saves the result, XLA (dynamic slice fusion) would make a second call for that.
         return lax.optimization_barrier(_run_kernel(kernel_name, fast, dtype, a, b))
 

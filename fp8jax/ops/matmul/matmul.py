@@ -63,8 +63,8 @@ def matmul(
     weights, whose contraction is over all tokens, lose by it. Bits are cut off, not rounded: a sum of products of one
     sign comes out too small, with fast accumulation by 5e-3 at a length of 512 already.
 
-    Of int8 blocks with residuals (`fp8jax.ops.quantization.fallback`; arXiv 2503.08040, algorithm 1) sums over a block's length are
-    exact, in int32, and enter fp32 under their two scales.
+    Of int8 blocks with residuals (`fp8jax.ops.quantization.fallback`; arXiv 2503.08040, algorithm 1) sums over a
+    block's length are exact, in int32, and enter fp32 under their two scales.
 
     Args:
         a: (M, K), or a floating array. Quantized, no scale may be of one index of the contraction alone, as those of
@@ -73,14 +73,15 @@ def matmul(
         dtype: of the result.
         impl: "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the
             fastest there (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a
-            Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.dispatch.partition`); for two of int8 a kernel where
+            Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.dispatch.partition`); for two of int8 a kernel
+            where
             there is one: on Hopper for scales of tensors and rows, from Ampere on for blocks of 128; for other operands
-            the reference. "mosaic" is the kernel. `fp8jax.ops.dispatch.choice.listening` tells what was chosen.
+            the reference. "mosaic" is the kernel. `fp8jax.ops.dispatch.choice.record_choices` tells what was chosen.
         fast: fast accumulation, where the GPU has it.
         exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
-            under a level 1 scale are first folded (`fp8jax.ops.quantization.microscaling.refold`, with a copy of them for the time of the
-            product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
-            row's scale. Only kernels have this choice, the reference is exact.
+            under a level 1 scale are first folded (`fp8jax.ops.quantization.microscaling.fold_microscales`, with a copy
+            of them for the time of the product): exact while a code stays normal under its row's largest power of two,
+            else rounded to 2^-9 of the row's scale. Only kernels have this choice, the reference is exact.
         out_spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
         transposed: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
             decoded matrix then serves both.

@@ -43,7 +43,7 @@ def sharded_matmul(
         dtype: of the result.
         a, b: (M, K) and (N, K), quantized or not; what is not `is_unpacked_quantized` is left to XLA.
         out_spec: as of `fp8jax.ops.matmul.matmul.matmul`.
-        kernel: as of `fp8jax.ops.dispatch.partition.partitioned`.
+        kernel: as of `fp8jax.ops.dispatch.partition.run_partitioned`.
     """
     if not is_unpacked_quantized(a, b) or 0 in (*a.shape, *b.shape):
         return sharding.matmul_sharded(functools.partial(function, dtype), a, b, out_spec)

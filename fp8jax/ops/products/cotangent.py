@@ -48,7 +48,8 @@ def encode_cotangent(
         key: for codes rounded stochastically.
         scale: given for its codes; None takes it from `dy`.
         facts: what is known of it.
-        shares_token_scales: whether its scales go with those of the input's tokens (`fp8jax.ops.quantization.microscaling`).
+        shares_token_scales: whether its scales go with those of the input's tokens
+            (`fp8jax.ops.quantization.microscaling`).
         x_token_scale: the scale of the input's codes, one or one a token, if that is known.
         with_sums: whether its sums are wanted.
     """
@@ -84,7 +85,7 @@ def encode_cotangent(
 
 
 def row_bounds(a: Operand, b: Operand, passthrough_cotangent: Array | None) -> Array:
-    """An upper bound of the magnitudes in each row of a @ b.T + others, rounded to 16 bits: fp32 (rows,)."""
+    """An upper bound of the magnitudes in each row of a @ b.T + `passthrough_cotangent`, rounded to 16 bits: fp32 (rows,)."""
 
     def norms(x: Operand) -> Array:
         if isinstance(x, QTensor) and x.spec.granularity == "tensor":

@@ -67,7 +67,7 @@ class FrozenWeight:
         spec = self.codes.spec
         if spec.granularity not in TRANSPOSABLE or spec.expand:
             raise ValueError(f"codes of {spec} do not serve the transposed matrix; freeze as e4m3 or e4m3:block128")
-        return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, turned=not self.transposed)
+        return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, transposed=not self.transposed)
 
     @property
     def ndim(self) -> int:

@@ -98,16 +98,18 @@ def dot_general(
         precision: must be JAX's default, None or in another spelling: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe, key, out_sharding: as of `linear`.
-        input_facts: what the caller knows of `lhs`, as `fp8jax.transform` does: what it is made from, and what other layers
-            have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its layers.
+        input_facts: what the caller knows of `lhs`, as `fp8jax.transform` does: what it is made from, and what other
+            layers have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its
+            layers.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
         on_passthrough: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
         stored_weight: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
-        split_sizes: as of `fp8jax.ops.products.product.product`; `rhs` then has one free axis and no batch axes.
+        split_sizes: as of `fp8jax.ops.products.product.recipe_dot`; `rhs` then has one free axis and no batch axes.
 
     Returns:
-        The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`; with widths several of these.
+        The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`; with `split_sizes` several of
+        these.
 
     Raises:
         ValueError: `precision` asks for what a quantized product cannot give, or `quantized` does not fit.
@@ -146,21 +148,18 @@ def dot_general(
             stored_weight = stored_weight.with_step(
                 lambda w: merge(weight_to_matmul_order(w, dimension_numbers), c, len(outputs))
             )
-            stored_weight = stored_weight._replace(turned=transposed)
-        options: Any = {
-            "quantized": quantized,
-            "spec": matrix_spec,
-            "bias": bias,
-            "pass_on": on_passthrough,
-            "laid": stored_weight,
-        }
-        options["widths"] = split_sizes
+            stored_weight = stored_weight._replace(transposed=transposed)
         y = recipe_dot(
             Input(x, lhs, is_view, input_facts) if is_shareable else Input(x, None, is_view),
             w,
             linear_recipe,
             key,
-            **options,
+            quantized=quantized,
+            out_spec=matrix_spec,
+            bias=bias,
+            on_passthrough=on_passthrough,
+            stored_weight=stored_weight,
+            split_sizes=split_sizes,
         )
 
     def restore_axes(y: Array, outputs: Sequence[int] = outputs) -> Array:

@@ -5,10 +5,10 @@ codes come from. All sources have one contract:
 
     operand = source.forward(matrix, side)              # codes for the forward product, or the matrix itself
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
-    operand = residual.operand(side, gradient)          # codes for the backward product, from the residual alone
+    operand = residual.operand(side, cotangent_facts)          # codes for the backward product, from the residual alone
 
-where `gradient` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes, one or
-one a token, where the gradient's scales may be chosen to go with it, else None.
+where `cotangent_facts` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes,
+one or one a token, where the gradient's scales may be chosen to go with it, else None.
 
 | source | its codes | its residual |
 |---|---|---|
@@ -16,13 +16,14 @@ one a token, where the gradient's scales may be chosen to go with it, else None.
 | `PrequantizedInput` | made before, shared by all products of one input | `CodesResidual`: these codes |
 | `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before has saved, and one scale |
 | `PrequantizedWeight` | a weight's, made once a step, for both of its products | `OperandResidual`: those of the second one |
-| `fp8jax.ops.products.frozen_weights.FrozenCodes` | a weight's that is not trained, for both products | itself; nothing of the input |
+| `fp8jax.ops.products.frozen_weights.FrozenSource` | a weight's that is not trained, for both products | itself; nothing of the input |
 | `FallbackBlocks` | of an input's blocks, some with a residual, made before | `CodesResidual`: the codes given for that |
 
 A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
 for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
-because an FP8 array may not enter a differentiated function. `choose_input_source` and `fp8jax.ops.products.weights.of_weight` choose the
-source: what a product saves is decided there and nowhere else.
+because an FP8 array may not enter a differentiated function. `choose_input_source` and
+`fp8jax.ops.products.weights.choose_weight_source` choose the source: what a product saves is decided there and nowhere
+else.
 """
 
 import dataclasses
@@ -106,7 +107,9 @@ def weight_side(recipe: Linear) -> Side:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["is_scale_clamped", "layout", "transposed"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale"],
+    meta_fields=["is_scale_clamped", "layout", "transposed"],
 )
 @dataclasses.dataclass(frozen=True)
 class ArrayResidual:
@@ -127,8 +130,15 @@ class ArrayResidual:
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
         values = self.values if self.layout is None else self.layout(self.values)
-        options: Any = {"scale": self.scale, "used": self.is_scale_clamped, "turned": self.transposed}
-        return encode(values, side.backward, side.strategy, **options, transposed=not side.transposed)
+        return encode(
+            values,
+            side.backward,
+            side.strategy,
+            scale=self.scale,
+            is_scale_clamped=self.is_scale_clamped,
+            transposed=not side.transposed,
+            x_is_transposed=self.transposed,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -194,10 +204,17 @@ class RecomputeResidual:
                 matrix, self.scale, cotangent_facts.codes, side.backward, fused_output
             )
         else:
-            options: Any = {"scale": scale, "used": True, "part": fused_output}
-            operand = encode(matrix, side.backward, side.strategy, **options, transposed=True)
-        if fused_output is not None and fused_output.result.ahead is not None:
-            cotangent_facts.predicted = fused_output.result.ahead
+            operand = encode(
+                matrix,
+                side.backward,
+                side.strategy,
+                scale=scale,
+                is_scale_clamped=True,
+                transposed=True,
+                fused_output=fused_output,
+            )
+        if fused_output is not None and fused_output.group.predicted is not None:
+            cotangent_facts.predicted = fused_output.group.predicted
         return operand
 
 
@@ -221,8 +238,8 @@ class QuantizeHere:
     """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
 
     Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
-    parameter is saved, of which the layout makes it again. `transposed` says that the matrix is the transpose of what lies
-    in memory, as of `LaidOut`: that is what is quantized then, and no transposed copy of the values is made.
+    parameter is saved, of which the layout makes it again. `transposed` says that the matrix is the transpose of what
+    lies in memory, as of `StoredWeight`: that is what is quantized then, and no transposed copy of the values is made.
     """
 
     scale: Array | None = None
@@ -231,8 +248,14 @@ class QuantizeHere:
     transposed: bool = False
 
     def forward(self, matrix: Array, side: Side) -> ForwardOperand:
-        options: Any = {"scale": self.scale, "transposed": side.transposed, "turned": self.transposed}
-        return encode(matrix, side.forward, side.strategy, **options)
+        return encode(
+            matrix,
+            side.forward,
+            side.strategy,
+            scale=self.scale,
+            transposed=side.transposed,
+            x_is_transposed=self.transposed,
+        )
 
     def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> ArrayResidual:
         keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
@@ -363,7 +386,9 @@ def choose_input_source(
             else:
                 residual_scale = convert_scale_to_spec(scale, side.forward, residual_spec)
                 q = with_checkpoint_name(
-                    make_codes(x, residual_spec, side.strategy, key=key, scale=residual_scale, part=facts.fused_output),
+                    make_codes(
+                        x, residual_spec, side.strategy, key=key, scale=residual_scale, fused_output=facts.fused_output
+                    ),
                     INPUT,
                 )
             return (
@@ -407,8 +432,8 @@ def encode(
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
 
-    `is_scale_clamped` says of a scale that codes were made under it before; `x_is_transposed`, that the matrix is a transpose itself, which
-    XLA takes back.
+    `is_scale_clamped` says of a scale that codes were made under it before; `x_is_transposed`, that the matrix is a
+    transpose itself, which XLA takes back.
     """
     if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
@@ -452,13 +477,13 @@ class Input(NamedTuple):
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """Where the codes of an input come from, for `multiply`; arguments as of `product`, `scale` as of its `scales`."""
+    """Where the codes of an input come from, for `recipe_dot_from_source`; arguments as of `recipe_dot`, `scale` as of its `scales`."""
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
-        facts = facts._replace(again=(ALREADY_SAVED, source))
+        facts = facts._replace(recompute_rule=(ALREADY_SAVED, source))
     fused_output = facts.fused_output if x.is_view and source.shape[-1] == matrix.shape[-1] else None
-    facts = facts._replace(part=fused_output and fused_output.cast(matrix.dtype))
+    facts = facts._replace(fused_output=fused_output and fused_output.cast(matrix.dtype))
     # Layers whose scales come from states of their own share codes under that of the first one.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = facts.scale_for(recipe) if scale is None else scale

@@ -2,7 +2,8 @@
 
 The input is quantized outside of the differentiated function, from its value alone: its codes then are an argument of
 that function, several products that read one input share them, and the input itself is not saved. What is saved of each
-matrix its source says (`fp8jax.ops.products.operands`); `_forward` puts that together with what else the backward pass needs.
+matrix its source says (`fp8jax.ops.products.operands`); `_forward` puts that together with what else the backward pass
+needs.
 """
 
 import functools
@@ -125,20 +126,34 @@ def recipe_dot(
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         out_spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
-        on_passthrough: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
+        on_passthrough: is given `x.source` for what else reads it, whose gradients then are added in this backward
+            pass.
         stored_weight: what `w` is made of, to be saved in its place; or None.
-        split_sizes: of the arrays that the result is to be, side by side (`fp8jax.ops.quantization.packed`); None for one.
+        split_sizes: of the arrays that the result is to be, side by side (`fp8jax.ops.quantization.packed`); None for
+            one.
 
     Returns:
-        (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`; with widths several of them.
+        (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`; with `split_sizes` several of them.
 
     Raises:
-        ValueError: a key is missing, or as `of_weight`.
+        ValueError: a key is missing, or as `choose_weight_source`.
     """
     x_source = input_source(x, recipe, key, scales and scales.x)
     returns_input = on_passthrough is not None and x.value is x.source
-    options: Any = {"passes": returns_input, "bias": bias, "laid": stored_weight, "widths": split_sizes}
-    y, passthrough = recipe_dot_from_source(x.value, x_source, w, recipe, key, scales, quantized, out_spec, **options)
+    y, passthrough = recipe_dot_from_source(
+        x.value,
+        x_source,
+        w,
+        recipe,
+        key,
+        scales,
+        quantized,
+        out_spec,
+        returns_input=returns_input,
+        bias=bias,
+        stored_weight=stored_weight,
+        split_sizes=split_sizes,
+    )
     if on_passthrough is not None and passthrough is not None:
         on_passthrough(passthrough)
     return y
@@ -162,7 +177,7 @@ def recipe_dot_from_source(
     """`recipe_dot` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
-        x: the array that gradients flow to. of_x: where its codes come from, as `input_source` says.
+        x: the array that gradients flow to. x_source: where its codes come from, as `input_source` says.
         passthrough: the input as the product before passed it on; gradients flow to it.
         returns_input: whether to pass it on.
         bias, stored_weight, split_sizes: as of `recipe_dot`.
@@ -170,8 +185,8 @@ def recipe_dot_from_source(
     Returns:
         The product, and the input for the next one; or None.
     """
-    gradient_facts, quantizes_here = gradient_facts.current(), quantized is None and not isinstance(w, FrozenWeight)
-    if quantizes_here and scales is None and gradient_facts.unrolled:
+    run_facts, quantizes_here = gradient_facts.current(), quantized is None and not isinstance(w, FrozenWeight)
+    if quantizes_here and scales is None and run_facts.is_unrolled:
         quantized = quantize_both_layouts(w, recipe)  # type: ignore[arg-type]
     w_source = choose_weight_source(w, recipe, scale=scales and scales.w, quantized=quantized)
     if passthrough is not None and jax.typeof(passthrough) != jax.typeof(x):  # it may vary over more mesh axes
@@ -179,14 +194,13 @@ def recipe_dot_from_source(
     is_frozen, out_spec = isinstance(w, FrozenWeight), out_spec or output_spec(x, w, None)
     name = derivatives.qualified_op_name(f"a product of {x.shape} and {'a frozen weight' if is_frozen else w.shape}")
     dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
-    x, passthrough, *weight_and_bias = match_varying_axes(
-        x, passthrough, None if isinstance(w, FrozenWeight) else w, bias
-    )  # type: ignore[assignment]
+    trained_w = None if isinstance(w, FrozenWeight) else w
+    x, passthrough, *weight_and_bias = match_varying_axes(x, passthrough, trained_w, bias)  # type: ignore[assignment]
     if stored_weight is not None and isinstance(w_source, QuantizeHere):
         axes = frozenset(varying_axes(x))
         w_source = QuantizeHere(w_source.scale, *stored_weight.with_step(lambda w: cast_varying_over(w, axes)))
     token = derivatives.second_order_guard(name, x, passthrough, *weight_and_bias)
-    config = ProductConfig(recipe, passthrough is not None, returns_input, out_spec, gradient_facts, name, split_sizes)
+    config = ProductConfig(recipe, passthrough is not None, returns_input, out_spec, run_facts, name, split_sizes)
     y, next_passthrough = _product(config, x, passthrough, *weight_and_bias, x_source, w_source, dy_key, scales, token)
     return jax.tree.map(
         lambda y: derivatives.check_differentiable_dtypes("a product", y, x, passthrough, *weight_and_bias), y
@@ -274,15 +288,15 @@ def _gradients(
 ) -> tuple[tuple[Any, ...], Any]:
     """The cotangents of all operands, and what is known of those that follow from that of the input."""
     recipe, (x, w, bias), key = config.recipe, residuals.kinds, residuals.key
-    scales: Any = residuals.scales
+    scales = residuals.scales
     batch_shape = jax.tree.leaves(dy)[0].shape[:-1]
     dy_spec = recipe.spec("dy")
-    expected_amax, amax_slot = (None, None) if scales is None else (scales.dy, scales.slot)
+    expected_amax, amax_slot = (None, None) if scales is None else (scales.dy_amax, scales.amax_slot)
     dy_scale = None if expected_amax is not None else dy_facts.scale_for(dy_spec, recipe.spec("dy_wgrad"))
     dy = jax.tree.map(fused_outputs.to_matrix, dy)
     if amax_slot is not None and (axes := varying_axes(dy) - varying_axes(amax_slot)):
         raise ValueError(
-            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
+            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
     amax = None
@@ -327,9 +341,15 @@ def _gradients(
     dw = None
     if residuals.x is not None and w is not None and dy_columns is not None:
         x_operand = residuals.x.operand(x_side, dx_facts)
-        wgrad_options: Any = {"fast": "wgrad" in recipe.fast_accumulation, "transposed": recipe.dy_wgrad == SAME}
-        dw = matmul(x_operand, dy_columns, dtype=w.dtype, out_spec=w.spec, **wgrad_options)
-    if dw is not None and config.gradient_facts.unrolled:
+        dw = matmul(
+            x_operand,
+            dy_columns,
+            dtype=w.dtype,
+            fast="wgrad" in recipe.fast_accumulation,
+            out_spec=w.spec,
+            transposed=recipe.dy_wgrad == SAME,
+        )
+    if dw is not None and config.gradient_facts.is_unrolled:
         # Now, not when the gradients of all turns are stacked: until then XLA would keep what this product reads.
         dx, dw = lax.optimization_barrier((dx, dw))
     input_cotangents = (None, dx) if config.has_passthrough else (dx, None)
@@ -341,7 +361,7 @@ def _gradients(
 def _product_fwd(config: ProductConfig, *operands: Any) -> tuple[tuple[Array, Array | None], Residuals]:
     """`_forward`, where its backward pass follows."""
     value, passthrough, w, bias, x_source, w_source, *remaining = operands
-    if w is not None and config.gradient_facts.once:
+    if w is not None and config.gradient_facts.outside_loops:
         w_source = quantize_both_for_grad(w_source, w, config.recipe)
     results, residuals = _forward(config, value, passthrough, w, bias, x_source, w_source, *remaining)
     if w is not None:

@@ -54,7 +54,7 @@ def ragged_dot(
         w: (groups, inputs, outputs).
         group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group: they may
             hold anything, NaN and Inf too, and so may their cotangents. Their results and gradients are 0.
-        recipe, key: as of `fp8jax.linear`. known: as of `fp8jax.dot_general`.
+        recipe, key: as of `fp8jax.linear`. input_facts: as of `fp8jax.dot_general`.
 
     Returns:
         (tokens, outputs) in the dtype of `x`.
@@ -106,7 +106,11 @@ class _Residuals(NamedTuple):
 
 def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
     # Scales and codes of the whole array are not used: rows in no group may have entered them.
-    side, recompute_rule, residual_spec = input_side(recipe), input_facts.facts.recompute_rule, recipe.spec("x_residual")
+    side, recompute_rule, residual_spec = (
+        input_side(recipe),
+        input_facts.facts.recompute_rule,
+        recipe.spec("x_residual"),
+    )
     if residual_spec is None:
         values = input_facts.get_or_compute((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
         return _Source(None, values if recompute_rule is None else _recompute_residual(recompute_rule, x))

@@ -1,7 +1,7 @@
 """Linear layers with a scaling that keeps a state, which the caller holds."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class ScalingStats(NamedTuple):
     """What one call of a linear observed of its operands, fp32; None where nothing is.
 
     Largest magnitudes under delayed scaling. Those of the calls of one step merge as the strategy says
-    (`fp8jax.core.scaling.Stateful.merged`): magnitudes by maximum, counts by sum.
+    (`fp8jax.core.scaling.Stateful.merge_stats`): magnitudes by maximum, counts by sum.
     """
 
     x: Array | None = None
@@ -84,7 +84,7 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding: as of `linear`. known, laid, pass_on: as of `dot_general`.
+        bias, key, out_sharding: as of `linear`. input_facts, stored_weight, on_passthrough: as of `dot_general`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -103,9 +103,9 @@ def scaled_linear(
     if "dy" in strategies:
         if amax_slot is None:
             raise ValueError(
-                f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])"
+                f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
             )
-        scales |= {"dy": strategies["dy"].expected_amax(_operand_state(state, "dy")), "slot": amax_slot}
+        scales |= {"dy_amax": strategies["dy"].expected_amax(_operand_state(state, "dy")), "amax_slot": amax_slot}
     out_spec = output_spec(x, w, out_sharding)
     given_scales, stats = Scales(**scales) if scales else None, {}
     threshold = strategies.get("x")
@@ -125,15 +125,17 @@ def scaled_linear(
         )
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     else:
-        options: Any = {
-            "scales": given_scales,
-            "quantized": quantized,
-            "spec": out_spec,
-            "bias": bias,
-            "laid": stored_weight,
-        }
         y = recipe_dot(
-            Input(matrix, x, input_facts=input_facts), w, linear_recipe, key, **options, on_passthrough=on_passthrough
+            Input(matrix, x, input_facts=input_facts),
+            w,
+            linear_recipe,
+            key,
+            scales=given_scales,
+            quantized=quantized,
+            out_spec=out_spec,
+            bias=bias,
+            on_passthrough=on_passthrough,
+            stored_weight=stored_weight,
         )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])

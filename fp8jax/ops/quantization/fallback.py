@@ -20,8 +20,8 @@ from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
 class FallbackTensor(NamedTuple):
     """A matrix as int8 blocks and, where a block falls back, what that leaves as int8 blocks too; 16 bits in all.
 
-    The values are base + used * residual. Codes of the residual of other blocks are undefined: only `fallback_mask` says which
-    are read.
+    The values are base + fallback_mask * residual. Codes of the residual of other blocks are undefined: only
+    `fallback_mask` says which are read.
 
     Attributes:
         base: of the matrix. residual: of what the base leaves, with scales of its own.

@@ -41,7 +41,7 @@ def quantize_fused(
         rows, columns: how `x` and `x.T` are quantized, or None where they are not.
         shares_codes: whether both have the same codes; else one of them is None.
         scale, strategy: as of `fp8jax.ops.quantization.quantize.quantize`.
-        sums: whether sums of columns are wanted, which `fused_output.result.sums` then has if the codes are made here.
+        sums: whether sums of columns are wanted, which `fused_output.group.sums` then has if the codes are made here.
     """
     spec = rows if columns is None else columns
     if spec is None or not (shares_codes or rows is None or columns is None) or not fused_outputs.supports(spec):
@@ -78,7 +78,7 @@ def _quantize_group(
     def make(backend: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
         if scale is None:
             amaxes = peaks or backend.peaks(operation, kinds, operands)
-            scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in amaxes)
+            scales = tuple(scaling.to_scale(strategy.reduce_amax(top), fmt) for top in amaxes)
         else:
             scales = (scaling.clamp_scale(scale.reshape(())),)
         quantized = backend.quantize(
@@ -111,10 +111,19 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
     def make(backend: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
         scale = scaling.clamp_scale(scale.reshape(()))
         if not scales:
-            codes, peaks = backend.ahead(operation, operands, scale, dtype)
+            codes, peaks = backend.quantize_and_predict(operation, operands, scale, dtype)
             return codes, scale.reshape(1, 1), tuple(peaks), []
-        keywords: Any = {"rows": True, "columns": True, "result_coding": (scale, dtype), "sums": needs_sums}
-        quantized = backend.quantize(operation, (GATE, UP)[: len(scales)], operands, scales, out_dtype, **keywords)
+        quantized = backend.quantize(
+            operation,
+            (GATE, UP)[: len(scales)],
+            operands,
+            scales,
+            out_dtype,
+            rows=True,
+            columns=True,
+            result_coding=(scale, dtype),
+            sums=needs_sums,
+        )
         (*pairs, (_, codes)), totals = quantized if needs_sums else (quantized, [])
         cotangents = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
         return codes, scale.reshape(1, 1), cotangents, totals
@@ -129,7 +138,7 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
 
 
 def cached_row_codes(fused_output: FusedOutput | None, spec: QuantSpec) -> QTensor | None:
-    """What `Output.hold` was given of rows."""
+    """What `FusedOutput.cache_codes` was given of rows."""
     codes = None if fused_output is None else fused_output.group.variants.get(("rows", spec))
     return None if codes is None else from_bytes(codes)
 
@@ -150,7 +159,7 @@ def quantize_columns(fused_output: FusedOutput | None, spec: QuantSpec, scale: A
         if predicted is None:
             ((_, codes),) = backend.quantize(operation, kinds, operands, (scale,), fmt.dtype, rows=False, columns=True)
             return codes, ()
-        return backend.ahead(operation, operands, scale, fmt.dtype)
+        return backend.quantize_and_predict(operation, operands, scale, fmt.dtype)
 
     codes, peaks = fused_outputs.run(make, group.operands, scale.reshape(-1))
     if predicted is not None:

@@ -86,12 +86,12 @@ def encode_activation_residuals(
 
     def run(sharding: DimSharding, gate: Array, up: Array | None, scale: Array | None) -> Any:
         if has_row_scales:
-            residuals, codes, rows = activation_rows_triton.keep_activation(
+            residuals, codes, rows = activation_rows_triton.encode_activation_residuals(
                 operation, gate, up, coding, dtype, compute_capability=capability()
             )
             return residuals, None, (codes, rows)
         result = None if dtype is None else (scale, dtype)
-        residuals, peak, result_codes = activation_triton.keep_activation(
+        residuals, peak, result_codes = activation_triton.encode_activation_residuals(
             operation, gate, up, coding, result=result, compute_capability=capability()
         )
         return residuals, sharding.pmax(peak, "m n"), result_codes
@@ -100,7 +100,7 @@ def encode_activation_residuals(
     needs_whole_rows = has_row_scales or coding.is_packed
     pair, tile = ((_ROWS, _ROWS), _ROWS) if needs_whole_rows else ((_TILE, f"m n/{coding.size}"), _TILE)
     return run_partitioned(
-        "keep_activation", (operation, coding, str(dtype)), run, (gate, up, scale), (tile, tile, _replicated(scale)),
+        "encode_activation_residuals", (operation, coding, str(dtype)), run, (gate, up, scale), (tile, tile, _replicated(scale)),
         ((pair, pair, pair), "", (tile, tile) if has_row_scales else tile),
     )  # fmt: skip
 
@@ -115,10 +115,10 @@ def requantize_if(
     tile = _ROWS if result_kinds(kinds).norm else _TILE
     channels = tile.split()[1]
     operand_dims = quantize_recomputed_triton.Operands(
-        tile, up=tile, inverse="m", mean="m", weight=channels, bias=channels
-    )  # type: ignore[arg-type]
+        tile, up=tile, inverse="m", mean="m", weight=channels, bias=channels  # type: ignore[arg-type]
+    )  # fmt: skip
     ins = (operand_dims, tile, _replicated(scale), _replicated(condition))
-    return run_partitioned("mend", (operation, kinds), run, (operands, codes, scale, condition), ins, tile)
+    return run_partitioned("requantize_if", (operation, kinds), run, (operands, codes, scale, condition), ins, tile)
 
 
 def quantize(
@@ -148,7 +148,7 @@ def quantize(
     if sums:
         outs = outs, ["-" if _packed(operation) else "n"] * len(kinds)
     static = (operation, kinds, str(dtype), rows, columns, str(result_dtype), sums)
-    return run_partitioned("remake", static, run, (operands, scales, scale), ins, outs)
+    return run_partitioned("quantize_recomputed", static, run, (operands, scales, scale), ins, outs)
 
 
 def peaks(
@@ -162,7 +162,7 @@ def peaks(
             maxima = [compute_amax(x) for x in fused_reference.results(operation, kinds, operands)]
         else:
             maxima = sampled_amax_triton.peaks(
-                operation, kinds, operands, every=every, is_needed=compute_if, compute_capability=capability()
+                operation, kinds, operands, every=every, compute_if=compute_if, compute_capability=capability()
             )
         return [sharding.pmax(peak, "m n") for peak in maxima]
 
@@ -182,7 +182,7 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
         (_operands(operation), _scale_dims(scale)),
         (_transposed_tile(operation), [amax_dims] * (1 + operation.gated)),
     )
-    return run_partitioned("ahead", (operation, str(dtype)), run, (operands, scale), ins, outs)
+    return run_partitioned("quantize_and_predict", (operation, str(dtype)), run, (operands, scale), ins, outs)
 
 
 def cotangents(operation: Any, operands: Any) -> Any:

@@ -1,8 +1,8 @@
 """Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
 
-A norm or an activation says what its result is computed from (`FusedOutput`); an activation also of the cotangents of its
-inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself stays
-an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
+A norm or an activation says what its result is computed from (`FusedOutput`); an activation also of the cotangents of
+its inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself
+stays an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class FusedOutput(NamedTuple):
         """The same, computed from the same operands in another trace."""
         variants = dict(zip(self._row_codes, rows, strict=True))
         return self._replace(
-            result=FusedOutputs(self.group.operation, self.group.kinds, operands, peaks, variants=variants)
+            group=FusedOutputs(self.group.operation, self.group.kinds, operands, peaks, variants=variants)
         )
 
     @property
@@ -124,7 +124,7 @@ class CotangentPrediction(NamedTuple):
 
     @property
     def variants(self) -> dict[Any, Any]:
-        """`Computation.variants` of them."""
+        """`FusedOutputs.variants` of them."""
         return {(True, True, self.spec, None): (self.scales, self.codes)} if self.codes else {}
 
 
@@ -157,7 +157,7 @@ def make_array_facts(
         recomputable, residuals: how it is made again, and from what.
         fused_output: what kernels compute it from.
         consumer, scale: the layers that are to quantize it under this scale, if it is known.
-        codes: what they will make of it, as of `Output.hold`, if that is made.
+        codes: what they will make of it, as of `FusedOutput.cache_codes`, if that is made.
     """
     if fused_output is not None and consumer is not None and codes is not None:
         spec = consumer.spec("x")
@@ -196,7 +196,7 @@ def _needs_only_rows(spec: QuantSpec) -> bool:
 def writes_result(recipe: Recipe | Context | str) -> bool:
     """Whether on a GPU operations write what they compute, and not the layers that read it: these take no FP8 codes.
 
-    So it is where what is kept are codes of ten bits, and layers of the recipe have others than `codes` or
+    So it is where what is kept are codes of ten bits, and layers of the recipe have others than `quantize_fused` or
     `fp8jax.ops.quantization.fused_codes` makes.
     """
     resolved = resolve(recipe)
@@ -239,7 +239,7 @@ def identity_output(x: Array) -> FusedOutput | None:
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
-    """`call(on, *arrays)`, where `backend` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
+    """`call(backend, *arrays)`, where `backend` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
     from fp8jax.ops.quantization import fused_kernels
 
     kernel_impl, reference_impl = (functools.partial(call, backend) for backend in (fused_kernels, fused_reference))
@@ -268,7 +268,11 @@ def describe_operation(
         fields: as of `pallas_kernels.nonlinear.operations_triton.Operation`, an activation by its name.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
-    reason = reason or missing_triton("nonlinear.quantize_recomputed_triton" if fp8 else "nonlinear.cotangents_triton") or _unsupported_reason(x, spec)
+    reason = (
+        reason
+        or missing_triton("nonlinear.quantize_recomputed_triton" if fp8 else "nonlinear.cotangents_triton")
+        or _unsupported_reason(x, spec)
+    )
     if reason is None:
         description = _describe(x, spec, dtype, norm, fields)
         reason = description if isinstance(description, str) else None
@@ -332,7 +336,7 @@ def reshape_like(x: Array, like: Array) -> Array:
 
 
 def to_residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
-    """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.autodiff.residuals.keep` has them."""
+    """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.autodiff.residuals.quantize_residual` has them."""
     length = like.shape[-1] if spec.is_packed else None
     axes, like_spec = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
     # Kernels of whole rows gather channels.

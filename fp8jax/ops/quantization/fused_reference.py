@@ -1,7 +1,7 @@
 """Norms and activations in plain JAX, and with these the references of the kernels that quantize their results.
 
-`pallas_kernels.nonlinear.quantize_recomputed_triton` and `norm_triton` say what a reference's arguments and results are; here devices play no
-part. Sums and elementary functions differ from the kernels' in their last bits.
+`pallas_kernels.nonlinear.quantize_recomputed_triton` and `norm_triton` say what a reference's arguments and results
+are; here devices play no part. Sums and elementary functions differ from the kernels' in their last bits.
 """
 
 import functools

@@ -43,9 +43,9 @@ def is_foldable(q: QTensor) -> bool:
 def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
     """The powers of two of two-level codes folded into them, for the product of rows.
 
-    As in `fp8jax.ops.quantization.microscaling.fold_rows`, the scale of a row takes up the largest of its powers, exactly, unless
-    that would make it subnormal. A code that goes subnormal under what is left of its own power is rounded a second
-    time.
+    As in `fp8jax.ops.quantization.microscaling.fold_rows`, the scale of a row takes up the largest of its powers,
+    exactly, unless that would make it subnormal. A code that goes subnormal under what is left of its own power is
+    rounded a second time.
 
     Args:
         q: (M, N), such that `is_foldable`.
@@ -58,7 +58,9 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
         ValueError: `q` is another, `impl` is unknown, or it is "triton" and no kernel can run.
     """
     if not is_foldable(q):
-        raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
+        raise ValueError(
+            f"fold_microscales takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}"
+        )
     empty = f"shape {q.shape} is empty" if 0 in q.shape else None
     choice = choose_impl(impl, lambda: empty or missing_triton("quantization.fold_triton"))
     record_choice("refold", choice)
@@ -113,8 +115,8 @@ def fold_rows(
     Args:
         x: (M, N), floating.
         spec: of granularity "mx" with a level 1.
-        outer_scale: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that holds
-            it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
+        outer_scale: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that
+            holds it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
         fused_output: what the matrix is computed from, where that is known.
         impl: "auto", "xla" or "triton", as of `fp8jax.ops.quantization.quantize.quantize`.
 
@@ -184,8 +186,8 @@ def gradient_operands(
         fused_output: what `dy` is computed from, where that is known.
 
     Returns:
-        Of granularity "token"; and (outputs, tokens) of "tensor" with scale `unit(rows)`: another operand takes the
-        scales over that.
+        Of granularity "token"; and (outputs, tokens) of "tensor" with scale `token_scale_unit(rows)`: another operand
+        takes the scales over that.
     """
     if spec.outer_scale == "tensor":
         rows = fold_rows(dy, spec)
@@ -200,7 +202,7 @@ def gradient_operands(
 
 
 def transpose_codes(q: QTensor) -> QTensor:
-    """Codes of rows transposed as they are, (N, M), with scale `unit(q)`; those of one scale with their own."""
+    """Codes of rows transposed as they are, (N, M), with scale `token_scale_unit(q)`; those of one scale with their own."""
     if q.spec.granularity == "tensor":
         return transpose(q)
     return transpose(QTensor(q.codes, token_scale_unit(q), None, None, QuantSpec(q.spec.format)))
@@ -265,7 +267,7 @@ def token_scale_unit(dy: QTensor) -> Array:
 
 
 def relative_token_scales(dy: QTensor) -> Array:
-    """The scales of tokens of a gradient over `unit(dy)`, fp32 (tokens, 1); 1 where it has one scale for all."""
+    """The scales of tokens of a gradient over `token_scale_unit(dy)`, fp32 (tokens, 1); 1 where it has one scale for all."""
     return (
         jnp.ones((), jnp.float32)
         if dy.spec.granularity == "tensor"

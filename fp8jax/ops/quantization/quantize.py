@@ -50,13 +50,15 @@ def quantize(
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
             block counts; None takes them from `x`. Finite values beyond their range saturate. They are for the format
             of `rows`, if rows are asked for; columns of another format have the same range.
-        is_scale_clamped: whether codes were made under this scale before, which then is one that `fp8jax.core.scaling.usable` gave.
-        strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
-            "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
+        is_scale_clamped: whether codes were made under this scale before, which then is one that
+            `fp8jax.core.scaling.clamp_scale` gave.
+        strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find_scaling` takes
+            it: "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
             makes such codes, on however many devices: FP8 and int8 without expansion, groups and blocks of 16 to 128.
-            "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.dispatch.choice.listening` tells which.
+            "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.dispatch.choice.record_choices`
+            tells which.
         fused_output: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
@@ -66,15 +68,18 @@ def quantize(
         ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
             or it is "triton" and the kernel cannot run: the message says why.
     """
-    keywords: Any = {
-        "scale": scale,
-        "used": is_scale_clamped,
-        "strategy": strategy,
-        "key": key,
-        "impl": impl,
-        "part": fused_output,
-    }
-    return quantize_and_sum(x, rows, columns, sums=False, **keywords)[0]
+    return quantize_and_sum(
+        x,
+        rows,
+        columns,
+        sums=False,
+        scale=scale,
+        is_scale_clamped=is_scale_clamped,
+        strategy=strategy,
+        key=key,
+        impl=impl,
+        fused_output=fused_output,
+    )[0]
 
 
 def quantize_and_sum(
@@ -97,7 +102,7 @@ def quantize_and_sum(
     matrices, of M rows, that it is side by side: on one GPU the kernel reads these where each lies.
     """
     strategy = scaling.find_scaling(strategy)
-    config = dataclasses.replace(_parse(rows, columns, strategy, sums), used=is_scale_clamped)
+    config = dataclasses.replace(_parse(rows, columns, strategy, sums), is_scale_clamped=is_scale_clamped)
     if isinstance(x, tuple) and not packed.can_quantize_unpacked(x, config.specs):
         x = packed.concatenated(x)
     x = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, x, scale)
@@ -107,14 +112,21 @@ def quantize_and_sum(
     if 0 in packed.packed_shape(x):
         scale = None  # there is nothing to have one
     if impl == "auto" and fused_output is not None and not isinstance(x, tuple):
-        keywords: Any = {"same": config.shares_codes, "scale": scale, "strategy": strategy, "sums": sums}
-        pair = fused_codes.quantize_fused(fused_output, config.rows, config.transposed_spec, **keywords)
+        pair = fused_codes.quantize_fused(
+            fused_output,
+            config.rows,
+            config.transposed_spec,
+            shares_codes=config.shares_codes,
+            scale=scale,
+            strategy=strategy,
+            sums=sums,
+        )
         if pair is not None:
             known_sums = fused_output.group.sums.get(fused_output.position)
             return pair, column_sums(x) if sums and known_sums is None else known_sums
     choice = record_choice("quantize", _choose(x, config, scale, impl))
-    impls: Any = {"kernel": functools.partial(_kernel, config), "reference": functools.partial(_reference, config)}
-    result: PairAndSums = run(choice, impl, x, scale, key, amax, **impls)
+    kernel, reference = (functools.partial(f, config) for f in (_kernel, _reference))
+    result: PairAndSums = run(choice, impl, x, scale, key, amax, kernel=kernel, reference=reference)
     return result
 
 
@@ -134,7 +146,9 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     shape_reason = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
-    choice = choose_impl(impl, lambda: shape_reason or missing_triton("quantization.transpose_triton", fp8=factor is not None))
+    choice = choose_impl(
+        impl, lambda: shape_reason or missing_triton("quantization.transpose_triton", fp8=factor is not None)
+    )
     codes = run(choice, impl, q.codes, factor, kernel=_transpose_kernel, reference=_multiply_and_transpose)
     return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
