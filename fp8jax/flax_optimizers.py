@@ -30,8 +30,8 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
         fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
 
     Histories and thresholds advance by the observations of the step (`advance_scaling`). Weights of automatic scaling
-    get the bounds of an optimizer that tracks them (`set_weight_bounds`). Without such bounds each call measures them,
-    or `fp8jax.nnx.measure_weights` does so once.
+    get the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without such bounds each call measures them,
+    or `fp8jax.nnx.reset_weight_amax_bounds` does so once.
 
     `fp8jax.nnx.Optimizer` calls this function in its `update`. Layers that were not called since the last step keep
     their state, and models of recipes without a state do not change.
@@ -88,7 +88,7 @@ def end_linen_step(
     return dict(scaling)
 
 
-_STEP_ARGUMENTS = ("key", "factor", "applied", "max_direction")
+_STEP_ARGUMENTS = ("key", "grad_scale", "apply_if", "max_direction")
 
 
 def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -105,7 +105,7 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
     if fused_only := [name for name in _STEP_ARGUMENTS if name in step_arguments]:
         raise TypeError(
             f"{', '.join(fused_only)} is for a transformation with `step`, and optax.chain keeps none: take "
-            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw, to clip in fp8jax.clipped(1.0, tx)"
+            "fp8jax.optimizer(...), compressed_adamw or fp8lm_adamw, to clip in fp8jax.with_clipping(1.0, tx)"
         )
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **step_arguments)
     return optax.apply_updates(params, updates), state
@@ -127,7 +127,7 @@ class FusedOptimizer(nnx.Optimizer):
     Args:
         model: the module whose variables are trained.
         tx: any optax transformation. `fp8jax.optimizer(...)`, `compressed_adamw`, `fp8lm_adamw`, and one of them in
-            `fp8jax.clipped`, have a step.
+            `fp8jax.with_clipping`, have a step.
         wrt: filter of the variables that are trained, as of `nnx.grad`.
 
     Examples:
@@ -154,7 +154,7 @@ class FusedOptimizer(nnx.Optimizer):
         Args:
             model: the module that the optimizer was made of.
             grads: gradients of the variables in `wrt`, and maybe of others, as of `GradientStatistic`.
-            arguments: of the step: `key`, `factor`, `applied`; of a transformation without one, of its `update`.
+            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its `update`.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
@@ -216,9 +216,9 @@ class FusedTrainState(train_state.TrainState):
 
         Args:
             grads: gradients, a tree as `params`.
-            step_arguments: of the step: `key`, `factor`, `applied`; of a transformation without one, of its `update`.
+            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its `update`.
             statistics: gradients of the collection "fp8jax_statistics", where the recipe observes gradients.
-            others: fields that get new values, such as `scaling` as `apply` has written it.
+            field_updates: fields that get new values, such as `scaling` as `apply` has written it.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.

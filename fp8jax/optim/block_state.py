@@ -1,4 +1,4 @@
-"""`Held`: parameters with their optimizer state, in arrays that a backward pass can hand out as cotangents."""
+"""`FusedBlockState`: parameters with their optimizer state, in arrays that a backward pass can hand out as cotangents."""
 
 import dataclasses
 import functools
@@ -22,23 +22,23 @@ _BITS = jnp.float8_e4m3fn
 )
 @dataclasses.dataclass(frozen=True)
 class FusedBlockState:
-    """Parameters with their optimizer state, as a released block takes them.
+    """Parameters with their optimizer state, as a block of `fused_backward` takes them.
 
-    All leaves are arrays of floating dtypes, because `value_and_updates` gets the new ones as cotangents of the old.
+    All leaves are arrays of floating dtypes, because `value_and_step` gets the new ones as cotangents of the old.
 
     Attributes:
-        params: tree of parameters; of `Released.scan`, layers stacked along the first axes.
-        stored: the optimizer's state without its count, integers as bits of e4m3: see `state`.
+        params: tree of parameters; of `FusedBackwardBlock.scan`, layers stacked along the first axes.
+        encoded_state: the optimizer's state without its count, integers as bits of e4m3: see `state`.
         count: steps taken, fp32 scalar, exact up to 2^24.
-        factor: what the next step multiplies gradients by, fp32 scalar: see `clipped`.
+        grad_scale: what the next step multiplies gradients by, fp32 scalar: see `with_clipping`.
         squares: sum of squares of the last step's gradients before they were clipped, fp32; of each layer, (layers,),
             where they are stacked.
         uses: how often the last call used these parameters, fp32 scalar: 1, or the result is NaN.
-        limits: largest norms of gradients in the next step, like `squares`, or None: see `clipped`.
+        max_norms: largest norms of gradients in the next step, like `squares`, or None: see `with_clipping`.
         dtypes: of the arrays of the state, in their order.
         name: path of the parameters in a whole tree, on which noise of stochastic rounding depends.
-        layers: how many layers are stacked; None where none are.
-        measured: whether the backward pass takes squares alone, and no step.
+        num_layers: how many layers are stacked; None where none are.
+        norm_only: whether the backward pass takes squares alone, and no step.
     """
 
     params: Any
@@ -73,30 +73,33 @@ class FusedBlockState:
     ) -> "FusedBlockState":
         """These as the next step takes them, its gradients clipped by the global norm.
 
-        By `norm` that is exact. By `before` each block, or each stacked layer, may have the share of `max_norm` that it
+        By `norm` that is exact. By `previous_norm` each block, or each stacked layer, may have the share of `max_norm` that it
         had of the norm of the step before: where its norm doubles, that of all is taken to have doubled. One that had
         no gradients then, as none has before the first step, may have all of `max_norm`.
 
         Args:
             max_norm: largest global norm, positive.
-            norm: of all gradients of the next step, from `gradient_norm`.
-            before: of all gradients of the step before, from `updates_norm`, not of other steps; 0 before the first.
+            norm: of all gradients of the next step, from `compute_grad_norm`.
+            previous_norm: of all gradients of the step before, from `grad_norm_from_states`, not of other steps; 0
+                before the first.
 
         Raises:
-            TypeError: not one of `norm` and `before` is given.
+            TypeError: not one of `norm` and `previous_norm` is given.
             ValueError: `max_norm` is not positive.
         """
         if (norm is None) == (previous_norm is None):
-            raise TypeError("clipped takes norm=, of the next step's gradients, or before=, of those of the last step")
+            raise TypeError(
+                "with_clipping takes norm=, of the next step's gradients, or previous_norm=, of those of the last step"
+            )
         checks.check_positive("max_norm", max_norm)
         if norm is not None:
-            return dataclasses.replace(self, factor=clip_factor(max_norm, norm), max_norms=None)
+            return dataclasses.replace(self, grad_scale=clip_factor(max_norm, norm), max_norms=None)
         limit, previous_norm = jnp.asarray(max_norm, jnp.float32), jnp.asarray(previous_norm, jnp.float32)
         # Of a norm that overflowed no share is known.
         is_known = (self.squares != 0) & jnp.isfinite(self.squares) & jnp.isfinite(previous_norm)
         share = jnp.sqrt(self.squares) / previous_norm
         limits = limit * jnp.where(is_known, jnp.minimum(share, 1.0), 1.0)
-        return dataclasses.replace(self, factor=jnp.float32(1.0), max_norms=limits)
+        return dataclasses.replace(self, grad_scale=jnp.float32(1.0), max_norms=limits)
 
     def get_grad_scale(self, square_sum: Array, layer: ArrayLike | None = None) -> Array:
         """What a step multiplies gradients by of which this is the sum of squares, fp32 scalar."""
@@ -127,7 +130,7 @@ def as_float_leaves(state: Any) -> Any:
 
 
 def from_float_leaves(encoded_state: Any, dtypes: tuple[str, ...], count: ArrayLike) -> Any:
-    """The state that `carried` was given, with a count."""
+    """The state that `as_float_leaves` was given, with a count."""
     leaves, structure = jax.tree.flatten(encoded_state)
     values = [
         x if str(x.dtype) == kind else lax.bitcast_convert_type(x, kind) for x, kind in zip(leaves, dtypes, strict=True)

@@ -35,7 +35,7 @@ def check_number(name: str, argument: Any, low: float = -np.inf, high: float = n
 
 
 def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
-    """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; errors as of `number`.
+    """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; errors as of `check_number`.
 
     In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
     """
@@ -55,7 +55,7 @@ def check_positive(name: str, argument: Any) -> None:
 
 
 def check_learning_rate(argument: Any) -> None:
-    """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `number`."""
+    """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `check_number`."""
     if not callable(argument):
         check_number("learning_rate", argument)
 
@@ -110,8 +110,8 @@ def check_storage(
         name: of the moment.
         path: of its parameter.
         x: the moment as it is stored.
-        how: the optimizer's storage: quantized, or cast to a plain format.
-        in_codes: whether one of this shape is quantized at all; else it is in fp32.
+        storage: the optimizer's: quantized, or cast to a plain format.
+        is_quantized: whether one of this shape is quantized at all; else it is in fp32.
     """
     if isinstance(storage, formats.Format):
         expected = str(storage.dtype)

@@ -68,8 +68,8 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
         tx: a transformation with `step`, as `compressed_adamw` or `fp8jax.optimizer` return.
 
     Returns:
-        The transformation. Its `step` takes `key`, `factor` and `applied` as that of `tx`; a `factor` comes before
-        clipping.
+        The transformation. Its `step` takes `key`, `grad_scale` and `apply_if` as that of `tx`; a `grad_scale` comes
+        before clipping.
 
     Raises:
         ValueError: `max_norm` is not positive.
@@ -77,12 +77,12 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
-        >>> tx = fp8jax.clipped(1.0, fp8jax.optimizer("coat", 3e-4))
+        >>> tx = fp8jax.with_clipping(1.0, fp8jax.optimizer("coat", 3e-4))
         >>> params = {"w": jnp.ones((64, 128))}
         >>> params, state = tx.step(params, tx.init(params), params)
     """
     if not isinstance(tx, FusedTransformation):
-        raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
+        raise TypeError(f"with_clipping takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
     checks.check_positive("max_norm", max_norm)
     chain = optax.chain(clip_by_global_norm(max_norm), tx)
 
@@ -98,7 +98,7 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
         grad_scale = jnp.float32(1.0) if grad_scale is None else jnp.asarray(grad_scale, jnp.float32)
         clip = grad_scale * clip_factor(max_norm, _grad_norm(grads) * jnp.abs(grad_scale))
-        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=apply_if, **step_options)
+        params, inner = tx.step(grads, state[1], params, key=key, grad_scale=clip, apply_if=apply_if, **step_options)
         return params, (state[0], inner)
 
     return FusedTransformation(chain.init, chain.update, step)

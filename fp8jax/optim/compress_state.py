@@ -55,7 +55,7 @@ def compress_state(
     shape. Counts, hyperparameters and Adafactor's factored rows and columns are none, and stay as they are. A moment
     goes by the path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu". The names in
     which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise,
-    and sums and maxima (`GROWING`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them or hold them,
+    and sums and maxima (`MONOTONE_ACCUMULATORS`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them or hold them,
     as are the averages of Adadelta, each of which is made of the other, errors with it; any other has to be in
     `moments`. What is not a first moment by its name never decodes to zero where it is not.
 
@@ -269,7 +269,7 @@ def _make_plan(
         state: of the wrapped transformation, as it made it or as it is stored.
         params: the tree of the parameters, or anything with its structure and shapes, such as the gradients.
         rules: how the user stores the moments that a key fits.
-        known: how the moments are stored that optax itself calls so.
+        default_storage: how the moments are stored that optax itself calls so.
 
     Raises:
         ValueError: as `compress_state`; or a stored moment has another shape than its gradient.
@@ -386,14 +386,14 @@ def _decode_moment(_: None, __: None, moment: QTensor) -> Array:
 
 def _store_like(_: None, dither: Array, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
     """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
-    old, new, words = row
+    old, new, seed = row
     if isinstance(old, QTensor):
         new = encoding.limit_group_range(new, old.spec, MIN_EXPONENTS[old.spec.underflow])
         if old.spec.underflow == "zero":
-            assert words is not None
-            return quantize_decaying(new, old, dither, words)
-        return adamw.store(new, old, words)
-    return adamw.store(new, old, words) if jnp.issubdtype(old.dtype, jnp.floating) else new
+            assert seed is not None
+            return quantize_decaying(new, old, dither, seed)
+        return adamw.store(new, old, seed)
+    return adamw.store(new, old, seed) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def _to_float32(tree: Any) -> Any:

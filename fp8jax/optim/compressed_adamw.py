@@ -94,7 +94,7 @@ def scale_by_compressed_adam(
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.listening` tells which a parameter gets, and why.
+            run. `fp8jax.ops.dispatch.choice.record_choices` tells which a parameter gets, and why.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
@@ -179,7 +179,7 @@ def compressed_adamw(
             fp32 parameters beside them are their own masters.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
+            run. `fp8jax.ops.dispatch.choice.record_choices` tells which a parameter gets, and why. JAX takes no kernels in a jitted
             program on a GPU whose arrays lie on two automatic meshes: "xla" there.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
@@ -221,7 +221,7 @@ def compressed_adamw(
     column) are left out: a first moment whose update is under 1/40 of the group's largest is stored as 0, and the
     second moment of a member without gradients stops to fall some 45 steps after the last one. Live members, however
     small, keep theirs; one that gets gradients more rarely than that, among others, is updated as if they came every
-    45 steps (`fp8jax.ops.optimizers.dead_elements.settled`).
+    45 steps (`fp8jax.ops.optimizers.dead_elements.suppress_dead_elements`).
 
     A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
     transformation to skip such steps. A finite one beyond 2^62 (4.6e18) counts as 2^62, because its square would
@@ -287,11 +287,13 @@ def compressed_adamw(
             raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
         if max_direction is not None and master_format is not None and master_format.is_stochastic:
             raise ValueError(
-                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.tracked follows; take "
-                "bf16+int8, or chain fp8jax.track_weights() without a limit, which measures updates"
+                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; take "
+                "bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
             )
-        scalars = {"factor": grad_scale, "applied": apply_if, "max_direction": max_direction}
-        return apply_adamw(adamw.step, grads, state, params, key=key, part=tree_slice, **scalars)
+        return apply_adamw(
+            adamw.step, grads, state, params, key=key,
+            grad_scale=grad_scale, apply_if=apply_if, max_direction=max_direction, tree_slice=tree_slice,
+        )  # fmt: skip
 
     return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
 
@@ -312,7 +314,7 @@ def _make_adam(
     mu_dtype: Any,
     master: Master | None = None,
 ) -> tuple[Callable, Callable]:
-    """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
+    """Checks the arguments; returns `init(params)`, and `update_moments`, which runs a form of the step and counts it."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
         checks.check_adam_constant(name, value, high)
     static_group_size, static_min_size = (
@@ -369,7 +371,7 @@ def _make_adam(
     ) -> tuple[Any, CompressedAdamState]:
         if max_direction is not None and nesterov:
             raise ValueError(
-                "fp8jax.tracked follows directions without nesterov, which are shorter: chain fp8jax.track_weights() "
+                "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain fp8jax.track_weights() "
                 "without a limit behind this optimizer, which measures updates"
             )
         checks.check_state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
@@ -386,12 +388,10 @@ def _make_adam(
         scalars = (count, rate, weight_decay, grad_scale, apply_if, max_direction)
         adam = adamw.Adam(b1, b2, eps, eps_root, *scalars, nesterov)
         weights = master_weights.join_remainders(params, remainder, master)
-        options |= {
-            "impl": impl,
-            "nu_stochastic": stochastic,
-            "stochastic": master is not None and master.is_stochastic,
-        }
-        result, mus, nus = apply_fn(grads, state.mu, state.nu, weights, adam, part=tree_slice, **options)
+        result, mus, nus = apply_fn(
+            grads, state.mu, state.nu, weights, adam, impl=impl, nu_stochastic=stochastic,
+            stochastic=master is not None and master.is_stochastic, tree_slice=tree_slice, **options,
+        )  # fmt: skip
         if apply_if is not None:
             count = jnp.where(apply_if, count, state.count)
         result, new_remainder = (result, None) if remainder is None else master_weights.split_tree(result)

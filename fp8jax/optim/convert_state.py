@@ -26,8 +26,8 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     Wrappers around them (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is
     taken over. Between any transformation and the same one in `compress_state`, too.
 
-    `fp8lm_adamw` makes master weights in fp16 of the parameters, and from it `working_copy(state, jnp.float32)` gives
-    parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_masters` gives the high
+    `fp8lm_adamw` makes master weights in fp16 of the parameters, and from it `params_from_master(state, jnp.float32)` gives
+    parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_master_weights` gives the high
     parts that are `params`, and the remainders, which `optax.tree.set(state, remainder=remainder)` puts in the place of
     zeros; from them, `fp8jax.master_weights(state, params)` gives the parameters in fp32.
 
@@ -192,7 +192,7 @@ def _convert_remainder(like: Any, old: Any) -> Any:
 
 
 def _store_fp8lm(like: Any, old: Any) -> Any:
-    """`_store` for `fp8lm_adamw`, whose scales are powers of two."""
+    """`_store_like` for `fp8lm_adamw`, whose scales are powers of two."""
     new = _store_like(like, old)
     if new is old or not isinstance(new, QTensor):
         return new

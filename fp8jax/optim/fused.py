@@ -15,11 +15,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     key: new bf16 parameters are rounded stochastically, so that training needs no fp32 copy of them: rounded to
         nearest, changes under half a step of bf16 are lost.
-    factor: a scalar that gradients are multiplied by in fp32, in the same pass.
-    applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
+    grad_scale: a scalar that gradients are multiplied by in fp32, in the same pass.
+    apply_if: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
     max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
-        for `fp8jax.tracked`, and not of `fp8lm_adamw`.
-    part: of what the parameters are a part, for `fp8jax.release`.
+        for `fp8jax.with_weight_bounds`, and not of `fp8lm_adamw`.
+    tree_slice: of what the parameters are a part, for `fp8jax.fused_backward`.
 
     `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
 

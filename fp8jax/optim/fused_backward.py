@@ -42,11 +42,11 @@ class _Residuals:
 
 
 class FusedBackwardBlock:
-    """A block whose backward pass applies its optimizer's step, as `release` returns it."""
+    """A block whose backward pass applies its optimizer's step, as `fused_backward` returns it."""
 
     def __init__(self, block: Callable[..., Any], tx: FusedTransformation, key: Array | None) -> None:
         self._block, self._tx, self._key = block, tx, key
-        self._call_block = jax.custom_vjp(lambda held, inputs: block(held.params, *inputs))
+        self._call_block = jax.custom_vjp(lambda block_state, inputs: block(block_state.params, *inputs))
         self._call_block.defvjp(self._forward, self._backward)
         self._scan_layers = jax.custom_vjp(self._plain_scan)
         self._scan_layers.defvjp(self._scan_forward, self._scan_backward)
@@ -58,7 +58,7 @@ class FusedBackwardBlock:
             params: tree of floating arrays.
             name: path of this tree among all parameters, as "layers/3": with it codes are those of one step over the
                 whole tree, and without any no two blocks may have parameters of one name (their noise were the same).
-            stacked: for `scan`: each parameter stacks those of the layers along its first axis.
+            has_layer_axis: for `scan`: each parameter stacks those of the layers along its first axis.
 
         Raises:
             ValueError: stacked parameters do not have the same number of layers.
@@ -69,17 +69,18 @@ class FusedBackwardBlock:
     def restore(
         self, params: Any, state: Any, name: str = "", *, has_layer_axis: bool = False, squares: ArrayLike = 0.0
     ) -> FusedBlockState:
-        """Parameters with a state that there is, as `Held.state` gives it, or steps outside of a block made it.
+        """Parameters with a state that there is, as `FusedBlockState.state` gives it, or steps outside of a block made it.
 
         Args:
-            params, name, stacked: as of `init`.
+            params, name, has_layer_axis: as of `init`.
             state: of the optimizer, of these parameters.
-            squares: as `Held.squares` was, of which `Held.clipped` knows the step before; 0 where that is lost.
+            squares: as `FusedBlockState.squares` was, of which `with_clipping` knows the step before; 0 where that is
+                lost.
 
         Raises: as of `init`.
         """
         if any(map(flax_variables.is_box, jax.tree.leaves((params, state), is_leaf=flax_variables.is_box))):
-            raise TypeError("release takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
+            raise TypeError("fused_backward takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
         layers = _count_layers(params) if has_layer_axis else None
         count, factor, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 1.0))
         squares = jnp.broadcast_to(jnp.asarray(squares, jnp.float32), () if layers is None else (layers,))
@@ -91,7 +92,7 @@ class FusedBackwardBlock:
         """The block's result.
 
         Args:
-            held: of `init` or of the last `value_and_updates`; each may be used once in a call.
+            block_state: of `init` or of the last `value_and_step`; each may be used once in a call.
             inputs: of the block; trees of arrays, which have their gradients as ever.
 
         Raises:
@@ -99,7 +100,7 @@ class FusedBackwardBlock:
         """
         if block_state.num_layers is not None:
             raise ValueError(
-                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call scan(held, x, ...)"
+                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call scan(block_state, x, ...)"
             )
         return self._call_block(block_state, inputs)
 
@@ -110,7 +111,7 @@ class FusedBackwardBlock:
         of them, and writes each layer's in its place; with `donate_argnums` it is the caller's own.
 
         Args:
-            held: of `init(..., stacked=True)`.
+            block_state: of `init(..., has_layer_axis=True)`.
             x: tree of arrays, which the block returns in the same structure, shapes and dtypes.
             shared: what all layers read, such as positions; differentiated, too.
 
@@ -119,7 +120,9 @@ class FusedBackwardBlock:
             TypeError: the block's result is not like `x`.
         """
         if block_state.num_layers is None:
-            raise ValueError(f"{block_state.name or 'the parameters'} are not stacked: take init(..., stacked=True)")
+            raise ValueError(
+                f"{block_state.name or 'the parameters'} are not stacked: take init(..., has_layer_axis=True)"
+            )
         result = jax.eval_shape(self._block, _take_layer(block_state.params, 0), x, *shared)
         if jax.tree.map(_shape_and_dtype, result) != jax.tree.map(_shape_and_dtype, jax.eval_shape(lambda: x)):
             raise TypeError(f"a block under scan must return what is like x, {x}, not {result}")
@@ -187,21 +190,17 @@ class FusedBackwardBlock:
         def backward_layer(number: Array, carry: Any) -> Any:
             (stacks, squares), dx, sums = carry
             i = layers - 1 - number
-            params, new_encoded_state = _take_layer(stacks[0], i), _take_layer(stacks[1], i, keepdims=keep_layer_axis)
-            own = dataclasses.replace(residuals, arrays=_take_layer(residuals.arrays, i))
-            gradients, dx, *shared_grads = own.make_backward([*jax.tree.leaves(params), *shared_leaves])(dx)
+            params, encoded_state = _take_layer(stacks[0], i), _take_layer(stacks[1], i, keepdims=keep_layer_axis)
+            layer_residuals = dataclasses.replace(residuals, arrays=_take_layer(residuals.arrays, i))
+            gradients, dx, *shared_grads = layer_residuals.make_backward([*jax.tree.leaves(params), *shared_leaves])(dx)
             square_sum = sum_of_squares(gradients)
             if not block_state.norm_only:
                 tree_slice, factor = TreeSlice(block_state.name, i), block_state.get_grad_scale(square_sum, i)
                 if keep_layer_axis:  # its scales are told by their stacked axes
-                    own = jax.tree.map(lambda x: x[None], (gradients, params))
-                    new_params, new_encoded_state = self._step(
-                        own[0], block_state, own[1], new_encoded_state, factor, tree_slice
-                    )
-                else:
-                    new_params, new_encoded_state = self._step(
-                        gradients, block_state, params, new_encoded_state, factor, tree_slice
-                    )
+                    gradients, params = jax.tree.map(lambda x: x[None], (gradients, params))
+                new_params, new_encoded_state = self._step(
+                    gradients, block_state, params, encoded_state, factor, tree_slice
+                )
                 stacks = jax.tree.map(functools.partial(_write_layer, i), stacks, (new_params, new_encoded_state))
             shared_grads = jax.tree.leaves(shared_grads)
             sums = [total + shared_grads[i] for total, i in zip(sums, differentiable, strict=True)]
@@ -212,14 +211,14 @@ class FusedBackwardBlock:
             cotangent,
             [jnp.zeros_like(shared_leaves[i]) for i in differentiable],
         )
-        ((params, stored), squares), dx, sums = lax.fori_loop(0, layers, backward_layer, initial_carry)
+        ((params, encoded_state), squares), dx, sums = lax.fori_loop(0, layers, backward_layer, initial_carry)
         sums_by_index = dict(zip(differentiable, sums, strict=True))
-        others = [sums_by_index.get(i) for i in range(len(shared_leaves))]  # None is no gradient
+        shared_grads = [sums_by_index.get(i) for i in range(len(shared_leaves))]  # None is no gradient
         count = block_state.count if block_state.norm_only else block_state.count + 1
         return (
-            _updated_state(block_state, params, stored, count, squares),
+            _updated_state(block_state, params, encoded_state, count, squares),
             dx,
-            jax.tree.unflatten(jax.tree.structure(shared), others),
+            jax.tree.unflatten(jax.tree.structure(shared), shared_grads),
         )
 
     def _step(
@@ -240,7 +239,7 @@ class FusedBackwardBlock:
                 0 if tree_slice.layer is None else tree_slice.layer,
             ):
                 key = jax.random.fold_in(key, number)
-        params, state = self._tx.step(gradients, state, params, key=key, factor=grad_scale, part=tree_slice)
+        params, state = self._tx.step(gradients, state, params, key=key, grad_scale=grad_scale, tree_slice=tree_slice)
         return params, as_float_leaves(state)
 
 
@@ -276,8 +275,9 @@ def sum_of_squares(gradients: Any) -> Array:
 def _updated_state(
     block_state: FusedBlockState, params: Any, encoded_state: Any, count: Array, squares: Array
 ) -> FusedBlockState:
-    changes = {"params": params, "stored": encoded_state, "count": count, "squares": squares, "uses": jnp.float32(1.0)}
-    return dataclasses.replace(block_state, **changes)
+    return dataclasses.replace(
+        block_state, params=params, encoded_state=encoded_state, count=count, squares=squares, uses=jnp.float32(1.0)
+    )
 
 
 def fused_backward(
@@ -290,33 +290,33 @@ def fused_backward(
     included, but for the last bits of fp32 that XLA computes otherwise in another program.
 
     What belongs to all gradients at once cannot be done where only one block's are known. A step is taken whatever the
-    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `Held.clipped` with that of
-    the step before (`updates_norm` of its updates), of which each block has its share, or with that of `gradient_norm`,
-    another backward pass.
-    Gradients of microbatches cannot be summed: `value_and_updates` in a loop over them takes a step for each.
+    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `FusedBlockState.with_clipping`
+    with that of the step before (`grad_norm_from_states` of its updates), of which each block has its share, or with
+    that of `compute_grad_norm`, another backward pass.
+    Gradients of microbatches cannot be summed: `value_and_step` in a loop over them takes a step for each.
 
     Args:
         block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
             or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
-        tx: `compressed_adamw`, `fp8lm_adamw` (with `stacked=1` for stacked layers), or `fp8jax.optimizer`, without
-            `clip`, and with `track=False` for `moss`.
+        tx: `compressed_adamw`, `fp8lm_adamw` (with `layer_axes=1` for stacked layers), or `fp8jax.optimizer`, without
+            `clip`, and with `track_weight_bounds=False` for `moss`.
         key: PRNG key, one for the whole training: bf16 parameters are rounded stochastically with noise of each step,
             name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes; a
             `master` of `tx` needs no key.
 
     Returns:
-        A `Released`: `.init`, then `(held, x, ...)`, or `.scan(held, x, ...)` for stacked layers.
+        A `FusedBackwardBlock`: `.init`, then `(block_state, x, ...)`, or `.scan(block_state, x, ...)` for stacked layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.clipped` or `tracked`.
+        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.with_clipping` or `with_weight_bounds`.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
         >>> layer = lambda params, x: x + jnp.tanh(x @ params["w"])
-        >>> released = fp8jax.release(layer, fp8jax.optimizer("coat", 3e-4))
-        >>> layers = released.init({"w": jnp.zeros((4, 64, 64))}, "layers", stacked=True)
-        >>> loss = lambda layers, head, x: jnp.mean((released.scan(layers, x) @ head) ** 2)
-        >>> step = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1)), donate_argnums=0)
+        >>> block = fp8jax.fused_backward(layer, fp8jax.optimizer("coat", 3e-4))
+        >>> layers = block.init({"w": jnp.zeros((4, 64, 64))}, "layers", has_layer_axis=True)
+        >>> loss = lambda layers, head, x: jnp.mean((block.scan(layers, x) @ head) ** 2)
+        >>> step = jax.jit(fp8jax.value_and_step(loss, argnums=(0, 1)), donate_argnums=0)
         >>> value, (layers, head_gradient) = step(layers, jnp.ones((64, 2)), jnp.ones((8, 64)))
         >>> int(layers.state.count)
         1
@@ -324,10 +324,10 @@ def fused_backward(
     References:
         Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, 2023 (LOMO).
     """
-    if not isinstance(tx, FusedTransformation) or "part" not in inspect.signature(tx.step).parameters:
+    if not isinstance(tx, FusedTransformation) or "tree_slice" not in inspect.signature(tx.step).parameters:
         raise TypeError(
-            "release takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and with "
-            "track=False where the recipe scales weights automatically: their step knows parts of all parameters, "
-            f"not that of {type(tx).__name__}, which may be of fp8jax.clipped or tracked"
+            "fused_backward takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and with "
+            "track_weight_bounds=False where the recipe scales weights automatically: their step knows parts of all parameters, "
+            f"not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or with_weight_bounds"
         )
     return FusedBackwardBlock(block, tx, key)

@@ -36,9 +36,9 @@ class MasterRoundingMargin(NamedTuple):
     """How far a weight that is the high part of a master may be off it, for a bound on both.
 
     Attributes:
-        rounding: largest relative change by rounding a master to the weight.
-        step: the same of rounding a master to its own bits, once a step.
-        least: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
+        weight_error: largest relative change by rounding a master to the weight.
+        master_error: the same of rounding a master to its own bits, once a step.
+        subnormal_error: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
     """
 
     weight_error: float
@@ -57,7 +57,7 @@ class MasterRoundingMargin(NamedTuple):
         return bound * np.float32((1 + self.weight_error) ** 2) + np.float32(3 * self.subnormal_error)
 
     def grow(self, bound: Array, max_change: Array) -> Array:
-        """The bound after `moved` at most was added to each master, which is rounded to its own bits."""
+        """The bound after `max_change` at most was added to each master, which is rounded to its own bits."""
         total = (bound + max_change * np.float32(1 + self.weight_error)) * np.float32(1 + self.master_error)
         return total * np.float32(1 + 2.0**-22) + np.float32(
             2 * self.subnormal_error * self.master_error / self.weight_error
@@ -106,7 +106,11 @@ def _check_any_high(params: Any, master: Master) -> None:
     """Refuses parameters of which all are in fp32."""
     leaves = jax.tree.leaves(params)
     if leaves and all(x.dtype == jnp.float32 for x in leaves):
-        fix = "those of fp8jax.split_masters(params, master)" if master.remainder else "params.astype of that dtype"
+        fix = (
+            "those of fp8jax.split_master_weights(params, master)"
+            if master.remainder
+            else "params.astype of that dtype"
+        )
         raise ValueError(
             f"master {master.name!r} keeps parameters in {master.param_format.dtype}, and all are in float32: give {fix}"
         )
@@ -140,7 +144,7 @@ def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
             raise ValueError(
                 f"{where} has dtype {high.dtype}, but the optimizer's state has {had} remainder of a parameter in "
                 f"{jnp.dtype(expected)} (master {master.name!r}): give the parameters that `init` or the last step "
-                f"gave, or of others both parts, high, remainder = fp8jax.split_masters(params, {master.name!r})"
+                f"gave, or of others both parts, high, remainder = fp8jax.split_master_weights(params, {master.name!r})"
             )
         return high if remainder_leaf is None else MasterWeight(high, remainder_leaf)
 
@@ -148,12 +152,15 @@ def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     remainder_leaves = structure.flatten_up_to(remainder)
     return structure.unflatten(
-        [join_param(path, high, rest) for (path, high), rest in zip(pairs, remainder_leaves, strict=True)]
+        [
+            join_param(path, high, remainder_leaf)
+            for (path, high), remainder_leaf in zip(pairs, remainder_leaves, strict=True)
+        ]
     )
 
 
 def split_tree(tree: Any) -> tuple[Any, Any]:
-    """High parts, or what stands in their place, and remainders, of a tree that `of_state` has made."""
+    """High parts, or what stands in their place, and remainders, of a tree that `join_remainders` has made."""
     high = jax.tree.map(lambda x: x.high if _is_master(x) else x, tree, is_leaf=_is_master)
     return high, jax.tree.map(lambda x: x.remainder if _is_master(x) else None, tree, is_leaf=_is_master)
 
@@ -211,7 +218,7 @@ def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
-        >>> high, remainder = fp8jax.split_masters({"w": jnp.full((2, 2), 0.1)}, "bf16+int16")
+        >>> high, remainder = fp8jax.split_master_weights({"w": jnp.full((2, 2), 0.1)}, "bf16+int16")
         >>> high["w"].dtype, remainder["w"].dtype
         (dtype(bfloat16), dtype('int16'))
     """
@@ -259,7 +266,7 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
                 raise ValueError(
                     f"{jax.tree_util.keystr(path) or 'the parameter'} has dtype {values[path].dtype}, and the state "
                     "the remainder of a parameter in bfloat16 or float16: give the parameters that the last step gave, "
-                    "in the dtype of the high parts of fp8jax.split_masters"
+                    "in the dtype of the high parts of fp8jax.split_master_weights"
                 )
             values[path] = _to_float32(part if remainder is None else MasterWeight(values[path], part))
     return flax_variables.rebox([values[path] for path, _ in paths], params)

@@ -23,7 +23,7 @@ _CLIP_MARGIN = 1.0005
 def max_adam_step(
     learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
 ) -> "MaxAdamStep":
-    r"""What one step of Adam or AdamW can move a weight by, whatever the gradients were: a limit for `track_weights`.
+    r"""What one step of Adam or AdamW can move a weight by, whatever the gradients were: a limit for `track_weight_amax`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the inequality of
     Cauchy and Schwarz gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). So a step is at most lr times
@@ -52,14 +52,14 @@ def max_adam_step(
     if b1 > 0 and b1 * b1 >= b2:
         raise ValueError(
             f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
-            "track_weights measures updates"
+            "track_weight_amax measures updates"
         )
     return MaxAdamStep(learning_rate, b1, b2, weight_decay)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaxAdamStep:
-    """The limit of `adam_limit`, whose arguments it has."""
+    """The limit of `max_adam_step`, whose arguments it has."""
 
     learning_rate: ScalarOrSchedule
     b1: float

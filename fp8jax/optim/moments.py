@@ -49,7 +49,7 @@ def zeros(param: Any, storage: QuantSpec | formats.Format, min_size: int) -> Mom
 
     Args:
         param: array, tracer or `jax.ShapeDtypeStruct`.
-        stored: how the moment is to be stored: quantized, or cast to a plain format.
+        storage: how the moment is to be stored: quantized, or cast to a plain format.
         min_size: parameters with fewer elements keep fp32 moments.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Values of functions with released blocks, and what their backward passes updated."""
+"""Values of functions with blocks of `fused_backward`, and what their backward passes updated."""
 
 import dataclasses
 import functools
@@ -15,19 +15,19 @@ from fp8jax.optim.fused_backward import FusedBlockState, sum_of_squares
 def value_and_step(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`; but arguments that hold `Held` come back with new parameters and moments there.
+    """As `jax.value_and_grad`; but arguments that hold `FusedBlockState` come back with new parameters and moments there.
 
     Args:
         fn: a function with a scalar result, or with `has_aux` a pair of it and anything.
-        argnums: the arguments to differentiate; all that hold `Held` must be among them.
+        argnums: the arguments to differentiate; all that hold `FusedBlockState` must be among them.
         has_aux: whether `fn` returns a pair.
 
     Returns:
-        `(*args) -> (value, updates)`. The value is NaN where a `Held` was used more than once, whose updates would have
-        been added to one another.
+        `(*args) -> (value, updates)`. The value is NaN where a `FusedBlockState` was used more than once, whose updates
+        would have been added to one another.
 
     Raises:
-        ValueError: from a call: a `Held` is not used by `fn`, or is in an argument that is not differentiated.
+        ValueError: from a call: a `FusedBlockState` is not used by `fn`, or is in an argument that is not differentiated.
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -53,12 +53,14 @@ def value_and_step(
 
         value, updates = jax.value_and_grad(mark_and_call, argnums, has_aux=has_aux)(*args)
         old_states, new_states = _find_block_states([args[i] for i in diff_argnums]), _find_block_states(updates)
-        unused_states = [held for i, held in enumerate(old_states) if i not in used_numbers]
+        unused_states = [block_state for i, block_state in enumerate(old_states) if i not in used_numbers]
         if unused_states:
             raise ValueError(
                 f"{_describe_params(unused_states[0])} are held, but the function does not use them: give their block to it"
             )
-        is_valid = functools.reduce(jnp.logical_and, [held.uses == 1 for held in new_states], jnp.bool_(True))
+        is_valid = functools.reduce(
+            jnp.logical_and, [block_state.uses == 1 for block_state in new_states], jnp.bool_(True)
+        )
         check = lambda value: jnp.where(is_valid, value, jnp.nan)  # noqa: E731
         updates = jax.tree.map(_reset_grad_scale, updates, is_leaf=_is_block_state)
         return ((check(value[0]), value[1]) if has_aux else check(value)), updates
@@ -69,16 +71,16 @@ def value_and_step(
 def compute_grad_norm(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Array]:
-    """The global norm of the gradients that `value_and_updates` would use, by a backward pass that updates nothing.
+    """The global norm of the gradients that `value_and_step` would use, by a backward pass that updates nothing.
 
     Args:
-        fn, argnums, has_aux: as of `value_and_updates`.
+        fn, argnums, has_aux: as of `value_and_step`.
 
     Returns:
         `(*args) -> norm`, fp32 scalar. Under `jax.jit` no new parameters are computed for it.
     """
     step_fn = value_and_step(fn, argnums, has_aux)
-    to_norm_only = lambda x: dataclasses.replace(x, measured=True) if isinstance(x, FusedBlockState) else x  # noqa: E731
+    to_norm_only = lambda x: dataclasses.replace(x, norm_only=True) if isinstance(x, FusedBlockState) else x  # noqa: E731
     return lambda *args, **kwargs: grad_norm_from_states(
         step_fn(*jax.tree.map(to_norm_only, args, is_leaf=_is_block_state), **kwargs)[1]
     )
@@ -88,7 +90,7 @@ def grad_norm_from_states(updates: Any) -> Array:
     """The global norm of the gradients of a step.
 
     Args:
-        updates: of `value_and_updates`: gradients, and `Held` after a step, whose squares count.
+        updates: of `value_and_step`: gradients, and `FusedBlockState` after a step, whose squares count.
 
     Returns:
         fp32 scalar.
@@ -102,21 +104,21 @@ def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]
     """The same; that its cotangent is asked for is noted when the backward pass is traced: it is used."""
 
     @jax.custom_vjp
-    def mark(held: FusedBlockState) -> FusedBlockState:
-        return held
+    def mark(block_state: FusedBlockState) -> FusedBlockState:
+        return block_state
 
     def backward(_: None, cotangent: FusedBlockState) -> tuple[FusedBlockState]:
         used_numbers.add(number)
         return (cotangent,)
 
-    mark.defvjp(lambda held: (held, None), backward)
+    mark.defvjp(lambda block_state: (block_state, None), backward)
     return mark(block_state)  # type: ignore[no-any-return]
 
 
 def _reset_grad_scale(x: Any) -> Any:
-    """What is held after a step, without the factor and the limits that were of it."""
+    """A state after a step, without the scale and the limits that were of it."""
     return (
-        dataclasses.replace(x, factor=jnp.ones_like(x.grad_scale), max_norms=None)
+        dataclasses.replace(x, grad_scale=jnp.ones_like(x.grad_scale), max_norms=None)
         if isinstance(x, FusedBlockState)
         else x
     )

@@ -21,7 +21,7 @@ Limit: TypeAlias = Callable[[Array, Array], Array]
 
 
 class WeightBounds(NamedTuple):
-    """State of `track_weights`.
+    """State of `track_weight_amax`.
 
     Attributes:
         count: steps taken, int32 scalar.
@@ -41,9 +41,9 @@ def track_weight_amax(
 ) -> optax.GradientTransformationExtraArgs:
     """Follows how large weights can have become, for recipes with automatic weight scaling. Put it last in a chain.
 
-        limit = fp8jax.adam_limit(lr, b2=0.95, weight_decay=0.1)
-        tx = optax.chain(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), fp8jax.track_weights(limit=limit))
-        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))  # after each update
+        limit = fp8jax.max_adam_step(lr, b2=0.95, weight_decay=0.1)
+        tx = optax.chain(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), fp8jax.track_weight_amax(limit=limit))
+        fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state))  # after each update
 
     A weight of magnitude at most B, to which at most M is added, has at most B + M; every `interval` steps B is
     measured. The measuring is a branch of one `jax.lax.cond`: the only reduction over weights. Sums are rounded as
@@ -52,15 +52,15 @@ def track_weight_amax(
     M is, without a limit, the largest magnitude of the updates: right for any optimizer, schedule, mask or clipping, at
     the cost of a reduction over the updates, 2 or 4 bytes a parameter unless XLA fuses it with what makes or adds them.
     With a limit, M comes from that, and updates beyond it are cut to it, element by element, in the pass that adds
-    them: no reduction. `adam_limit` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments in
+    them: no reduction. `max_adam_step` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments in
     8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured: they
     are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
     group may have a tracker, with its own limit.
 
-    Parameters must only change by these updates. Where others are loaded, call `measure_weights`, and that of the
-    model, such as `fp8jax.nnx.measure_weights`; where the parameters come back as they were (a checkpoint of both),
+    Parameters must only change by these updates. Where others are loaded, call `reset_weight_amax_bounds`, and that of the
+    model, such as `fp8jax.nnx.reset_weight_amax_bounds`; where the parameters come back as they were (a checkpoint of both),
     nothing. Not for `compressed_adamw(...).step`, which applies itself:
-    `tracked` is for that.
+    `with_weight_bounds` is for that.
 
     Args:
         interval: steps between measurements.
@@ -85,12 +85,12 @@ def with_weight_bounds(
     *,
     axis_name: AxisNames = None,
 ) -> FusedTransformation:
-    """A fused AdamW that follows how large weights can have become, as `track_weights` does behind a chain.
+    """A fused AdamW that follows how large weights can have become, as `track_weight_amax` does behind a chain.
 
-        limit = fp8jax.adam_limit(lr, b2=0.95, weight_decay=0.1)
-        tx = fp8jax.clipped(1.0, fp8jax.tracked(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit))
+        limit = fp8jax.max_adam_step(lr, b2=0.95, weight_decay=0.1)
+        tx = fp8jax.with_clipping(1.0, fp8jax.with_weight_bounds(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit))
 
-    `init` and the state are those of `optax.chain(tx, track_weights(interval, limit))`, which has lost the `step` of
+    `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has lost the `step` of
     `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates parameters and
     moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and its
     bounds are those of `step`.
@@ -98,21 +98,25 @@ def with_weight_bounds(
     Args:
         tx: `compressed_adamw`, also of masters by parts. Their bounds are those of the masters, and of what rounding to
             the parameters adds.
-        limit: `adam_limit` of the same rate, decays and weight decay.
-        interval, axis_name: as of `track_weights`.
+        limit: `max_adam_step` of the same rate, decays and weight decay.
+        interval, axis_name: as of `track_weight_amax`.
 
     Returns:
-        The transformation. Its `step` takes `factor` and `applied` as that of `tx`.
+        The transformation. Its `step` takes `grad_scale` and `apply_if` as that of `tx`.
 
     Raises:
-        TypeError: `tx` has no `step`, or `limit` is not of `adam_limit`.
+        TypeError: `tx` has no `step`, or `limit` is not of `max_adam_step`.
         ValueError: the interval is not positive; or at `step`, there is a `key`: weights that are rounded
             stochastically may exceed their bound.
     """
     if not isinstance(tx, FusedTransformation):
-        raise TypeError(f"tracked takes a transformation with `step`, not {tx!r}; put track_weights last in a chain")
+        raise TypeError(
+            f"with_weight_bounds takes a transformation with `step`, not {tx!r}; put track_weight_amax last in a chain"
+        )
     if not isinstance(limit, MaxAdamStep):
-        raise TypeError(f"tracked takes a limit of fp8jax.adam_limit, not {limit!r}; track_weights takes any")
+        raise TypeError(
+            f"with_weight_bounds takes a limit of fp8jax.max_adam_step, not {limit!r}; track_weight_amax takes any"
+        )
     init, update, advance_bounds = _make_tracker(interval, limit, axis_name)
 
     def init_with_bounds(params: optax.Params) -> tuple[optax.OptState, WeightBounds]:
@@ -130,9 +134,9 @@ def with_weight_bounds(
         **extra_args: Any,
     ) -> tuple[optax.Updates, tuple[optax.OptState, WeightBounds]]:
         if params is None:
-            raise ValueError("tracked needs the parameters: call update(grads, state, params)")
+            raise ValueError("with_weight_bounds needs the parameters: call update(grads, state, params)")
         updates, inner = tx.update(updates, state[0], params, max_direction=get_max_direction(state), **extra_args)
-        updates, bounds = update(updates, state[1], params, parts=_find_rounding_margins(state[0], params))
+        updates, bounds = update(updates, state[1], params, margins=_find_rounding_margins(state[0], params))
         return updates, (inner, bounds)
 
     def step(
@@ -145,11 +149,15 @@ def with_weight_bounds(
         apply_if: ArrayLike | None = None,
     ) -> tuple[optax.Params, tuple[optax.OptState, WeightBounds]]:
         if key is not None:
-            raise ValueError("tracked bounds weights that are rounded to nearest: leave out key, or hold them in fp32")
-        step_options: Any = {"factor": grad_scale, "applied": apply_if, "max_direction": get_max_direction(state)}
-        new_params, inner = tx.step(grads, state[0], params, **step_options)
+            raise ValueError(
+                "with_weight_bounds bounds weights that are rounded to nearest: leave out key, or hold them in fp32"
+            )
+        new_params, inner = tx.step(
+            grads, state[0], params,
+            grad_scale=grad_scale, apply_if=apply_if, max_direction=get_max_direction(state),
+        )  # fmt: skip
         _, bounds = advance_bounds(
-            params, state[1], params, parts=_find_rounding_margins(state[0], params), applied=apply_if
+            params, state[1], params, margins=_find_rounding_margins(state[0], params), apply_if=apply_if
         )
         return new_params, (inner, bounds)
 
@@ -157,7 +165,7 @@ def with_weight_bounds(
 
 
 def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
-    """`init` and `update` of `track_weights`, and `follow`, which advances bounds where a step keeps to the limit."""
+    """`init` and `update` of `track_weight_amax`, and `advance_bounds`, which advances bounds where a step keeps to the limit."""
     if not interval >= 1 or interval // 1 != interval:
         raise ValueError(f"interval must be a positive number of steps, not {interval}")
     automatic = Automatic(int(interval))
@@ -180,7 +188,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         max_change: Callable[[int, Array], Array],
         margins: Sequence[MasterRoundingMargin | None] | None = None,
     ) -> WeightBounds:
-        """The state after a step that moved the elements of weight i, or its master's, by `moved(i, bound)` at most."""
+        """The state after a step that moved the elements of weight i, or its master's, by `max_change(i, bound)` at most."""
         all_bounds = tree.flatten_up_to(state.bounds)
         tracked_indices = [i for i, p in enumerate(weights) if _is_tracked(p)]
         bounds, margin_list = [all_bounds[i] for i in tracked_indices], margins or [None] * len(weights)
@@ -202,10 +210,10 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         margins: Mapping[tuple[str, ...], MasterRoundingMargin] = MappingProxyType({}),
         **extra_args: Any,
     ) -> tuple[optax.Updates, WeightBounds]:
-        """`parts` are the weights that are high parts of masters which a step within the limit moves."""
+        """`margins` has the weights that are high parts of masters which a step within the limit moves."""
         del extra_args
         if params is None:
-            raise ValueError("track_weights needs the parameters: call update(grads, state, params)")
+            raise ValueError("track_weight_amax needs the parameters: call update(grads, state, params)")
         tree: Any = jax.tree.structure(updates)
         flat, weights = jax.tree.leaves(updates), tree.flatten_up_to(params)
         margin_list = [margins.get(name) for name in _flatten_by_path(updates)] if margins else None
@@ -251,21 +259,21 @@ def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], A
     """The bounds that a state of an optimizer holds, by the paths of the parameters; see `WeightBounds.bounds`.
 
     Raises:
-        ValueError: there is no `track_weights` in the optimizer, or two that follow the same parameter.
+        ValueError: there is no `track_weight_amax` in the optimizer, or two that follow the same parameter.
     """
     if not (bounds := find_weight_amax_bounds(opt_state)):
-        raise ValueError("the optimizer follows no weights: put fp8jax.track_weights() last in its chain")
+        raise ValueError("the optimizer follows no weights: put fp8jax.track_weight_amax() last in its chain")
     return bounds
 
 
 def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
-    """`weight_bounds` of any optimizer: none of one that trains no matrices, and None where there is no tracker."""
+    """`get_weight_amax_bounds` of any optimizer: none of one that trains no matrices, and None where there is no tracker."""
     trackers, bounds = _find_trackers(opt_state), dict[tuple[str, ...], Array]()
     for state in trackers:
         new_bounds = _flatten_by_path(state.bounds)
         if shared_paths := set(bounds) & set(new_bounds):
             raise ValueError(
-                f"two trackers follow {'/'.join(shared_paths.pop())}: put track_weights into the chain once"
+                f"two trackers follow {'/'.join(shared_paths.pop())}: put track_weight_amax into the chain once"
             )
         bounds |= new_bounds
     return bounds if trackers else None
@@ -277,12 +285,12 @@ def reset_weight_amax_bounds(
     """The state of an optimizer with the bounds of parameters that it did not come to by updates, such as loaded ones.
 
     Args:
-        opt_state: of an optimizer with `track_weights`.
+        opt_state: of an optimizer with `track_weight_amax`.
         params: what it is to go on with.
-        axis_name: as of `track_weights`.
+        axis_name: as of `track_weight_amax`.
 
     Raises:
-        ValueError: as `weight_bounds`, or a parameter that is followed is missing.
+        ValueError: as `get_weight_amax_bounds`, or a parameter that is followed is missing.
     """
     get_weight_amax_bounds(opt_state)
     weights = _flatten_by_path(params)
@@ -290,7 +298,7 @@ def reset_weight_amax_bounds(
 
     def measure(name: tuple[str, ...], _: Array) -> Array:
         if name not in weights:
-            raise ValueError(f"{'/'.join(name)} is followed by track_weights and missing in the parameters")
+            raise ValueError(f"{'/'.join(name)} is followed by track_weight_amax and missing in the parameters")
         maximum = _with_rounding_margin(Automatic().measure_amax(weights[name]), margins.get(name))
         return maximum if axis_name is None else lax.pmax(maximum, axis_name)
 
@@ -317,7 +325,7 @@ def _with_rounding_margin(bound: Array, master: MasterRoundingMargin | None) -> 
 
 
 def _map_bounds(state: WeightBounds, make_bound: Callable[[tuple[str, ...], Array], Array]) -> WeightBounds:
-    """A state with `make(name, bound)` in place of each bound, also in boxes."""
+    """A state with `make_bound(name, bound)` in place of each bound, also in boxes."""
 
     def replace_bound(path: Any, bound: Any) -> Any:
         return jax.tree.map(lambda bound: make_bound(_path_names(path), bound), bound)
