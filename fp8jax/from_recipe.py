@@ -1,6 +1,5 @@
 """What training needs of a recipe beside its layers: the optimizer."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.weights import SCALED_MASTER
 from fp8jax.optim.clipping import with_clipping
-from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
+from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NO_LAYER_AXES, fp8lm_adamw
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.max_adam_step import max_adam_step
@@ -43,7 +42,7 @@ def optimizer(
 
     A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`; one whose moments have one
     scale a tensor, such as `fp8_lm`, gets `fp8lm_adamw`. One with automatic weight scaling, such as `moss`, gets an
-    optimizer that follows how large weights can have become, `fp8jax.tracked`.
+    optimizer that follows how large weights can have become, `fp8jax.with_weight_bounds`.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
@@ -51,14 +50,14 @@ def optimizer(
             about moments that are not quantized.
         min_size: as of `compressed_adamw`. None is its default, 4,096 elements, and for recipes that select layers by
             what they gain ("auto", `fp8jax.recipes.for_shapes`) 2^21, below which codes cost time.
-        clip: largest global norm of the gradients, as of `fp8jax.clipped`; None does not clip.
-        stacked: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
-        track: follow the weights of a recipe with automatic scaling; False for a chain that ends with
-            `fp8jax.track_weights`, for `fp8jax.release`, and where `jax.shard_map` cuts parameters, for
-            `fp8jax.tracked(..., axis_name=)`.
+        clip: largest global norm of the gradients, as of `fp8jax.with_clipping`; None does not clip.
+        layer_axes: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
+        track_weight_bounds: follow the weights of a recipe with automatic scaling; False for a chain that ends with
+            `fp8jax.track_weight_amax`, for `fp8jax.fused_backward`, and where `jax.shard_map` cuts parameters, for
+            `fp8jax.with_weight_bounds(..., axis_name=)`.
 
     Returns:
-        As `compressed_adamw`, or with `clip` as `fp8jax.clipped`.
+        As `compressed_adamw`, or with `clip` as `fp8jax.with_clipping`.
 
     Raises:
         ValueError: no recipe has this name, `clip` is not positive, or as `compressed_adamw`; a recipe with automatic
@@ -74,19 +73,26 @@ def optimizer(
     if not isinstance(recipe, Recipe):
         hint = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {hint}")
-    optimizer_fn: Callable[..., FusedTransformation] = compressed_adamw
     if min_size is None:
         is_cost_selected = recipe.linear.select == "gains" and not recipe.has_per_tensor_moments
         min_size = _MIN_PROFITABLE_SIZE if is_cost_selected else MIN_SIZE
-    optimizer_args: dict[str, Any] = {"min_size": min_size, "impl": impl}
-    optimizer_args["master"] = (
-        recipe.weights.master if recipe.weights.master not in ("fp32", "bf16", SCALED_MASTER) else None
-    )
+    storage = recipe.optimizer
+    master = recipe.weights.master if recipe.weights.master not in ("fp32", "bf16", SCALED_MASTER) else None
+    adamw_args = learning_rate, b1, b2, eps, eps_root, weight_decay, mask
     if recipe.has_per_tensor_moments:
-        optimizer_fn, optimizer_args = fp8lm_adamw, optimizer_args | {"mu": recipe.optimizer.mu, "stacked": layer_axes}
+        tx = fp8lm_adamw(*adamw_args, mu=storage.mu, master=master, layer_axes=layer_axes, min_size=min_size, impl=impl)
     else:
-        optimizer_args |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
-    tx = optimizer_fn(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **optimizer_args)
+        tx = compressed_adamw(
+            *adamw_args,
+            mu=storage.mu,
+            nu=storage.nu,
+            group_size=GROUP_SIZE if storage.group_size is None else storage.group_size,
+            expand=storage.expand,
+            nu_rounding=storage.nu_rounding,
+            master=master,
+            min_size=min_size,
+            impl=impl,
+        )
     if track_weight_bounds and recipe.linear.needs_weight_bounds:
         tx = _with_weight_bounds(recipe, tx, learning_rate, b1, b2, weight_decay)
     return tx if clip is None else with_clipping(clip, tx)
@@ -96,7 +102,9 @@ def _with_weight_bounds(
     recipe: Recipe, tx: FusedTransformation, learning_rate: ScalarOrSchedule, b1: float, b2: float, decay: float
 ) -> FusedTransformation:
     """An optimizer of a recipe with automatic weight scaling, made to follow the weights."""
-    advice = "give track=False, and fp8jax.track_weights() last in an optax.chain, which measures updates"
+    advice = (
+        "give track_weight_bounds=False, and fp8jax.track_weight_amax() last in an optax.chain, which measures updates"
+    )
     for feature, is_present in (
         ("moments with one scale a tensor", recipe.has_per_tensor_moments),
         ("weights rounded stochastically", recipe.weights.master == "bf16+stochastic"),

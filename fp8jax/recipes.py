@@ -202,9 +202,9 @@ class Device(NamedTuple):
     """What `for_device` takes for GPUs from a compute capability on.
 
     Attributes:
-        least: the capability, as 90 for an H200; 0 for whatever is no CUDA GPU.
+        min_capability: the capability, as 90 for an H200; 0 for whatever is no CUDA GPU.
         recipe: a preset's name.
-        computed: what runs in 8 bits there, and what does not, and why.
+        description: what runs in 8 bits there, and what does not, and why.
     """
 
     min_capability: int

@@ -100,7 +100,7 @@ def on_logical_array(
         fn: a function of global arrays.
         x: the array whose sharding the results follow.
         *args: further arrays.
-        like: the shapes of the results, each of the rank of `x`.
+        out_shapes: the shapes of the results, each of the rank of `x`.
     """
     axes = explicit_axes(x)
     if not axes:

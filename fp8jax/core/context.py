@@ -55,9 +55,13 @@ class Context:
             raise ValueError(f"unknown context.scales {self.scales!r}; it is one of {', '.join(SCALES)}")
         if self.residual is None:
             if self.scales != "largest":
-                raise ValueError(f"context.scales {self.scales!r} needs a format: give context.residual, as e4m3:group16")
+                raise ValueError(
+                    f"context.scales {self.scales!r} needs a format: give context.residual, as e4m3:group16"
+                )
             if self.mode != "faithful":
-                raise ValueError(f"context.mode {self.mode!r} needs a format: give context.residual, such as e4m3:group16")
+                raise ValueError(
+                    f"context.mode {self.mode!r} needs a format: give context.residual, such as e4m3:group16"
+                )
             return
         spec = QuantSpec.parse(self.residual)
         if spec.granularity == "channel" or spec.axis != -1 or spec.layer_axes:

@@ -23,7 +23,7 @@ GUARD_NAME = "fp8jax_token"
 
 CAST_TO_CODES_ERROR = (
     "a gradient through 8-bit codes would be 0: the cast to codes was differentiated, or an operation in 8 bits twice. "
-    "Take fp8jax.saveable(x, name), whose gradient passes to x, or fp8jax.linear for a product, once; or "
+    "Take fp8jax.save_quantized(x, name), whose gradient passes to x, or fp8jax.linear for a product, once; or "
     "jax.lax.stop_gradient(x) where no gradient is wanted"
 )
 CAST_FROM_CODES_ERROR = (
@@ -42,7 +42,7 @@ FORWARD_MODE_ERROR = (
 
 
 def error_if_differentiated(reason: str, values: Tree, inputs: Any = ()) -> Tree:
-    """`values`; raises ValueError with the reason where they, or `others`, are differentiated."""
+    """`values`; raises ValueError with the reason where they, or `inputs`, are differentiated."""
     leaves, structure = jax.tree.flatten(values)
     found = _error_if_differentiated_p.bind(*leaves, *jax.tree.leaves(inputs), reason=reason, count=len(leaves))
     result: Tree = jax.tree.unflatten(structure, found)
@@ -60,7 +60,7 @@ def qualified_op_name(operation: str) -> str:
 
 
 def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
-    """`values`, floats that an operation computes from `others`, and that have no derivative by these.
+    """`values`, floats that an operation computes from `inputs`, and that have no derivative by these.
 
     The derivative may be asked for as long as it is not used, as under `jax.lax.stop_gradient`: ValueError is raised
     where a cotangent comes back to it, or where it is evaluated in forward mode. Nothing of it is in a program that
@@ -77,7 +77,7 @@ def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
 def second_order_guard(operation: str, *inputs: Array | None) -> Array:
     """An array for a function with a backward pass of its own, which takes it as an operand and a residual.
 
-    It is empty; on devices of a `jax.shard_map` it has one element. Its derivative by the inputs is as that of `once`:
+    It is empty; on devices of a `jax.shard_map` it has one element. Its derivative by the inputs is as that of `differentiable_once`:
     so forward mode is told before JAX comes to the function, and a backward pass knows the inputs whose derivative its
     results have not.
     """
@@ -123,10 +123,12 @@ _error_if_differentiated_p = Primitive("fp8jax_refused")
 _error_if_differentiated_p.multiple_results = True
 _error_if_differentiated_p.def_abstract_eval(_leading_operands)
 _error_if_differentiated_p.def_impl(_leading_operands)
-mlir.register_lowering(_error_if_differentiated_p, lambda _, *operands, **how: _leading_operands(*operands, **how))
-batching.primitive_batchers[_error_if_differentiated_p] = lambda operands, dims, **how: (
-    _error_if_differentiated_p.bind(*operands, **how),
-    _leading_operands(*dims, **how),
+mlir.register_lowering(
+    _error_if_differentiated_p, lambda _, *operands, **params: _leading_operands(*operands, **params)
+)
+batching.primitive_batchers[_error_if_differentiated_p] = lambda operands, dims, **params: (
+    _error_if_differentiated_p.bind(*operands, **params),
+    _leading_operands(*dims, **params),
 )
 ad.primitive_jvps[_error_if_differentiated_p] = _raise_value_error
 
@@ -137,13 +139,15 @@ for _primitive in (_differentiable_once_p, _forbidden_tangent_p):
     _primitive.def_abstract_eval(_leading_operands)
 batching.fancy_primitive_batchers[_differentiable_once_p] = functools.partial(_batch_once, _differentiable_once_p)
 # In reverse mode it is transposed before anything is mapped.
-batching.fancy_primitive_batchers[_forbidden_tangent_p] = lambda _, operands, dims, **how: _raise_forward_mode(**how)
+batching.fancy_primitive_batchers[_forbidden_tangent_p] = lambda _, operands, dims, **params: _raise_forward_mode(
+    **params
+)
 _differentiable_once_p.def_impl(_leading_operands)
-mlir.register_lowering(_differentiable_once_p, lambda _, *operands, **how: _leading_operands(*operands, **how))
+mlir.register_lowering(_differentiable_once_p, lambda _, *operands, **params: _leading_operands(*operands, **params))
 ad.primitive_jvps[_differentiable_once_p] = _once_jvp
 _forbidden_tangent_p.def_impl(_raise_forward_mode)
-mlir.register_lowering(_forbidden_tangent_p, lambda _, *operands, **how: _raise_forward_mode(**how))
-ad.primitive_jvps[_forbidden_tangent_p] = lambda primals, tangents, **how: _raise_forward_mode(**how)
+mlir.register_lowering(_forbidden_tangent_p, lambda _, *operands, **params: _raise_forward_mode(**params))
+ad.primitive_jvps[_forbidden_tangent_p] = lambda primals, tangents, **params: _raise_forward_mode(**params)
 ad.primitive_transposes[_forbidden_tangent_p] = _forbidden_tangent_transpose
 
 
@@ -165,6 +169,6 @@ def check_differentiable_dtypes(name: str, result: Array, *inputs: Array | None)
     names = ", ".join(sorted({str(dtype) for dtype in dtypes}))
     reason = (
         f"{name} was differentiated in {names}: gradients in 8 bits would be 0 or NaN. Cast to bf16; to save a value "
-        "in 8 bits and pass its gradient take fp8jax.saveable(x, name)"
+        "in 8 bits and pass its gradient take fp8jax.save_quantized(x, name)"
     )
     return error_if_differentiated(reason, result, inputs)

@@ -126,7 +126,7 @@ def encode(
 
 
 def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
-    """Values whose groups get exponents of at least `lowest`, so that one tiny member takes no codes from the others.
+    """Values whose groups get exponents of at least `min_exponent`, so that one tiny member takes no codes from the others.
 
     Magnitudes below a group's largest / R^(1 / lowest), with R the range of the format, become 0, or where the spec
     keeps what is not zero from decoding to it (underflow "smallest"), that bound. Specs without expansion, and with the
@@ -135,7 +135,7 @@ def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
     Args:
         x: array of a floating dtype, to be quantized as `spec` says.
         spec: how.
-        lowest: the smallest exponent, in (0, 16].
+        min_exponent: the smallest exponent, in (0, 16].
     """
     if spec.expand is not True:
         return x

@@ -44,14 +44,14 @@ def exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, prev
 
     A new exponent moves all codes of a block, and every value that then lies between two is rounded at random: with one
     at each step a second moment at b2 = 0.999 is 3 times as noisy. So a block keeps its exponent as long as its range
-    fills the normal codes, from `FEWEST` to all of them.
+    fills the normal codes, from `MIN_FILL` to all of them.
 
     Args:
         largest, smallest, fmt: as of `exponents`.
         previous: the exponents until now, bf16; None makes new ones.
 
     Returns:
-        bf16 exponents; with a new one the range fills `NEW` of the octaves, within the bounds of `exponents`.
+        bf16 exponents; with a new one the range fills `TARGET_FILL` of the octaves, within the bounds of `exponents`.
     """
     new = exponents(largest, smallest, fmt, fmt.normal_range**TARGET_FILL)
     if previous is None:
@@ -62,7 +62,7 @@ def exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, prev
 
 
 def decaying_exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, previous: Array) -> Array:
-    """As `steady_exponents`, of averages that `Format.encode` rounds as decaying: codes reach into the subnormals."""
+    """As `exponents_with_hysteresis`, of averages that `Format.encode` rounds as decaying: codes reach into the subnormals."""
     octaves = jnp.log2(largest) - jnp.log2(smallest)
     used_octaves, format_octaves = previous.astype(jnp.float32) * octaves, np.log2(fmt.expansion_range)
     fits = (used_octaves >= DECAYING_MIN_FILL * format_octaves) & (used_octaves <= DECAYING_MAX_FILL * format_octaves)

@@ -130,7 +130,7 @@ class Format:
             key: a PRNG key for stochastic rounding, which is unbiased; None rounds to nearest, ties to even (in a code
                 book, to the smaller value).
             noise: uniform in [0, 1), of the shape of `y`, for stochastic rounding without a key.
-            fading: of values that decay, noise in (0, 1) and the decay, behind a first axis of two, as
+            dither: of values that decay, noise in (0, 1) and the decay, behind a first axis of two, as
                 `fp8jax.core.noise.fading` has them: up or down by that noise where the next decay would not leave the
                 nearest code, so that the value kept it for ever; elsewhere to nearest.
 

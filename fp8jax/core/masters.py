@@ -103,8 +103,8 @@ def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> Master
 
     Args:
         x: fp32, any shape.
-        high: bf16 or fp16.
-        remainder: int8 or int16.
+        high_dtype: bf16 or fp16.
+        remainder_dtype: int8 or int16.
     """
     remainder_bits = 8 * jnp.dtype(remainder_dtype).itemsize
     bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -167,7 +167,7 @@ def _shift_right_to_even(magnitude: Array, drop: int) -> Array:
 
 
 def _fp32_to_extended_fp16(x: Array, magnitude: Array, remainder_bits: int) -> Array:
-    """A magnitude's bits as of a float with fp16's exponent and `rest` more mantissa bits."""
+    """A magnitude's bits as of a float with fp16's exponent and `remainder_bits` more mantissa bits."""
     mantissa = _FP16_MANTISSA + remainder_bits
     rebased = magnitude - np.uint32(_BIAS << _FP32_MANTISSA)
     if mantissa > _FP32_MANTISSA:

@@ -30,14 +30,14 @@ def counter_noise(
     """16 bits of noise for each element of an array, uint32.
 
     They are half of a multiple of a hash of index // 8, one multiple for each of four pairs, and repeat after 2^35
-    elements. The index is the element's place in the flat array whose rows are `row` elements long.
+    elements. The index is the element's place in the flat array whose rows are `row_length` elements long.
 
     Args:
-        words: two uint32 words.
+        seed: two uint32 words.
         shape: of the array.
-        row: length that rows of the last axis are padded to; None takes their own.
-        whole: shape of what the array is a part of; None if of nothing larger.
-        begin: where the part begins along each axis.
+        row_length: length that rows of the last axis are padded to; None takes their own.
+        global_shape: shape of what the array is a part of; None if of nothing larger.
+        offsets: where the part begins along each axis.
     """
     padded = tuple(shape) or (1,)
     sizes = padded if global_shape is None else tuple(global_shape)
@@ -58,7 +58,7 @@ def counter_noise(
 
 
 def uniform(seed: Array, shape: Sequence[int], row_length: int | None = None) -> Array:
-    """`by_position` as fp32 in (0, 1): odd multiples of 2^-17, whose mean is exactly a half."""
+    """`counter_noise` as fp32 in (0, 1): odd multiples of 2^-17, whose mean is exactly a half."""
     return (counter_noise(seed, shape, row_length).astype(jnp.float32) + 0.5) * np.float32(2**-16)
 
 
@@ -69,7 +69,7 @@ def step_seed(count: ArrayLike) -> Array:
 
 
 def decay_dither(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
-    """How a moment that decays is rounded at a step: what `Format.encode` takes as `fading`.
+    """How a moment that decays is rounded at a step: what `Format.encode` takes as `dither`.
 
     The noise is that of all elements: multiples of the golden ratio modulo 1, which fill the unit interval as evenly as
     can be in however few steps. So rounding is right on average over a moment's own memory, with less of an error than
@@ -90,7 +90,7 @@ def decay_dither(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
 def add_phase(dither: Array, phase: Array) -> Array:
     """The sum modulo 1 of odd multiples of 2^-17 in (0, 1), as another one of these.
 
-    With a constant phase for each element, the noise of `fading` is as even in time, and its errors differ between
+    With a constant phase for each element, the noise of `decay_dither` is as even in time, and its errors differ between
     elements, so that they average out over an array, too.
     """
     total = dither + phase - np.float32(2**-17)
@@ -120,17 +120,25 @@ def _mix_bits(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def round_stochastic(x: Array, seed: Array, **shard: Any) -> Array:
+def round_stochastic(
+    x: Array,
+    seed: Array,
+    row_length: int | None = None,
+    *,
+    global_shape: Sequence[int] | None = None,
+    offsets: Sequence[ArrayLike] = (),
+) -> Array:
     """bf16 from fp32, rounded up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
-    The noise depends on nothing but the words and the element's place in the global shape (`by_position`).
+    The noise depends on nothing but the words and the element's place in the global shape (`counter_noise`).
 
     Args:
         x: fp32, any shape.
-        words: two uint32 words, random and new at every step.
-        part: of what `x` is a part, `whole` and `begin` of `by_position`.
+        seed: two uint32 words, random and new at every step.
+        row_length, global_shape, offsets: as of `counter_noise`.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + counter_noise(seed, x.shape, **shard)
+    noise = counter_noise(seed, x.shape, row_length, global_shape=global_shape, offsets=offsets)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     bits = bits & np.uint32(0xFFFF0000)
     return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
 

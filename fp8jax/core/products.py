@@ -3,7 +3,7 @@
 Libraries that add adapters or quantization to a model change `jax.lax.dot_general` and `jnp.einsum` while it runs: the
 name in the module, or the code of the function itself, as Qwix does. What they mean are the model's own products, not
 those of codes that stand in the place of these. So operations here multiply by `dot_general` below, which no such
-change reaches (but in `jax.vmap`, whose rule calls JAX's), and layers ask `changed`.
+change reaches (but in `jax.vmap`, whose rule calls JAX's), and layers ask `find_patched_matmul`.
 """
 
 import inspect

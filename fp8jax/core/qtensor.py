@@ -225,7 +225,7 @@ class QTensor:
 
 
 def _is_compatible_shape(shape: tuple[Any, ...], expected: tuple[Any, ...], must_match: bool) -> bool:
-    """Whether an array of this shape has an entry for each block: along an axis also one for all, but if `exactly`."""
+    """Whether an array of this shape has an entry for each block: along an axis also one for all, but if `must_match`."""
     if not all(isinstance(n, int) for n in (*shape, *expected)):
         return True  # of jax.export, whose dimensions may have no number
     if len(shape) != len(expected):
@@ -293,7 +293,7 @@ def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
     Args:
         x: array of a floating dtype, of the shape of `like`.
         like: what is replaced. Its blocks keep their exponents where they can (`expansion.steady_exponents`).
-        words: two uint32 words, new at every call (`fp8jax.core.noise`).
+        seed: two uint32 words, new at every call (`fp8jax.core.noise`).
 
     Returns:
         A `QTensor` with the spec of `like`; no mesh changes its codes. Non-zero values of a spec with underflow
@@ -307,20 +307,20 @@ def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
 def quantize_decaying(x: Array, like: QTensor, dither: Array, seed: Array) -> QTensor:
     """Quantizes a decaying average as `like` is: right on average over its memory and over its elements.
 
-    Rounding is up or down by `fading`, in which each element has a phase of its own. Values are unbiased, not their
+    Rounding is up or down by `dither`, in which each element has a phase of its own. Values are unbiased, not their
     powers. Blocks keep their exponents where they can (`expansion.decaying_exponents`): a new exponent at each step
     would round each value anew.
 
     Args:
         x: array of a floating dtype, of the shape of `like`.
         like: what is replaced; its spec rounds to nearest.
-        fading: of `fp8jax.core.noise.fading`.
-        words: two uint32 words, the same at every call.
+        dither: of `fp8jax.core.noise.fading`.
+        seed: two uint32 words, the same at every call.
 
     Returns:
         A `QTensor` with the spec of `like`; no mesh changes its phases.
     """
-    return _quantize(x, like.spec, fading=dither, words=seed, previous=like.expansion)
+    return _quantize(x, like.spec, dither=dither, seed=seed, previous=like.expansion)
 
 
 def quantize_with_scale(
@@ -341,9 +341,9 @@ def quantize_with_scale(
         scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to take them from `x`.
             Subnormal ones, and 0, count as the smallest normal one.
         key: PRNG key for stochastic rounding.
-        words: in place of a key, as of `quantize_by_position`.
+        seed: in place of a key, as of `quantize_stochastic`.
         previous: exponents that blocks are to keep where they can.
-        fading: of a moment that is rounded to nearest, so that its decay is not lost (`fp8jax.core.noise.fading`).
+        dither: of a moment that is rounded to nearest, so that its decay is not lost (`fp8jax.core.noise.fading`).
 
     Returns:
         A `QTensor`.
@@ -360,7 +360,7 @@ def quantize_with_scale(
         raise ValueError(f"rounding {spec.rounding!r} {need}")
     if scale is not None and (spec.expand or spec.granularity == "mx"):
         raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
-    return _quantize(x, spec, scale=scale, key=key, words=seed, previous=previous, fading=dither)
+    return _quantize(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
 
 
 def _quantize(x: Array, spec: QuantSpec, **optional: Array | None) -> QTensor:

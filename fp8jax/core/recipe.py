@@ -127,7 +127,9 @@ class Linear:
         joined = ("w", "w_dgrad", "dy", "dy_wgrad")
         one_scale = all(spec and spec.granularity == "tensor" for spec in map(self.spec, joined))
         if self.fuse_parallel_matmuls and (self.states or not one_scale):
-            raise ValueError(f"linear.fuse_parallel_matmuls needs current scaling and one scale a tensor for {', '.join(joined)}")
+            raise ValueError(
+                f"linear.fuse_parallel_matmuls needs current scaling and one scale a tensor for {', '.join(joined)}"
+            )
         if self.select not in ("all", "gains"):
             raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
         for field in ("amax_history_length", "weight_amax_interval"):

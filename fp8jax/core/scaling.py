@@ -2,7 +2,7 @@
 
 A `Scaling` without a state takes the scale from the tensor. A `Stateful` one keeps an fp32 array for each operand that
 it serves, beside the parameters; layers hold it, read it in each call, and advance it once a step. Recipes name
-strategies (`Linear.scaling`, `Linear.w_scaling`); `find` is the only place that looks a name up.
+strategies (`Linear.scaling`, `Linear.w_scaling`); `find_scaling` is the only place that looks a name up.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def to_scale(amax: Array, fmt: Format) -> Array:
 
 
 def convert_scale(scale: Array, source_fmt: Format, fmt: Format) -> Array:
-    """A scale, fp32, under which `fmt` has the range that `given` has under another: itself where both end alike."""
+    """A scale, fp32, under which `fmt` has the range that `source_fmt` has under another: itself where both end alike."""
     if source_fmt.max == fmt.max:
         return scale
     return jnp.minimum(scale.astype(jnp.float32) * np.float32(source_fmt.max / fmt.max), np.finfo(np.float32).max)
@@ -58,7 +58,7 @@ SAMPLE_ROWS, SAMPLE_EVERY, SAMPLE_MARGIN = 32, 16, 4.0
 
 
 def compute_sample_amax(x: Array, row_offset: Array | int = 0) -> Array:
-    """`largest_magnitude` of the rows that count as a sample; `start` is the first one's place in a larger matrix."""
+    """`compute_amax` of the rows that count as a sample; `row_offset` is the first one's place in a larger matrix."""
     # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
     sampled = (row_offset + jnp.arange(x.shape[0])) // SAMPLE_ROWS % SAMPLE_EVERY == 0
     return compute_amax(where(sampled[:, None], x.astype(jnp.float32), 0.0))
@@ -79,7 +79,7 @@ def max_slack_binades(fmt: Format) -> int:
 
 
 def is_loose(bound: Array, amax: Array, fmt: Format) -> Array:
-    """Whether a bound is more than `slack` above a tensor's largest magnitude, which is not 0; fp32 arrays."""
+    """Whether a bound is more than `max_slack_binades` above a tensor's largest magnitude, which is not 0; fp32 arrays."""
     return (amax > 0) & (bound * np.float32(2.0 ** -max_slack_binades(fmt)) > amax)
 
 
@@ -89,8 +89,8 @@ class Scaling:
 
     Class attributes:
         operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others have `Current` scales.
-        own: the scale is the one that the quantizer finds by itself.
-        settles: what `settle` does, for kernels that do it: "exact", nothing; "up", round up to bf16; None, else.
+        is_default: the scale is the one that the quantizer finds by itself.
+        amax_rounding: what `reduce_amax` does, for kernels that do it: "exact", nothing; "up", round up to bf16; None, else.
     """
 
     operands: ClassVar[tuple[str, ...]] = ("x", "w", "dy")
@@ -143,7 +143,7 @@ class TwoStage(Scaling):
 class Stateful(Scaling):
     """A strategy whose scale comes from a state: one fp32 array for each operand, the same shape throughout training.
 
-    `init` makes it, `expected` reads it, and `update` advances it once a step with what was observed in the step.
+    `init` makes it, `expected_amax` reads it, and `update` advances it once a step with what was observed in the step.
     Observations of calls, microbatches and replicas merge first. A layer keeps the state of each operand and what it
     has seen of it since the last update. That of "dy" leaves the backward pass as a cotangent and is always its largest
     magnitude. In evaluation layers read the state and write nothing.
@@ -151,10 +151,10 @@ class Stateful(Scaling):
     Class attributes:
         granularities: those of operands' specs that its scales are for.
         merge: how observations merge, "max" or "sum".
-        observes: whether calls observe the operand; else the state comes from outside (`Automatic`), and functions
+        collects_stats: whether calls observe the operand; else the state comes from outside (`Automatic`), and functions
             without one take the operand's own scale.
-        statistic: shape of an observation; zeros are that of nothing.
-        decides: whether the state is no scale, but the threshold above which blocks of the operand fall back.
+        stats_shape: shape of an observation; zeros are that of nothing.
+        is_threshold: whether the state is no scale, but the threshold above which blocks of the operand fall back.
     """
 
     is_threshold: ClassVar[bool] = False
@@ -193,7 +193,7 @@ class Stateful(Scaling):
         return lax.pmax(stats, axis_name) if self.merge == "max" else lax.psum(stats, axis_name)
 
     def update(self, state: Array, stats: Array) -> Array:
-        """The state after a step in which `observed` was, over all its calls, microbatches and replicas."""
+        """The state after a step in which `stats` was, over all its calls, microbatches and replicas."""
         raise NotImplementedError
 
 
@@ -206,7 +206,7 @@ class Delayed(Stateful):
     State: fp32 array (history,), newest first.
 
     Attributes:
-        history: steps looked back on.
+        amax_history_length: steps looked back on.
         margin: powers of two left above the largest magnitude.
     """
 
@@ -250,8 +250,8 @@ class Threshold(Stateful):
     multiplied. State: fp32 scalar. An observation is two counts, of blocks that fell back and of all.
 
     Attributes:
-        lowest, highest: the range in which the share of blocks is kept.
-        factor: of one adjustment.
+        min_fraction, max_fraction: the range in which the share of blocks is kept.
+        update_factor: of one adjustment.
 
     Raises:
         ValueError: the range is not within [0, 1], or the factor not above 1.
@@ -305,11 +305,11 @@ class Automatic(Stateful):
     """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
 
     The state is the bound, an fp32 scalar. It is the optimizer's: `track_weights`, last in its chain, lets the bound
-    grow with what is applied, and measures again every `interval` steps; the layer is given it after each update. No
+    grow with what is applied, and measures again every `weight_amax_interval` steps; the layer is given it after each update. No
     weight is beyond its bound, so none saturates. Until then a model holds 0, and measures its weights in each call.
 
     Attributes:
-        interval: steps between measurements.
+        weight_amax_interval: steps between measurements.
     """
 
     operands: ClassVar[tuple[str, ...]] = ("w",)
@@ -323,7 +323,7 @@ class Automatic(Stateful):
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
-        return cls(settings.interval)
+        return cls(settings.weight_amax_interval)
 
     def init(self, x: Array | None = None) -> Array:
         if x is None:
@@ -339,7 +339,7 @@ class Automatic(Stateful):
         return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
 
     def grow_bound(self, bound: Array, max_step: Array, dtype: Any) -> Array:
-        """The bound after `moved` at most was added to each element of a weight of this dtype, and rounded to nearest.
+        """The bound after `max_step` at most was added to each element of a weight of this dtype, and rounded to nearest.
 
         Rounding is monotonic: what is within the bound stays within the rounded one. The factor covers the rounding of
         a sum in fp32, and that of an update which XLA did not round before it was added.

@@ -64,7 +64,7 @@ class QuantSpec:
             powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the largest
             power of two in the group over that of the format, and the largest elements may saturate.
         exact: for "mx" with a level 1, products apply each power of two to the sum of its group, and what is kept are
-            two-level codes. Without it linear layers fold the powers of two into codes with one scale a row (`folds`).
+            two-level codes. Without it linear layers fold the powers of two into codes with one scale a row (`is_folded`).
 
     Raises:
         ValueError: a field has an unknown value, or two contradict each other.

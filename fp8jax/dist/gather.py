@@ -31,7 +31,7 @@ def gather_weights(
     """Whole weights of each device's shards, which travel as codes; to be called inside `jax.shard_map`.
 
     Every device quantizes its shard under scales that the whole weight has, and all gather the codes, a byte an
-    element. What they decode to has been rounded once, and products of the recipe that `how` comes from round it to
+    element. What they decode to has been rounded once, and products of the recipe that `wire_format` comes from round it to
     the same codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as those of
     `jax.lax.all_gather`, in what `gradients` says.
 
@@ -42,7 +42,7 @@ def gather_weights(
     Args:
         weights: tree of shards of floating dtypes.
         axes: the mesh axes that the shards are cut over.
-        how: the `QuantSpec` of each whole weight, or its string form; or a recipe, for that of its weights (inputs,
+        wire_format: the `QuantSpec` of each whole weight, or its string form; or a recipe, for that of its weights (inputs,
             outputs), leading axes stacked.
         specs: tree, or a prefix of `weights`, of `PartitionSpec`s: which dimension is cut over all of `axes`. A weight
             that is not, and one of fewer than two axes, comes back as it is.
@@ -138,4 +138,4 @@ def _weight_spec(wire_format: QuantSpec | Recipe | Linear | str, ndim: int) -> Q
     spec = recipes.linear_part(wire_format).spec("w")
     if spec is None:
         raise ValueError("gather_weights: the recipe does not quantize weights; name a spec, as 'e4m3'")
-    return dataclasses.replace(spec, axis=-2, stacked=ndim - 2)
+    return dataclasses.replace(spec, axis=-2, layer_axes=ndim - 2)

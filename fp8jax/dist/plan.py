@@ -90,7 +90,7 @@ def plan(
     Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
     recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
     `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in.
-    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters that `shared` cuts are
+    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters that `tensor_dims` cuts are
     used in parts; other matrices are in parts, too, but are gathered whole for a step, in what products compute in, and
     the gradients of all others are of a device's own tokens, and are summed.
 
@@ -104,9 +104,9 @@ def plan(
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
         recipe: a recipe or its name.
         mesh: sizes of the axes "data", "fsdp" and "tensor"; others count as none of these.
-        stacked: how many leading axes of a parameter stack layers; a tree of integers or one for all.
-        shared: the dimension of each parameter that is cut over "tensor" where it is used, or -1; a tree, or one.
-        crossings: of the activations of a step, over "tensor": see `crossings`.
+        layer_axes: how many leading axes of a parameter stack layers; a tree of integers or one for all.
+        tensor_dims: the dimension of each parameter that is cut over "tensor" where it is used, or -1; a tree, or one.
+        sequence_collectives: of the activations of a step, over "tensor": see `sequence_collectives`.
         microbatches: parts that a batch is computed in.
         activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
         logits: bytes of logits and what the loss makes of them.
@@ -237,7 +237,7 @@ def _data_parallel_collectives(
     shard_counts: Sequence[int] = (),
     partition: str = "",
 ) -> list[Collective]:
-    """What devices along "data" and "fsdp" exchange; `kept` says over how many others matrices are cut that are used
+    """What devices along "data" and "fsdp" exchange; `shard_counts` says over how many others matrices are cut that are used
     whole, and so their gradients when they are summed over "data"."""
     shapes_and_depths = list(zip(shapes, depths, strict=True))
     matrices = [(shape, depth) for shape, depth in shapes_and_depths if len(shape) - depth >= 2]
@@ -362,7 +362,7 @@ def reductions(
             kind = "all-reduce" if dim is None else "reduce-scatter"
             add(kind, HLO_NAMES[dtype_name], size * int(formats.get(dtype_name).bytes_per_element))
         else:
-            quantized.append((shape, dataclasses.replace(comm.spec, stacked=depth), dim))
+            quantized.append((shape, dataclasses.replace(comm.spec, layer_axes=depth), dim))
     for bucket in chunks.buckets([math.prod(shape) for shape, _, _ in quantized]):
         for shape, spec, dim in (quantized[i] for i in bucket):
             layout = Chunks(shape, spec, replicas)

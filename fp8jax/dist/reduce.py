@@ -55,10 +55,10 @@ def all_reduce_gradients(
         comm: what travels and how: a `Comm`, a recipe for its own, or the string for `Comm.gradients`.
         factors: the state of auto-scaling, from `init_factors`, for form "one_phase"; None lets sums take a
             `1 / replicas` part of the range, in which they never saturate.
-        stacked: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer, or
+        layer_axes: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer, or
             a tree of them that is a prefix of `grads`.
         min_size: gradients of fewer elements are summed in fp32.
-        decode: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a byte
+        dequantize: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a byte
             an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and
             `clipped` do.
 
@@ -104,7 +104,7 @@ def reduce_scatter_gradients(
     not sharded over `axes` is reduced as `all_reduce_gradients` does it.
 
     Args:
-        grads, axes, comm, factors, stacked, min_size: as of `all_reduce_gradients`. Gradients have the whole shapes.
+        grads, axes, comm, factors, layer_axes, min_size: as of `all_reduce_gradients`. Gradients have the whole shapes.
         specs: tree, or a prefix of `grads`, of the parameters' `PartitionSpec`s: the dimension that they cut over all
             of `axes` is scattered. Other mesh axes in them say nothing here.
 
@@ -187,7 +187,7 @@ class _Reduction:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
             is_small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
-            specs.append(None if is_small else dataclasses.replace(comm.spec, stacked=depth))  # type: ignore[type-var]
+            specs.append(None if is_small else dataclasses.replace(comm.spec, layer_axes=depth))  # type: ignore[type-var]
         return cls(caller, paths, leaves, flat[1], manual.axis_names(axes), replicas, comm, factors, specs)
 
     def run(self, dims: list[int | None], dequantize: bool) -> Any:

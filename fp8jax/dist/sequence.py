@@ -14,7 +14,8 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist import manual, shared_scales, wire_format
+from fp8jax.dist import manual, shared_scales
+from fp8jax.dist.wire_format import WireFormat, WireFormatLike, operand_wire_format, sum_wire_format
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, from_bytes, to_bytes
 from fp8jax.ops.products.linear import linears, require_stateless
 from fp8jax.ops.products.product import QuantizedWeight
@@ -30,15 +31,15 @@ _ADVICE = (
 def gather_sequence(
     x: Array,
     axes: manual.Axes,
-    wire_format: wire_format.WireFormatLike = "e4m3",
+    wire_format: WireFormatLike = "e4m3",
     *,
-    gradients: wire_format.WireFormatLike | None = None,
+    gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
     """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
 
     Every device quantizes its part as a product of the whole would, under the scales that the whole has: codes do not
-    depend on how many devices there are. Decoded they have been rounded once, and products of the recipe that `how`
+    depend on how many devices there are. Decoded they have been rounded once, and products of the recipe that `wire_format`
     comes from round them to the same codes again; `gather_linear` reads the codes themselves. Backward the gradient,
     of which each device has a part of the sum, is summed as `scatter_sequence` does it.
 
@@ -48,9 +49,9 @@ def gather_sequence(
     Args:
         x: (..., tokens, channels), a device's part, of any floating dtype.
         axes: name or names of the mesh axes that the sequence is cut over.
-        how: what travels: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or "bf16" or
+        wire_format: what travels: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or "bf16" or
             "fp32". Of a recipe that does not quantize them it is the dtype of `x`.
-        gradients: what parts of the gradient's sum travel in, as of `scatter_sequence`; None takes what `how` says
+        gradients: what parts of the gradient's sum travel in, as of `scatter_sequence`; None takes what `wire_format` says
             there.
         dim: the dimension that is cut, none of channels.
 
@@ -82,7 +83,7 @@ def gather_linear(
     axes: manual.Axes,
     *,
     recipe: Recipe | Linear | str,
-    gradients: wire_format.WireFormatLike | None = None,
+    gradients: WireFormatLike | None = None,
     dim: int = -2,
     key: Array | None = None,
     quantized: list[QuantizedWeight] | tuple[QuantizedWeight, ...] | None = None,
@@ -122,9 +123,9 @@ def gather_linear(
 def scatter_sequence(
     x: Array,
     axes: manual.Axes,
-    wire_format: wire_format.WireFormatLike = "e4m3:token",
+    wire_format: WireFormatLike = "e4m3:token",
     *,
-    gradients: wire_format.WireFormatLike | None = None,
+    gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
     """A device's part of the sequence of a sum over devices, whose parts travel as codes; inside `jax.shard_map`.
@@ -137,11 +138,11 @@ def scatter_sequence(
     Args:
         x: (..., all tokens, channels), of each device its part of the sum.
         axes: name or names of the mesh axes to sum and scatter over.
-        how: what travels: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form; a recipe, for
+        wire_format: what travels: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form; a recipe, for
             the format of its linear layers' inputs with a scale for each token; or "bf16" or "fp32", which are sums of
             that dtype. Of a recipe that does not quantize inputs it is the dtype of `x`.
-        gradients: what the gradient travels in, as `how` of `gather_sequence`. None takes, of a recipe, how it
-            quantizes gradients (as they are where it rounds them stochastically), and `how` of anything else.
+        gradients: what the gradient travels in, as `wire_format` of `gather_sequence`. None takes, of a recipe, how it
+            quantizes gradients (as they are where it rounds them stochastically), and `wire_format` of anything else.
         dim: the dimension that is scattered, none of channels.
 
     Returns:
@@ -156,17 +157,17 @@ def scatter_sequence(
         raise ValueError(
             f"{caller}: {devices} devices do not divide dimension {dim} of an array {x.shape}; pad the sequence"
         )
-    backward_format = wire_format.operand_wire_format(caller, wire_format if gradients is None else gradients, "dy")
+    backward_format = operand_wire_format(caller, wire_format if gradients is None else gradients, "dy")
     _check_shard_blocks(caller, backward_format, x.shape[dim] // devices, dim, x.ndim)
-    result: Array = _scatter((names, dim, wire_format.sum_wire_format(caller, wire_format), backward_format), x)
+    result: Array = _scatter((names, dim, sum_wire_format(caller, wire_format), backward_format), x)
     return result
 
 
 class _GatherConfig(NamedTuple):
     axes: tuple[str, ...]
     dim: int
-    forward_format: wire_format.WireFormat
-    backward_format: wire_format.WireFormat
+    forward_format: WireFormat
+    backward_format: WireFormat
     dtype: Any
     shape: tuple[int, ...]
 
@@ -175,15 +176,15 @@ def _gather_with_codes(
     caller: str,
     x: Array,
     axes: manual.Axes,
-    wire_format: wire_format.WireFormatLike,
-    gradients: wire_format.WireFormatLike | None,
+    wire_format: WireFormatLike,
+    gradients: WireFormatLike | None,
     dim: int,
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
     """The whole array; and how products quantize it, with its codes as bytes, where codes travelled."""
     devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
     forward_format, backward_format = (
-        wire_format.operand_wire_format(caller, wire_format, "x"),
-        wire_format.sum_wire_format(caller, wire_format if gradients is None else gradients),
+        operand_wire_format(caller, wire_format, "x"),
+        sum_wire_format(caller, wire_format if gradients is None else gradients),
     )
     _check_shard_blocks(caller, forward_format, x.shape[dim], dim, x.ndim)
     names, shape = manual.axis_names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
@@ -215,7 +216,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(static: tuple[tuple[str, ...], int, wire_format.WireFormat, wire_format.WireFormat], x: Array) -> Array:
+def _scatter(static: tuple[tuple[str, ...], int, WireFormat, WireFormat], x: Array) -> Array:
     axes, dim, wire_format, _ = static
     return _reduce_scatter(x, wire_format, axes, dim)
 
@@ -236,7 +237,7 @@ def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
 _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _reduce_scatter(x: Array, wire_format: wire_format.WireFormat, axes: tuple[str, ...], dim: int) -> Array:
+def _reduce_scatter(x: Array, wire_format: WireFormat, axes: tuple[str, ...], dim: int) -> Array:
     """A device's part of the sum of everybody's arrays."""
     if wire_format.spec is None:
         return lax.psum_scatter(wire_format.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
@@ -244,7 +245,7 @@ def _reduce_scatter(x: Array, wire_format: wire_format.WireFormat, axes: tuple[s
     return shared_scales.reduce_scatter_codes(x, wire_format.spec, scale, dim, axes).astype(x.dtype)
 
 
-def _quantize_shard(x: Array, wire_format: wire_format.WireFormat, axes: tuple[str, ...]) -> QTensor:
+def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) -> QTensor:
     """The codes of a device's part, as bytes, that a product of the whole has: (tokens, channels)."""
     spec, matrix = wire_format.spec, x.reshape(-1, x.shape[-1])
     assert spec is not None
@@ -285,7 +286,7 @@ def _normalize_dim(caller: str, x: Array, dim: int) -> int:
     return dim % x.ndim
 
 
-def _check_shard_blocks(caller: str, wire_format: wire_format.WireFormat, length: int, dim: int, ndim: int) -> None:
+def _check_shard_blocks(caller: str, wire_format: WireFormat, length: int, dim: int, ndim: int) -> None:
     """Raises ValueError where a device's part ends within a block."""
     if wire_format.spec is None or wire_format.spec.granularity != "block":
         return

@@ -4,17 +4,17 @@ import math
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist import wire_format
 from fp8jax.dist.collectives import HLO_NAMES, Collective
+from fp8jax.dist.wire_format import WireFormat, WireFormatLike, operand_wire_format, sum_wire_format
 
-CALLER = "crossings"
+CALLER = "sequence_collectives"
 
 
 def sequence_collectives(
     tokens: int,
     width: int,
     devices: int,
-    wire_format: wire_format.WireFormatLike,
+    wire_format: WireFormatLike,
     dtype: str = "bf16",
     *,
     times: int = 1,
@@ -27,19 +27,19 @@ def sequence_collectives(
     Args:
         tokens, width: the shape of the whole array.
         devices: that the tokens are cut over.
-        how: what travels, as both functions take it.
+        wire_format: what travels, as both functions take it.
         dtype: of the array.
         times: how many of each there are.
-        gathered: how often the forward one is gathered: 2 where the backward pass gathers it again.
+        forward_gathers: how often the forward one is gathered: 2 where the backward pass gathers it again.
 
     Raises:
         ValueError: as both functions.
     """
     forward_format, backward_format = (
-        wire_format.operand_wire_format(CALLER, wire_format, "x"),
-        wire_format.operand_wire_format(CALLER, wire_format, "dy"),
+        operand_wire_format(CALLER, wire_format, "x"),
+        operand_wire_format(CALLER, wire_format, "dy"),
     )
-    sum_format = wire_format.sum_wire_format(CALLER, wire_format)
+    sum_format = sum_wire_format(CALLER, wire_format)
     result = []
     for operand, count in ((forward_format, forward_gathers * times), (backward_format, times)):
         result += [
@@ -50,9 +50,7 @@ def sequence_collectives(
     ]
 
 
-def _gather_collectives(
-    tokens: int, width: int, devices: int, wire_format: wire_format.WireFormat, dtype: str
-) -> list[Collective]:
+def _gather_collectives(tokens: int, width: int, devices: int, wire_format: WireFormat, dtype: str) -> list[Collective]:
     """Of a device's part."""
     spec, size = wire_format.spec, tokens * width
     if spec is None:
@@ -65,9 +63,7 @@ def _gather_collectives(
     return result + ([Collective("all-gather", "f32", 4 * scales, devices)] if scales > 1 else [])
 
 
-def _sum_collectives(
-    tokens: int, width: int, devices: int, wire_format: wire_format.WireFormat, dtype: str
-) -> list[Collective]:
+def _sum_collectives(tokens: int, width: int, devices: int, wire_format: WireFormat, dtype: str) -> list[Collective]:
     """Of the whole."""
     spec, size = wire_format.spec, tokens * width
     if spec is None:

@@ -49,7 +49,7 @@ def gather_quantized(
 
     The codes and scales are those that `fp8jax.quantize_weight` gives of the whole weight, bit for bit. A byte an
     element travels. For `fp8jax.linear(x, whole_weight(w, ..., read=False), quantized=...)`, under `jax.checkpoint`
-    with `gathered_again` or another policy that does not keep what was gathered.
+    with `regather_policy` or another policy that does not keep what was gathered.
 
     Args:
         w: a device's part of the rows of a weight (inputs, outputs).
@@ -103,13 +103,13 @@ def fsdp_gather_weight(
         gradients: as of `reduce_scatter_gradients`.
         dim: the dimension that is cut.
         dtype: that it travels in and has; None keeps that of the shard.
-        read: whether its values are read; without, it stands for the weight where `gather_quantized` gives its codes:
+        needs_values: whether its values are read; without, it stands for the weight where `gather_quantized` gives its codes:
             zeros, which nothing makes and nothing gathers.
 
     Raises:
         ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
     """
-    manual.check_manual_axes("whole_weight", axes, (), _ADVICE)
+    manual.check_manual_axes("fsdp_gather_weight", axes, (), _ADVICE)
     result: Array = _gather_weight(
         manual.axis_names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), needs_values, w
     )
