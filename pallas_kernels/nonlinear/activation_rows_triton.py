@@ -28,7 +28,7 @@ def _compute_chunk(
     left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr,
     STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A part of some rows of the result, rounded to the operation's dtype; to KEEP, also writes what is kept of it."""
+    """A part of some rows of the result, rounded to the operation's dtype; with STORE_RESIDUALS, also writes what is kept of it."""
     MASKED: tl.constexpr = True
     n = left + tl.arange(0, BLOCK_N)
     offsets, start = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], first + left
@@ -104,7 +104,7 @@ def _encode_residuals_by_row(
         device.store(result_ptr + first + left, offsets, encoded, device.tile_mask(m, n, M, N), True)
 
 
-def keep_activation(
+def encode_activation_residuals(
     operation: Operation,
     gate: Array,
     up: Array | None,
@@ -114,7 +114,7 @@ def keep_activation(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[list[tuple[Array, Array] | None], Array, Array]:
-    """What an activation keeps, as of `activation_triton.keep_activation`, and codes of its result by rows.
+    """What an activation keeps, as of `activation_triton.encode_activation_residuals`, and codes of its result by rows.
 
     Args:
         coding: codes of its inputs, or None.

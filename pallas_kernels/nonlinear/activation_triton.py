@@ -106,7 +106,7 @@ def _encode_residuals(
         tl.store(amax_ptr + program, on.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
 
 
-def keep_activation(
+def encode_activation_residuals(
     operation: Operation,
     gate: Array,
     up: Array | None,

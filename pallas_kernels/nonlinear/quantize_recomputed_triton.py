@@ -312,12 +312,12 @@ def quantize(
         operands: what from. dtype: float8_e4m3fn or float8_e5m2.
         scales: for each result an fp32 scalar, or for each one a row, (M,).
         rows, columns: whether codes (M, N) and transposed ones (N, M) are wanted.
-        again: scale and dtype of transposed codes of the activation's result, where cotangents are quantized.
+        result_coding: scale and dtype of transposed codes of the activation's result, where cotangents are quantized.
         sums: whether sums of columns of the cotangents are wanted, too.
         launch, compute_capability: as of `quantize_triton.quantize`.
 
     Returns:
-        A list, of each result codes and transposed codes, last those of `again`; None for what is not wanted. With
+        A list, of each result codes and transposed codes, last those of `result_coding`; None for what is not wanted. With
         `sums` a pair: this list, and that of the sums, fp32 (N,).
     """
     m, n = storage.matrix_shape(operands.first, operation)
@@ -365,7 +365,7 @@ def quantize_and_predict(
 ) -> tuple[Array, list[Array]]:
     """Codes (N, M) of an activation's result under a given scale, and the peaks of its cotangents, in one pass.
 
-    Peaks are those of `peaks_triton`, arguments as of `quantize`; `operands.gradient` is that of the result. Under a
+    Peaks are those of `sampled_amax_triton.peaks`, arguments as of `quantize`; `operands.gradient` is that of the result. Under a
     scale for each row, (M,), the peaks are of each row, (M,), too.
     """
     m, n = storage.matrix_shape(operands.first, operation)

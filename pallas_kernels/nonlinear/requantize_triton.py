@@ -23,7 +23,7 @@ NUM_PROGRAMS = 1024
 def _requantize_if(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, scale_ptr: tl.tensor, needs_requantize_ptr: tl.tensor, codes_ptr: tl.tensor, unused: tl.tensor,
+    bias: tl.tensor, scale_ptr: tl.tensor, condition_ptr: tl.tensor, codes_ptr: tl.tensor, unused: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     KINDS: tl.constexpr, CODING: tl.constexpr, PROGRAMS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -31,7 +31,7 @@ def _requantize_if(
     MASKED: tl.constexpr = True  # a program may take a tile beyond the last
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
-    if tl.load(needs_requantize_ptr) > 0:
+    if tl.load(condition_ptr) > 0:
         p = Operands(
             first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
         )
@@ -53,18 +53,18 @@ def requantize_if(
     operands: Operands,
     codes: Array,
     scale: Array,
-    needs_requantize: Array,
+    condition: Array,
     *,
     compute_capability: int | None = None,
 ) -> Array:
-    """Codes of a result (M, N), in place: where `wrong`, written again under `scale`, else as they are.
+    """Codes of a result (M, N), in place: where `condition`, written again under `scale`, else as they are.
 
     Args:
-        operation: of `exact` operands. kinds: `remake_triton.NORM` or `RESULT`. operands: as of
-            `remake_triton.quantize`.
-        codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar. wrong: a boolean scalar.
+        operation: of `exact` operands. kinds: `quantize_recomputed_triton.NORM` or `RESULT`. operands: as of
+            `quantize_recomputed_triton.quantize`.
+        codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar. condition: a boolean scalar.
     """
-    inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), needs_requantize.reshape(1).astype(jnp.int32)]
+    inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), condition.reshape(1).astype(jnp.int32)]
     (requantized,) = quantize_triton.call(
         _requantize_if, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
         [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], NUM_PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,

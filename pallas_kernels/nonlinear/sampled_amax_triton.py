@@ -24,7 +24,7 @@ _TRUE = np.ones(1, np.int32)
 def _peaks(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, is_needed_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    bias: tl.tensor, compute_if_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr,
     SAMPLE_STRIDE: tl.constexpr, CONDITIONAL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -36,7 +36,7 @@ def _peaks(
     start = top.to(tl.int64) * N + left
     offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-    should_run = tl.load(is_needed_ptr) > 0 if CONDITIONAL else True
+    should_run = tl.load(compute_if_ptr) > 0 if CONDITIONAL else True
     if should_run:
         if KINDS.forward:
             y0 = on.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
@@ -54,22 +54,22 @@ def peaks(
     operands: Operands,
     *,
     every: int = 1,
-    is_needed: Array | None = None,
+    compute_if: Array | None = None,
     compute_capability: int | None = None,
 ) -> list[Array]:
-    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `remake_triton.quantize`.
+    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize_recomputed_triton.quantize`.
 
-    Of the rows it takes the first SAMPLE of `every` so many times that number. Where `wanted`, a boolean scalar, is
+    Of the rows it takes the first SAMPLE_ROWS of `every` so many times that number. Where `compute_if`, a boolean scalar, is
     False, it reads nothing and returns 0.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = QuantizeLaunch(SAMPLE_ROWS, 128, 4)
     tiles = -(-m // (launch.block_m * every)) * -(-n // launch.block_n)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
-    flag = _TRUE if is_needed is None else is_needed.reshape(1).astype(jnp.int32)
+    flag = _TRUE if compute_if is None else compute_if.reshape(1).astype(jnp.int32)
     outputs = quantize_triton.call(
         _peaks, [*operand_arrays(operands), flag], shapes, tiles, launch, compute_capability, shape=(m, n),
-        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.NO_CODING, SAMPLE_STRIDE=every, CONDITIONAL=is_needed is not None,
+        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.NO_CODING, SAMPLE_STRIDE=every, CONDITIONAL=compute_if is not None,
     )  # fmt: skip
     amax = [jnp.max(x) for x in outputs[: len(kinds)]]
-    return amax if is_needed is None else [jnp.where(is_needed, peak, 0.0) for peak in amax]
+    return amax if compute_if is None else [jnp.where(compute_if, peak, 0.0) for peak in amax]

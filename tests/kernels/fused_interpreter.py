@@ -226,7 +226,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 
         return watched
 
-    by_rows = {name: getattr(fused_codes, name) for name in ("held", "columns", "cotangent")}
+    by_rows = {name: getattr(fused_codes, name) for name in ("cached_row_codes", "quantize_columns", "quantize_cotangent")}
     for name, make in by_rows.items():
         setattr(fused_codes, name, counted(make))
 
@@ -242,12 +242,12 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         return run(f, args), want, seen
 
     fused_codes.quantize_fused, cotangent.quantize_and_sum = kernels, watched
-    operands.quantize = product.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
+    operands.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused_codes.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
-        operands.quantize = product.quantize = plain
+        operands.quantize = plain
         cotangent.quantize_and_sum = summed
         for name, make in by_rows.items():
             setattr(fused_codes, name, make)

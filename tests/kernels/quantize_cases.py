@@ -295,8 +295,8 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     ones = jnp.ones(shape, jnp.float32)
     kept = {
         "norm": norm_triton.forward(Operation(format="int10"), x, None, None, 1e-5, coding)[:2],
-        "activation": activation_triton.keep_activation(operation, x, None, coding)[0][0],
-        "activation, rows": activation_rows_triton.keep_activation(operation, x, None, coding, jnp.float8_e4m3fn)[0][0],
+        "activation": activation_triton.encode_activation_residuals(operation, x, None, coding)[0][0],
+        "activation, rows": activation_rows_triton.encode_activation_residuals(operation, x, None, coding, jnp.float8_e4m3fn)[0][0],
     }
     wrong = {
         name: _differ(np.asarray(codes), np.asarray(want.codes))

@@ -319,7 +319,7 @@ def lower(
         jax.ShapeDtypeStruct(shape, jnp.dtype(weight)),
     )
     options = {"key": jax.random.key(0)} if stochastic else {}
-    adam = dataclasses.replace(ADAM, factor=jnp.float32(0.5), apply_if=jnp.array(True)) if gated else ADAM
+    adam = dataclasses.replace(ADAM, grad_scale=jnp.float32(0.5), apply_if=jnp.array(True)) if gated else ADAM
     adam = dataclasses.replace(adam, max_direction=jnp.float32(1.2)) if cut else adam
     run = functools.partial(getattr(adamw, form), adam=adam, impl="triton", nu_stochastic=nu_stochastic, **options)
     return jax.jit(run, donate_argnums=(1, 2, 3)).trace(*args).lower(lowering_platforms=("cuda",))

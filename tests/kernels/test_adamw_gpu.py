@@ -261,9 +261,9 @@ def test_ordinary_tiles_between_special_ones(eps, size):
 def test_a_step_takes_a_factor_or_is_not_taken(weight):
     leaf = tree((64, 512), weight=weight)
     run = jax.jit(
-        lambda leaf, ok: adamw.step(*leaf, dataclasses.replace(ADAM, factor=0.25, apply_if=ok), impl="triton")
+        lambda leaf, ok: adamw.step(*leaf, dataclasses.replace(ADAM, grad_scale=0.25, apply_if=ok), impl="triton")
     )
-    scaled = dataclasses.replace(ADAM, factor=0.25)
+    scaled = dataclasses.replace(ADAM, grad_scale=0.25)
     want = jax.jit(functools.partial(adamw.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
     check_equal(want, run(leaf, True), leaf, scaled)
     left = run(leaf, False)

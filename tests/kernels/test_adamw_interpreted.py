@@ -87,14 +87,14 @@ def prepare() -> None:
     tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16, np.dtype(np.int16): tl.int16}
 
     def call(
-        *args: Any, kernel: Any, results: Any, programs: int, aliases: dict[int, int], warps: int,
+        *args: Any, kernel: Any, out_shapes: Any, num_programs: int, aliases: dict[int, int], num_warps: int,
         compute_capability: int, **static: Any
     ) -> Any:  # fmt: skip
         given = [np.array(x) if hasattr(x, "shape") else x for x in args]
         aliased = {i: given[source] for source, i in aliases.items()}
-        made = [aliased.get(i, np.zeros(x.shape, x.dtype)) for i, x in enumerate(results)]
+        made = [aliased.get(i, np.zeros(x.shape, x.dtype)) for i, x in enumerate(out_shapes)]
         given += [1] * len(aliased) + [x for i, x in enumerate(made) if i not in aliased]
-        kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
+        kernel[(num_programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
         return [jnp.asarray(x) for x in made]
 
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
@@ -128,7 +128,7 @@ def compare(
     options = {"key": jax.random.key(7)} if stochastic else {}
     form = "step" if stochastic else form
     adam = dataclasses.replace(
-        ADAM, **dict(zip(("eps", "eps_root", "factor", "max_direction"), settings, strict=False))
+        ADAM, **dict(zip(("eps", "eps_root", "grad_scale", "max_direction"), settings, strict=False))
     )
     run = functools.partial(getattr(adamw, form), adam=adam, decays=decays, **options)
     want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
@@ -377,14 +377,14 @@ def compare_large(weight: str) -> None:
     leaf = (jnp.asarray(values[0]), stored(values[1], "e4m3"), stored(values[2] ** 2, "e4m3", moment="nu"),
             jnp.asarray(values[3]).astype(weight))  # fmt: skip
     for factor in (None, 0.25, 1e10, 1e-30, np.inf, np.nan):
-        adam = dataclasses.replace(ADAM, factor=factor)
+        adam = dataclasses.replace(ADAM, grad_scale=factor)
         want, got = (adamw.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
         finite = np.isfinite(np.asarray(got[0], np.float32))
         if factor is None or np.isfinite(factor):
             np.testing.assert_array_equal(finite, ~bad)
             scaled = values[0].astype(np.float64) * (factor or 1.0)
             within = np.where(bad, values[0], np.clip(scaled, -(2.0**62), 2.0**62)).astype(np.float32)
-            check_equal(want, got, (jnp.asarray(within), *leaf[1:]), dataclasses.replace(adam, factor=None))
+            check_equal(want, got, (jnp.asarray(within), *leaf[1:]), dataclasses.replace(adam, grad_scale=None))
         else:
             assert not finite.any()
             assert not np.isfinite(np.asarray(want[0], np.float32)).any()

@@ -76,7 +76,7 @@ def prepare() -> None:
     partition.on_one_device, jax.custom_batching.sequential_vmap = several, sequential
 
     def call(
-        *args: Any, kernel: Any, results: Any, programs: int, aliases: dict[int, int], warps: int,
+        *args: Any, kernel: Any, out_shapes: Any, num_programs: int, aliases: dict[int, int], num_warps: int,
         compute_capability: int, **static: Any
     ) -> Any:  # fmt: skip
         arrays = [i for i, x in enumerate(args) if hasattr(x, "shape")]
@@ -87,15 +87,15 @@ def prepare() -> None:
                 given[i] = np.array(x)
             aliased = {i: given[source] for source, i in aliases.items()}
             # What is not written stays NaN.
-            made = [aliased.get(i, np.full(x.shape, np.nan, x.dtype)) for i, x in enumerate(results)]
+            made = [aliased.get(i, np.full(x.shape, np.nan, x.dtype)) for i, x in enumerate(out_shapes)]
             given += [1] * len(aliased) + [x for i, x in enumerate(made) if i not in aliased]
             with alone:
-                kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
+                kernel[(num_programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
             return made
 
         values = [args[i] for i in arrays]
         if any(isinstance(x, jax.core.Tracer) for x in values):
-            return jax.pure_callback(host, results, *values)
+            return jax.pure_callback(host, out_shapes, *values)
         return [jnp.asarray(x) for x in host(*map(np.asarray, values))]
 
     call_triton.call = call
@@ -153,12 +153,12 @@ def with_master(leaf: fp8lm.FP8LMLeaf, master: str) -> fp8lm.FP8LMLeaf:
     value: Any = leaf.weight
     if "int" in master:
         value = masters.split(load(leaf.master), jnp.bfloat16, master)
-    return dataclasses.replace(leaf, weight=value, master=None, largest=leaf.amax[1:])
+    return dataclasses.replace(leaf, weight=value, master=None, amax=leaf.amax[1:])
 
 
 def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, master: str) -> None:
     leaf = with_master(dataclasses.replace(leaf_of(*SHAPES[shape], grad, weight, mu), decays=decays), master)
-    adam = dataclasses.replace(ADAM, factor=factor)
+    adam = dataclasses.replace(ADAM, grad_scale=factor)
     (want,), (got,) = (fp8lm.apply(form, [leaf], adam, impl) for impl in ("xla", "triton"))
     assert_equal(want, got)
     assert (np.asarray(got.nu.codes)[np.asarray(leaf.nu.codes) != 0] != 0).all()
@@ -200,7 +200,7 @@ def compare_large(grad: str, master: str) -> None:
         value = quantize_with_scale(jnp.asarray(x), spec, fp8lm.pow2_scale_from_bound(bound, fp8jax.formats.get(grad)))
     leaf = with_master(dataclasses.replace(leaf, grad=value), master)
     for factor in (None, 0.25, 1e10, 1e-30):
-        adam = dataclasses.replace(ADAM, factor=factor)
+        adam = dataclasses.replace(ADAM, grad_scale=factor)
         (want,), (got,) = (fp8lm.apply("step", [leaf], adam, impl) for impl in ("xla", "triton"))
         assert_equal(want, got)
         bad = np.zeros(x.shape, bool)

@@ -124,16 +124,16 @@ def odd(*which: str) -> None:
         found = [
             (
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=twice),
-                on_activation.keep_activation(silu, gate, up, kept, result=twice),
-                [unsigned(on_mend.mend(*to_mend, twice[0], jnp.bool_(wrong))) for wrong in (False, True)],
-                on.ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
-                [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, again=again))],
+                on_activation.encode_activation_residuals(silu, gate, up, kept, result=twice),
+                [unsigned(on_mend.requantize_if(*to_mend, twice[0], jnp.bool_(wrong))) for wrong in (False, True)],
+                on.quantize_and_predict(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
+                [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, result_coding=result_coding))],
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=(None, jnp.float8_e4m3fn)),
                 rows_of(silu, gate, up, kept, jnp.float8_e4m3fn),
-                on.ahead(Operation(), operands, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
+                on.quantize_and_predict(Operation(), operands, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
                 on_norm.forward(norm, rows, ones, None, 1e-5, None, result=(None, jnp.float8_e4m3fn)),
                 rows_of(silu, gate, up, None, jnp.float8_e4m3fn),
-                on.ahead(exact, itself, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
+                on.quantize_and_predict(exact, itself, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
                 [
                     unsigned(a)
                     for a in jax.tree.leaves(
@@ -156,7 +156,7 @@ def odd(*which: str) -> None:
                 ],
             )
             for on_norm, on_activation, on_mend, on, rows_of in (
-                (norm_triton, activation_triton, mend_triton, remake_triton, activation_rows_triton.keep_activation),
+                (norm_triton, activation_triton, requantize_triton, quantize_recomputed_triton, activation_rows_triton.encode_activation_residuals),
                 (fused_reference, fused_reference, fused_reference, fused_reference, by_rows),
             )
         ]
@@ -213,7 +213,7 @@ def odd_ten_bits() -> None:
         found = [
             (
                 unsigned_last(on_norm.forward(norm, rows, 2 * ones, None, 1e-5, kept, result=(None, jnp.float32))),
-                unsigned_last(on_activation.keep_activation(silu, gate, up, kept, result=(None, jnp.float32))),
+                unsigned_last(on_activation.encode_activation_residuals(silu, gate, up, kept, result=(None, jnp.float32))),
                 [unsigned(a) for a in on.cotangents(silu, operands)],
                 [unsigned(a) for a in on_norm.backward(norm, *parts[0], inverse, ones, dy, jnp.float32, least)[:2]],
             )
@@ -314,9 +314,9 @@ def registers() -> None:
     kept_of = (codes, scales, codes, scales)
     of_norm = ("first", "first_scale", "inverse", "weight")
     programs = {
-        "kept of silu": (lambda g, u: activation_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
+        "kept of silu": (lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, **options), wide, wide),
         "kept of silu, codes": (
-            lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=(one, e4m3), **options),
+            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=(one, e4m3), **options),
             wide, wide),
         "mended": (lambda g, u, y: requantize_if(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
                    wide, wide, codes),
@@ -340,7 +340,7 @@ def registers() -> None:
             lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(None, e4m3), **options),
             narrow, weight),
         "kept of silu, rows": (
-            lambda g, u: activation_rows_triton.keep_activation(silu, g, u, kept, e4m3, **options), wide, wide),
+            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, kept, e4m3, **options), wide, wide),
         "silu again, peaks of rows": (
             lambda *a: quantize_recomputed_triton.quantize_and_predict(
                 silu, Operands(**dict(zip(activation, a[:5], strict=True))), a[5], e4m3, **options),
@@ -354,7 +354,7 @@ def registers() -> None:
             lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, None, result=(None, e4m3), **options),
             narrow, weight),
         "silu, rows alone": (
-            lambda g, u: activation_rows_triton.keep_activation(silu, g, u, None, e4m3, **options), wide, wide),
+            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, None, e4m3, **options), wide, wide),
         "exact, peaks of rows": (
             lambda g, u, dy, s: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
             wide, wide, wide, inverse),

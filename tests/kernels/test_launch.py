@@ -255,7 +255,7 @@ def test_a_driver_that_keeps_nothing_is_not_asked_to_assemble_each_call(told, mo
 def test_a_kernel_of_another_form_keeps_jax_tritons_call(told, monkeypatch):
     own = kernel_cache_triton.kernel_parts
     monkeypatch.setattr(
-        launch_triton.stored_triton, "kernel_parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
+        launch_triton.kernel_cache_triton, "kernel_parts", lambda kernel: [*(of := own(kernel))[:2], 2, *of[3:]]
     )  # clusters of two programs
     assert JAX_TRITON in lowered(turned, BYTES)
     assert "the kernel _transpose is launched by jax-triton's call" in told.text

@@ -72,9 +72,9 @@ def registers(arch: str = "sm_90a") -> None:
             for name, operation, n in (("rms", norm, 2048), ("layer", layer, 2048), ("rms", norm, 8192))
         },
         "kept of silu": (
-            lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=itself, **options), wide, wide),
+            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=itself, **options), wide, wide),
         "kept of gelu": (
-            lambda g: activation_triton.keep_activation(gelu, g, None, kept, result=itself, **options), wide),
+            lambda g: activation_triton.encode_activation_residuals(gelu, g, None, kept, result=itself, **options), wide),
         "cotangents of silu": (
             lambda *a: cotangents_triton.cotangents(silu, of(*a, count=3), **options), *codes, *codes, *codes, wide),
         "cotangents of gelu": (
@@ -120,7 +120,7 @@ def accesses():
             jax.ShapeDtypeStruct((ROWS, -(-n // 128)), jnp.bfloat16),
         )
         written = h200.ptx(
-            lambda g, u: activation_triton.keep_activation(
+            lambda g, u: activation_triton.encode_activation_residuals(
                 silu, g, u, ten_bits, result=(None, jnp.bfloat16), **options
             ),
             wide, wide,

@@ -83,28 +83,28 @@ def call(
     **static: Any,
 ) -> Any:
     m, n = shape or inputs[0].shape
-    sizes = {"M": m, "N": n, "BLOCK_M": launch.rows, "BLOCK_N": launch.columns}
-    return call_any(*inputs, kernel=kernel, results=shapes, programs=grid, aliases=aliases, **sizes, **static)
+    sizes = {"M": m, "N": n, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n}
+    return call_any(*inputs, kernel=kernel, out_shapes=shapes, num_programs=grid, aliases=aliases, **sizes, **static)
 
 
 def call_any(
     *inputs: Any,
     kernel: Any,
-    results: Any,
-    programs: int,
+    out_shapes: Any,
+    num_programs: int,
     aliases: dict[int, int] | None = None,
-    warps: int = 0,
+    num_warps: int = 0,
     compute_capability: int | None = None,
     **static: Any,
 ) -> Any:
     """`call_triton.call`, with guards around what it writes."""
     given = [np.array(x) for x in inputs]
-    buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in results]
-    outputs = [b[GUARD:-GUARD].view(s.dtype).reshape(s.shape) for b, s in zip(buffers, results, strict=True)]
+    buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in out_shapes]
+    outputs = [b[GUARD:-GUARD].view(s.dtype).reshape(s.shape) for b, s in zip(buffers, out_shapes, strict=True)]
     for source, i in (aliases or {}).items():
         outputs[i][:] = given[source]
         given[source] = outputs[i]
-    kernel[(programs,)](*map(Tensor, given), *map(Tensor, outputs), **static)
+    kernel[(num_programs,)](*map(Tensor, given), *map(Tensor, outputs), **static)
     for buffer in buffers:
         if not (buffer[:GUARD] == 0xA5).all() or not (buffer[-GUARD:] == 0xA5).all():
             raise RuntimeError(f"{kernel} wrote out of bounds")

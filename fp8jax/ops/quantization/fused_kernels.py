@@ -100,7 +100,8 @@ def encode_activation_residuals(
     needs_whole_rows = has_row_scales or coding.is_packed
     pair, tile = ((_ROWS, _ROWS), _ROWS) if needs_whole_rows else ((_TILE, f"m n/{coding.size}"), _TILE)
     return run_partitioned(
-        "encode_activation_residuals", (operation, coding, str(dtype)), run, (gate, up, scale), (tile, tile, _replicated(scale)),
+        "encode_activation_residuals", (operation, coding, str(dtype)), run, (gate, up, scale),
+        (tile, tile, _replicated(scale)),
         ((pair, pair, pair), "", (tile, tile) if has_row_scales else tile),
     )  # fmt: skip
 
@@ -138,8 +139,8 @@ def quantize(
     def run(sharding: DimSharding, operands: Any, scales: tuple[Array, ...], scale: Array | None) -> Any:
         result_coding = None if scale is None else (scale, result_dtype)
         quantized = quantize_recomputed_triton.quantize(
-            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, result_coding=result_coding, sums=sums,
-            compute_capability=capability(),
+            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, result_coding=result_coding,
+            sums=sums, compute_capability=capability(),
         )  # fmt: skip
         return (quantized[0], [sharding.psum(total, "m") for total in quantized[1]]) if sums else quantized
 
