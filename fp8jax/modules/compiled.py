@@ -31,8 +31,8 @@ class Product:
         operands: dtypes of the two operands, in JAX's names or XLA's.
         occurrences: how often it stands in the program.
         executions: how often it runs, where loops have a known length.
-        requested_formats: in compiled programs the formats that fp8jax asked to have multiplied, such as "e4m3 x e5m2"; ""
-            where it is no product of fp8jax.
+        requested_formats: in compiled programs the formats that fp8jax asked to have multiplied, such as "e4m3 x e5m2";
+            "" where it is no product of fp8jax.
         kernel: name of a Mosaic or Triton kernel, or "".
     """
 

@@ -27,8 +27,8 @@ RECIPES = {"moss": fp8jax.recipes.moss(), "te_current": fp8jax.recipes.te_curren
 # Of a block: codes of both norms' results and of the activation's; then those that the weights' gradients read, of q,
 # k, v, gate and up; with those of `down` the largest magnitudes of the cotangents of gate and up, and last their codes.
 CALLS = {
-    "moss": {"forward": 2, "keep_activation": 1, "quantize": 6, "ahead": 1, "backward": 2},
-    "te_current": {"forward": 2, "peaks": 1, "quantize": 3 + 6, "ahead": 1, "backward": 2},
+    "moss": {"forward": 2, "encode_activation_residuals": 1, "quantize": 6, "quantize_and_predict": 1, "backward": 2},
+    "te_current": {"forward": 2, "peaks": 1, "quantize": 3 + 6, "quantize_and_predict": 1, "backward": 2},
 }
 
 
@@ -37,7 +37,7 @@ def kernels(monkeypatch):
     """Switches the kernels on or off; how often each has run."""
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     counted = collections.Counter()
-    names = ("quantize", "peaks", "ahead", "keep_activation", "forward", "backward")
+    names = ("quantize", "peaks", "quantize_and_predict", "encode_activation_residuals", "forward", "backward")
 
     def counting(name):
         return lambda *a, **k: counted.update([name]) or getattr(fused_outputs.fused_reference, name)(*a, **k)
@@ -134,7 +134,13 @@ def test_in_linen_likewise(kernels):
     exact, without = three(model.apply, params, x), three(layer, params, x)
     counted = kernels(True)
     got = three(layer, params, x)
-    assert counted == {"forward": 1, "keep_activation": 1, "quantize": 3, "ahead": 1, "backward": 1}
+    assert counted == {
+        "forward": 1,
+        "encode_activation_residuals": 1,
+        "quantize": 3,
+        "quantize_and_predict": 1,
+        "backward": 1,
+    }
     for a, b, c in zip(exact, without, got, strict=True):
         assert distance(c, a) < 1.05 * distance(b, a) + 0.003
 

@@ -62,7 +62,13 @@ def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_resu
     def method(): ...
 
     call = transform_call(
-        lambda leaves: Results([], None, (), 0), method, LEAVES, as_rule_set("te_current"), whole=False
+        lambda leaves: Results([], None, (), 0),
+        method,
+        LEAVES,
+        as_rule_set("te_current"),
+        names=LayerNames("", []),
+        requires_product=False,
+        checks_rules=True,
     )
     caller = call._make_call_info(Results([ONE] * 5, None, (), 2))
     # a/w, b/w, an array, two arrays of an argument, an argument, three arrays.

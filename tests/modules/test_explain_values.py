@@ -49,7 +49,7 @@ def traced(monkeypatch):
         jax.eval_shape(fn, *args)
         return program.Program("none", (), ())
 
-    monkeypatch.setattr(explain, "inspect", trace)
+    monkeypatch.setattr(explain, "inspect_program", trace)
 
 
 @pytest.mark.usefixtures("traced")
@@ -154,7 +154,7 @@ def layer(linear=TE.linear, **how):
      ("e4m3:mx32+token", False), ("e4m3:mx32+ocp", False)],
 )  # fmt: skip
 def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
-    part = dataclasses.replace(TE.linear, x=x, x_wgrad="e4m3:block32", saved="e4m3:block32")
+    part = dataclasses.replace(TE.linear, x=x, x_wgrad="e4m3:block32", x_residual="e4m3:block32")
     found = layer(part)
     assert found.token_spanning_spec == (x if spans else None)
     said = str(report.Report((found, layer(None))))
@@ -168,15 +168,15 @@ def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
     [(0, TE.linear, "nothing", "0"), (2, TE.linear, "bfloat16", "2"), (2, SWITCHBACK, "bfloat16", "2")],
 )
 def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(rank, linear, saved, size):
-    found = layer(linear, dtype="bfloat16", held=FrozenInfo(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
+    found = layer(linear, dtype="bfloat16", frozen=FrozenInfo(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
     x, dy = (linear.spec(side) or "bfloat16" for side in ("x", "dy"))
     assert found.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
     assert found.x_residual == (saved, float(size))
-    plain = dataclasses.replace(found, held=FrozenInfo(None, 16, 24, 2))
+    plain = dataclasses.replace(found, frozen=FrozenInfo(None, 16, 24, 2))
     assert plain.products["forward"] == f"{x} x bfloat16"
     (row,) = [line for line in str(report.Report((found,))).splitlines() if line.startswith("a/b")]
     assert row.split()[-3:] == [saved, size, "why"]
-    unknown = dataclasses.replace(found, dtype=None, held=FrozenInfo(None, 16, 24, 2))
+    unknown = dataclasses.replace(found, dtype=None, frozen=FrozenInfo(None, 16, 24, 2))
     (row,) = [line for line in str(report.Report((unknown,))).splitlines() if line.startswith("a/b")]
     assert row.split()[-4:] == ["as", "written", "?", "why"]
 
@@ -189,10 +189,10 @@ def test_what_a_norm_keeps_is_told_with_who_else_keeps_it():
     others = "; down keeps it in bfloat16; a product keeps it in float32"
     for part, said in (
         (made(lean), group + nothing),
-        (made(lean, alone=True), group),
+        (made(lean, has_only_listed_readers=True), group),
         (made(lean, **readers), group + nothing + others),
-        (made(lean, alone=True, **readers), group + others),
-        (made(lean, attention=("q", "k")), "q, k: no copy of what attention keeps"),
+        (made(lean, has_only_listed_readers=True, **readers), group + others),
+        (made(lean, attention_layers=("q", "k")), "q, k: no copy of what attention keeps"),
         (made(None), "as written"),
         (dataclasses.replace(made(lean), computation=None), "as written"),
     ):

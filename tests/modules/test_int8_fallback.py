@@ -17,7 +17,7 @@ from fp8jax.ops.quantization import fallback
 from fp8jax.ops.quantization import quantize as op
 
 LINEAR = dataclasses.replace(fp8jax.recipes.int8_fallback().linear, x="int8:block32", w="int8:block32")
-LINEAR = dataclasses.replace(LINEAR, dy="int8:block32+stochastic", saved="int8:block32+stochastic")
+LINEAR = dataclasses.replace(LINEAR, dy="int8:block32+stochastic", x_residual="int8:block32+stochastic")
 
 
 def outliers(tokens=96, inputs=64, large=2):
@@ -172,8 +172,8 @@ def test_models_without_glu_train_with_coats_optimizer_and_int10_contexts():
     ("changes", "text"),
     [
         ({"x": "e4m3:block128"}, "mixes integers|int8 blocks"),
-        ({"x": "int8:token", "saved": "int8:token", "x_wgrad": "int8:token"}, "threshold scaling is per block"),
-        ({"fallback_rates": (0.5, 0.2)}, "no range"),
+        ({"x": "int8:token", "x_residual": "int8:token", "x_wgrad": "int8:token"}, "threshold scaling is per block"),
+        ({"fallback_fraction_range": (0.5, 0.2)}, "no range"),
         ({"w": "int8:block64"}, "same blocks"),
     ],
 )

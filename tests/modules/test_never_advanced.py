@@ -40,7 +40,7 @@ MODELS = {"layer": lambda: nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0))),
 @pytest.fixture
 def few_microbatches(monkeypatch):
     """No step has more than three."""
-    monkeypatch.setattr(training, "_MICROBATCHES", 3)
+    monkeypatch.setattr(training, "_MAX_MICROBATCHES", 3)
 
 
 def quantized(name, model="layer"):
@@ -84,7 +84,7 @@ def train(step, name, model="layer", steps=3):
     [
         ("te_delayed", "delayed", "advance_scaling"),
         ("int8_fallback", "threshold", "advance_scaling"),
-        ("moss", "automatic", "set_weight_bounds"),
+        ("moss", "automatic", "update_weight_amax_bounds"),
     ],
 )
 @pytest.mark.parametrize("model", MODELS)
@@ -163,7 +163,7 @@ def test_linen_is_told_its_own_call():
     for _ in range(2):
         step = jax.jit(jax.grad(lambda p: jnp.mean(model.apply({**variables, "params": p}, X) ** 2)))
         (message,) = told(lambda step=step: step(variables["params"]))
-        assert f"with automatic {MESSAGE}fp8jax.linen.set_weight_bounds: " in message
+        assert f"with automatic {MESSAGE}fp8jax.linen.update_weight_amax_bounds: " in message
 
 
 def test_linen_is_told_nothing_of_weights_that_are_not_trained():

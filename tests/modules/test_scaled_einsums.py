@@ -17,7 +17,12 @@ from tests.modules.architectures import Einsum as LinenEinsum
 from tests.rows import slow
 
 DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
-BLOCKS = {"x": "int8:block16", "w": "int8:block16", "dy": "int8:block16+stochastic", "saved": "int8:block16+stochastic"}
+BLOCKS = {
+    "x": "int8:block16",
+    "w": "int8:block16",
+    "dy": "int8:block16+stochastic",
+    "x_residual": "int8:block16+stochastic",
+}
 FALLBACK = dataclasses.replace(fp8jax.recipes.int8_fallback().linear, **BLOCKS)
 RECIPES = pytest.mark.parametrize("recipe", [DELAYED, FALLBACK], ids=["delayed", "fallback"])
 HEADS, CHANNELS, WIDTH = 2, 16, 32

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.ops.products import product
+from fp8jax.ops.products import product, scaled_linear
 from tests.distance import relative
 from tests.rows import slow
 
@@ -146,8 +146,12 @@ def test_bodies_of_nnx_run_once(scan):
 def test_runs_aside_make_no_codes_of_what_layers_read(monkeypatch, recipe):
     products = []
     multiply = product.recipe_dot_from_source
-    for module in (product, scaled):
-        monkeypatch.setattr(module, "multiply", lambda *args, **how: products.append(1) or multiply(*args, **how))
+    for module in (product, scaled_linear):
+        monkeypatch.setattr(
+            module,
+            "recipe_dot_from_source",
+            lambda *args, **options: products.append(1) or multiply(*args, **options),
+        )
     model = fp8jax.nnx.quantize(NnxModel(nnx.Rngs(0), False), (fp8jax.Rule("out", None), fp8jax.Rule(".*", recipe)))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     executions(lambda params: nnx.merge(graph, params, rest, copy=True)(X), params)
