@@ -65,7 +65,7 @@ def moss() -> Recipe:
     bit. It runs as fast as FP8 does and keeps no exponents; `moss_mx` multiplies two-level codes. Level 1 of a row
     needs no pass over the tensor and no scale that spans tokens. Of gradients the paper says nothing; they are scaled
     likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling needs
-    an optimizer that follows weights, as `fp8jax.optimizer` of this recipe is (or `fp8jax.track_weights` last in a
+    an optimizer that follows weights, as `fp8jax.optimizer` of this recipe is (or `fp8jax.track_weight_amax` last in a
     chain), and its bounds in the model after each update: `fp8jax.nnx.Optimizer` does so, elsewhere
     `fp8jax.nnx.end_step` and `fp8jax.linen.end_step`. A model that never gets them measures its weights in each call.
     """
@@ -76,8 +76,8 @@ def moss_mx() -> Recipe:
     """MOSS's two-level microscaled products (Zhang et al., 2025, section 3.1), as they are: codes are not folded.
 
     Each group of 32 along a contraction has a power of two under its row's fp32 scale, and the kernel applies it to the
-    group's partial sum in registers (`pallas_kernels/matmul/matmul_mx_mosaic.py`). On an H200 such a product takes 1.8 times
-    as long as one with a scale a tensor (results/pages/gemm.md), and layers keep 1.03 bytes an element. Where the
+    group's partial sum in registers (`pallas_kernels/matmul/matmul_mx_mosaic.py`). On an H200 such a product takes 1.8
+    times as long as one with a scale a tensor (results/pages/gemm.md), and layers keep 1.03 bytes an element. Where the
     values of a row lie within 2^14 of each other `moss` is as exact: this is for rows that do not, and for the
     comparison. The weight's gradient, whose sums are over tokens, reads inputs that are quantized again, with a scale a
     channel, and gradients in groups of 32 tokens. Weights have their own scales, one a tensor.

@@ -26,15 +26,14 @@ class Context:
         scales: where the scales come from of what these operations make, as linear layers quantize it per tensor: its
             "largest" magnitude, for which kernels take a pass over it; or a "bound" on that, which saves the pass.
             Nothing finite saturates. A bound lies at most 6 binades above the largest magnitude in e4m3 and 12 in e5m2,
-            of 15 and 30 binades of normal numbers (`fp8jax.core.scaling.slack`): if it is looser, the largest magnitude
-            gives the scale, and a second pass the codes.
-            A norm's result is at most the root of the channels times its largest scale, plus its largest bias. The
-            bound counts as looser if one channel's scale is more than 8 times the geometric mean of all.
-            An activation's is taken to be at most four times the largest of every 16th 32 rows; where it is larger,
-            that gives the scale, and a second pass the codes. In both the operation makes the codes at once: as the
-            layers of its recipe want them, so it takes the whole recipe (of its context alone it is the largest).
-            What is cast before it is read is quantized anew, under the same scale; and where no layer reads it that
-            quantizes so, codes are made for nothing: a byte an element.
+            of 15 and 30 binades of normal numbers (`fp8jax.core.scaling.max_slack_binades`): if it is looser, the
+            largest magnitude gives the scale, and a second pass the codes. A norm's result is at most the root of the
+            channels times its largest scale, plus its largest bias. The bound counts as looser if one channel's scale
+            is more than 8 times the geometric mean of all. An activation's is taken to be at most four times the
+            largest of every 16th 32 rows; where it is larger, that gives the scale, and a second pass the codes. In
+            both the operation makes the codes at once: as the layers of its recipe want them, so it takes the whole
+            recipe (of its context alone it is the largest). What is cast before it is read is quantized anew, under the
+            same scale; and where no layer reads it that quantizes so, codes are made for nothing: a byte an element.
             Lean, of an activation's e5m2 cotangents by the inequality of Cauchy and Schwarz, from the norms of the next
             layer's gradient and weight and the largest gate and up of each row; a sample of rows shows whether that is
             loose. It is the largest where the gradient does not come back directly (it is reshaped, or has several

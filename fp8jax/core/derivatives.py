@@ -77,9 +77,9 @@ def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
 def second_order_guard(operation: str, *inputs: Array | None) -> Array:
     """An array for a function with a backward pass of its own, which takes it as an operand and a residual.
 
-    It is empty; on devices of a `jax.shard_map` it has one element. Its derivative by the inputs is as that of `differentiable_once`:
-    so forward mode is told before JAX comes to the function, and a backward pass knows the inputs whose derivative its
-    results have not.
+    It is empty; on devices of a `jax.shard_map` it has one element. Its derivative by the inputs is as that of
+    `differentiable_once`: so forward mode is told before JAX comes to the function, and a backward pass knows the
+    inputs whose derivative its results have not.
     """
     # XLA for CPU crashes on empty arrays that loops pass out of a shard_map; elsewhere they cost nothing.
     size = int(bool(jax.sharding.get_abstract_mesh().manual_axes))

@@ -126,11 +126,11 @@ def encode(
 
 
 def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
-    """Values whose groups get exponents of at least `min_exponent`, so that one tiny member takes no codes from the others.
+    """Values whose groups get exponents of `min_exponent` or more, so that no tiny member takes codes from others.
 
-    Magnitudes below a group's largest / R^(1 / lowest), with R the range of the format, become 0, or where the spec
-    keeps what is not zero from decoding to it (underflow "smallest"), that bound. Specs without expansion, and with the
-    paper's ("coat"), leave all values as they are.
+    Magnitudes below a group's largest / R^(1 / min_exponent), with R the range of the format, become 0, or where the
+    spec keeps what is not zero from decoding to it (underflow "smallest"), that bound. Specs without expansion, and
+    with the paper's ("coat"), leave all values as they are.
 
     Args:
         x: array of a floating dtype, to be quantized as `spec` says.

@@ -62,7 +62,7 @@ def exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, prev
 
 
 def decaying_exponents_with_hysteresis(largest: Array, smallest: Array, fmt: Format, previous: Array) -> Array:
-    """As `exponents_with_hysteresis`, of averages that `Format.encode` rounds as decaying: codes reach into the subnormals."""
+    """As `exponents_with_hysteresis`, of averages that are rounded as decaying: codes reach into the subnormals."""
     octaves = jnp.log2(largest) - jnp.log2(smallest)
     used_octaves, format_octaves = previous.astype(jnp.float32) * octaves, np.log2(fmt.expansion_range)
     fits = (used_octaves >= DECAYING_MIN_FILL * format_octaves) & (used_octaves <= DECAYING_MAX_FILL * format_octaves)

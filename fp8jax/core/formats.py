@@ -131,8 +131,8 @@ class Format:
                 book, to the smaller value).
             noise: uniform in [0, 1), of the shape of `y`, for stochastic rounding without a key.
             dither: of values that decay, noise in (0, 1) and the decay, behind a first axis of two, as
-                `fp8jax.core.noise.fading` has them: up or down by that noise where the next decay would not leave the
-                nearest code, so that the value kept it for ever; elsewhere to nearest.
+                `fp8jax.core.noise.decay_dither` has them: up or down by that noise where the next decay would not leave
+                the nearest code, so that the value kept it for ever; elsewhere to nearest.
 
         Returns:
             Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`; NaN the format's NaN and

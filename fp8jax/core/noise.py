@@ -90,8 +90,8 @@ def decay_dither(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
 def add_phase(dither: Array, phase: Array) -> Array:
     """The sum modulo 1 of odd multiples of 2^-17 in (0, 1), as another one of these.
 
-    With a constant phase for each element, the noise of `decay_dither` is as even in time, and its errors differ between
-    elements, so that they average out over an array, too.
+    With a constant phase for each element, the noise of `decay_dither` is as even in time, and its errors differ
+    between elements, so that they average out over an array, too.
     """
     total = dither + phase - np.float32(2**-17)
     return jnp.where(total < 1, total, total - 1)

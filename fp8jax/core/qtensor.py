@@ -225,7 +225,7 @@ class QTensor:
 
 
 def _is_compatible_shape(shape: tuple[Any, ...], expected: tuple[Any, ...], must_match: bool) -> bool:
-    """Whether an array of this shape has an entry for each block: along an axis also one for all, but if `must_match`."""
+    """Whether an array of this shape has an entry for each block; unless `must_match`, one for all along an axis will do."""
     if not all(isinstance(n, int) for n in (*shape, *expected)):
         return True  # of jax.export, whose dimensions may have no number
     if len(shape) != len(expected):
@@ -282,7 +282,7 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
     Raises:
         TypeError: `x` is not of a floating dtype.
         ValueError: the spec is malformed or does not fit the shape, or the key is missing or of no use; or the codes
-            are differentiated, for their gradient would be 0: `fp8jax.saveable` passes gradients.
+            are differentiated, for their gradient would be 0: `fp8jax.save_quantized` passes gradients.
     """
     return quantize_with_scale(x, spec, None, key=key)
 
@@ -292,7 +292,7 @@ def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
 
     Args:
         x: array of a floating dtype, of the shape of `like`.
-        like: what is replaced. Its blocks keep their exponents where they can (`expansion.steady_exponents`).
+        like: what is replaced. Its blocks keep their exponents where they can (`expansion.exponents_with_hysteresis`).
         seed: two uint32 words, new at every call (`fp8jax.core.noise`).
 
     Returns:
@@ -308,13 +308,13 @@ def quantize_decaying(x: Array, like: QTensor, dither: Array, seed: Array) -> QT
     """Quantizes a decaying average as `like` is: right on average over its memory and over its elements.
 
     Rounding is up or down by `dither`, in which each element has a phase of its own. Values are unbiased, not their
-    powers. Blocks keep their exponents where they can (`expansion.decaying_exponents`): a new exponent at each step
-    would round each value anew.
+    powers. Blocks keep their exponents where they can (`expansion.decaying_exponents_with_hysteresis`): a new exponent
+    at each step would round each value anew.
 
     Args:
         x: array of a floating dtype, of the shape of `like`.
         like: what is replaced; its spec rounds to nearest.
-        dither: of `fp8jax.core.noise.fading`.
+        dither: of `fp8jax.core.noise.decay_dither`.
         seed: two uint32 words, the same at every call.
 
     Returns:
@@ -343,7 +343,8 @@ def quantize_with_scale(
         key: PRNG key for stochastic rounding.
         seed: in place of a key, as of `quantize_stochastic`.
         previous: exponents that blocks are to keep where they can.
-        dither: of a moment that is rounded to nearest, so that its decay is not lost (`fp8jax.core.noise.fading`).
+        dither: of a moment that is rounded to nearest, so that its decay is not lost
+            (`fp8jax.core.noise.decay_dither`).
 
     Returns:
         A `QTensor`.

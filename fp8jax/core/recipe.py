@@ -40,25 +40,26 @@ class Linear:
         w_dgrad: weight in that product, (inputs, outputs).
         x_wgrad: input in the product for the weight's gradient, (inputs, tokens).
         dy_wgrad: gradient of the output in that product, (outputs, tokens).
-        x_residual: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
-            itself, or a spec of its own.
+        x_residual: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the
+            input itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
-            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `amax_history_length`
-            steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
+            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last
+            `amax_history_length` steps, for which `fp8jax.scaled_linear` takes the state. Any name of
+            `fp8jax.core.scaling.NAMES`.
         w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
-            `fp8jax.track_weights` follows; where a layer has none, the weight itself.
+            `fp8jax.track_weight_amax` follows; where a layer has none, the weight itself.
         amax_history_length: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
-        fallback_fraction_range, threshold_update_factor: of the scaling "threshold", under which blocks of the input fall back to 16
-            bits in the forward product: the range in which the share of blocks is kept, and by how much a threshold
-            changes to that end, once a step.
+        fallback_fraction_range, threshold_update_factor: of the scaling "threshold", under which blocks of the input
+            fall back to 16 bits in the forward product: the range in which the share of blocks is kept, and by how much
+            a threshold changes to that end, once a step.
         weight_amax_interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote sums to fp32, as Transformer Engine's backward pass does.
         select: "all" products, or in models what "gains" time by them (`fp8jax.recipes.for_shapes`).
-        fuse_parallel_matmuls: whether `fp8jax.transform` and `quantize` take the products of one input, as q, k and v, as if they were
-            written as one packed projection: one scale for their weights and one for their gradients, and one product
-            each for the gradients of the input and of the weights.
+        fuse_parallel_matmuls: whether `fp8jax.transform` and `quantize` take the products of one input, as q, k and v,
+            as if they were written as one packed projection: one scale for their weights and one for their gradients,
+            and one product each for the gradients of the input and of the weights.
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -178,7 +179,7 @@ class Linear:
 
     @property
     def needs_weight_bounds(self) -> bool:
-        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
+        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weight_amax`."""
         return not all(part.collects_stats for part in self.states.values())
 
     @functools.cached_property
@@ -303,8 +304,8 @@ class Recipe:
         if scaled and (not is_fp8lm or master in ("fp32", "bf16")):
             raise ValueError(
                 f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
-                f"{fp8lm_advice} and weights.master 'fp16' (FP8-LM), or by parts, not with {self.optimizer} and {master!r}; "
-                "give a group_size"
+                f"{fp8lm_advice} and weights.master 'fp16' (FP8-LM), or by parts, not with {self.optimizer} and "
+                f"{master!r}; give a group_size"
             )
         if master == SCALED_MASTER and not is_fp8lm:
             raise ValueError(f"weights.master 'fp16' goes with {fp8lm_advice}, not {self.optimizer}")

@@ -32,7 +32,7 @@ def to_scale(amax: Array, fmt: Format) -> Array:
 
 
 def convert_scale(scale: Array, source_fmt: Format, fmt: Format) -> Array:
-    """A scale, fp32, under which `fmt` has the range that `source_fmt` has under another: itself where both end alike."""
+    """A scale, fp32, under which `fmt` has the range of `source_fmt` under another: itself where both end alike."""
     if source_fmt.max == fmt.max:
         return scale
     return jnp.minimum(scale.astype(jnp.float32) * np.float32(source_fmt.max / fmt.max), np.finfo(np.float32).max)
@@ -79,7 +79,7 @@ def max_slack_binades(fmt: Format) -> int:
 
 
 def is_loose(bound: Array, amax: Array, fmt: Format) -> Array:
-    """Whether a bound is more than `max_slack_binades` above a tensor's largest magnitude, which is not 0; fp32 arrays."""
+    """Whether a bound is more than `max_slack_binades` above a tensor's amax, which is not 0; fp32 arrays."""
     return (amax > 0) & (bound * np.float32(2.0 ** -max_slack_binades(fmt)) > amax)
 
 
@@ -90,7 +90,8 @@ class Scaling:
     Class attributes:
         operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others have `Current` scales.
         is_default: the scale is the one that the quantizer finds by itself.
-        amax_rounding: what `reduce_amax` does, for kernels that do it: "exact", nothing; "up", round up to bf16; None, else.
+        amax_rounding: what `reduce_amax` does, for kernels that do it: "exact", nothing; "up", round up to bf16; None,
+            else.
     """
 
     operands: ClassVar[tuple[str, ...]] = ("x", "w", "dy")
@@ -151,8 +152,8 @@ class Stateful(Scaling):
     Class attributes:
         granularities: those of operands' specs that its scales are for.
         merge: how observations merge, "max" or "sum".
-        collects_stats: whether calls observe the operand; else the state comes from outside (`Automatic`), and functions
-            without one take the operand's own scale.
+        collects_stats: whether calls observe the operand; else the state comes from outside (`Automatic`), and
+            functions without one take the operand's own scale.
         stats_shape: shape of an observation; zeros are that of nothing.
         is_threshold: whether the state is no scale, but the threshold above which blocks of the operand fall back.
     """
@@ -180,7 +181,7 @@ class Stateful(Scaling):
         return to_scale(jnp.where(amax > 0, amax, self.reduce_amax(compute_amax(x))), fmt)
 
     def collect_stats(self, state: Array, x: Array) -> Array:
-        """What one call notes of the operand, of shape `statistic`."""
+        """What one call notes of the operand, of shape `stats_shape`."""
         del state
         return compute_amax(x)
 
@@ -215,11 +216,11 @@ class Delayed(Stateful):
 
     def __post_init__(self) -> None:
         if self.amax_history_length < 1:
-            raise ValueError(f"Delayed.history must be positive, not {self.amax_history_length}")
+            raise ValueError(f"Delayed.amax_history_length must be positive, not {self.amax_history_length}")
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
-        return cls(settings.history, settings.margin)
+        return cls(settings.amax_history_length, settings.margin)
 
     def variable_name(self, operand: str) -> str:
         return operand
@@ -245,9 +246,9 @@ class Threshold(Stateful):
     """The delay threshold of INT8 fallback (arXiv 2503.08040, appendix D and algorithm 2).
 
     Blocks of the input have their own scales; one whose largest magnitude exceeds the threshold gets a residual besides
-    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After a step in which less than the lowest share of all blocks
-    fell back, over all microbatches and replicas, it is divided by a factor, after more than the highest share
-    multiplied. State: fp32 scalar. An observation is two counts, of blocks that fell back and of all.
+    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After a step in which less than the lowest share of
+    all blocks fell back, over all microbatches and replicas, it is divided by a factor, after more than the highest
+    share multiplied. State: fp32 scalar. An observation is two counts, of blocks that fell back and of all.
 
     Attributes:
         min_fraction, max_fraction: the range in which the share of blocks is kept.
@@ -277,8 +278,8 @@ class Threshold(Stateful):
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
-        lowest, highest = settings.fallback_rates
-        return cls(lowest, highest, settings.fallback_factor)
+        lowest, highest = settings.fallback_fraction_range
+        return cls(lowest, highest, settings.threshold_update_factor)
 
     def init(self, x: Array | None = None) -> Array:
         del x
@@ -304,9 +305,10 @@ class Threshold(Stateful):
 class Automatic(Stateful):
     """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
 
-    The state is the bound, an fp32 scalar. It is the optimizer's: `track_weights`, last in its chain, lets the bound
-    grow with what is applied, and measures again every `weight_amax_interval` steps; the layer is given it after each update. No
-    weight is beyond its bound, so none saturates. Until then a model holds 0, and measures its weights in each call.
+    The state is the bound, an fp32 scalar. It is the optimizer's: `track_weight_amax`, last in its chain, lets the
+    bound grow with what is applied, and measures again every `weight_amax_interval` steps; the layer is given it after
+    each update. No weight is beyond its bound, so none saturates. Until then a model holds 0, and measures its weights
+    in each call.
 
     Attributes:
         weight_amax_interval: steps between measurements.
@@ -319,7 +321,7 @@ class Automatic(Stateful):
 
     def __post_init__(self) -> None:
         if self.weight_amax_interval < 1:
-            raise ValueError(f"Automatic.interval must be positive, not {self.weight_amax_interval}")
+            raise ValueError(f"Automatic.weight_amax_interval must be positive, not {self.weight_amax_interval}")
 
     @classmethod
     def from_settings(cls, settings: Any) -> Self:
@@ -339,7 +341,7 @@ class Automatic(Stateful):
         return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
 
     def grow_bound(self, bound: Array, max_step: Array, dtype: Any) -> Array:
-        """The bound after `max_step` at most was added to each element of a weight of this dtype, and rounded to nearest.
+        """The bound after at most `max_step` was added to each element of a weight of this dtype, rounded to nearest.
 
         Rounding is monotonic: what is within the bound stays within the rounded one. The factor covers the rounding of
         a sum in fp32, and that of an update which XLA did not round before it was added.

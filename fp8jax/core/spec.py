@@ -44,27 +44,28 @@ class QuantSpec:
         group_size: elements along a group or a block's side; None for the first three. Last ones may be short.
         axis: the axis that groups and tokens run along. Negative axes keep their meaning when leading axes are
             stacked.
-        layer_axes: number of leading axes that stack separate tensors (layers of a scanned model): none of them shares a
-            scale with another.
+        layer_axes: number of leading axes that stack separate tensors (layers of a scanned model): none of them shares
+            a scale with another.
         scale_format: storage of the scales, "fp32" or "bf16". A bf16 scale cannot follow a decay slower than 0.4 %
             a step, as of a second moment with b2 = 0.999.
         rounding: "nearest" (ties to even), or "stochastic" (unbiased; `quantize` then needs a key).
         expand: dynamic range expansion (COAT, section 4.2): each block is raised to a power that fits its range to
             the format's. True takes our range and keeps exponents under stochastic rounding (`Format.expansion_range`,
-            `expansion.steady_exponents`); "coat" is the paper's: R = max / smallest code (229,376 for e4m3), from the
-            group's largest and smallest at every step, in bf16 and within [1/16, 16]. Both decode alike and have one
-            storage key. Relative error of m / sqrt(v), both in e4m3 to nearest, of the
-            moments of a small Llama's training (`experiments.tables.coat_expansion`): ours 1.6 % and the paper's 2.8 %
-            at b2 0.95, 1.6 % and 1.7 % at 0.999. A tiny member makes a group's exponent small, and all others
-            coarse, down to 1/16; where operations save values the exponent is at least 1, in `compress_state` 0.7 and
-            0.6, and `compressed_adamw` leaves out dead members.
+            `expansion.exponents_with_hysteresis`); "coat" is the paper's: R = max / smallest code (229,376 for e4m3),
+            from the group's largest and smallest at every step, in bf16 and within [1/16, 16]. Both decode alike and
+            have one storage key. Relative error of m / sqrt(v), both in e4m3 to nearest, of the moments of a small
+            Llama's training (`experiments.tables.coat_expansion`): ours 1.6 % and the paper's 2.8 % at b2 0.95, 1.6 %
+            and 1.7 % at 0.999. A tiny member makes a group's exponent small, and all others coarse, down to 1/16; where
+            operations save values the exponent is at least 1, in `compress_state` 0.7 and 0.6, and `compressed_adamw`
+            leaves out dead members.
         underflow: what a non-zero value under half the smallest code becomes: "zero" as rounding says, or
             "smallest", the smallest code (a second moment must not decode to zero).
-        outer_scale: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token", with
-            powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the largest
-            power of two in the group over that of the format, and the largest elements may saturate.
+        outer_scale: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token",
+            with powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the
+            largest power of two in the group over that of the format, and the largest elements may saturate.
         exact: for "mx" with a level 1, products apply each power of two to the sum of its group, and what is kept are
-            two-level codes. Without it linear layers fold the powers of two into codes with one scale a row (`is_folded`).
+            two-level codes. Without it linear layers fold the powers of two into codes with one scale a row
+            (`is_folded`).
 
     Raises:
         ValueError: a field has an unknown value, or two contradict each other.

@@ -31,9 +31,9 @@ def gather_weights(
     """Whole weights of each device's shards, which travel as codes; to be called inside `jax.shard_map`.
 
     Every device quantizes its shard under scales that the whole weight has, and all gather the codes, a byte an
-    element. What they decode to has been rounded once, and products of the recipe that `wire_format` comes from round it to
-    the same codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as those of
-    `jax.lax.all_gather`, in what `gradients` says.
+    element. What they decode to has been rounded once, and products of the recipe that `wire_format` comes from round
+    it to the same codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as
+    those of `jax.lax.all_gather`, in what `gradients` says.
 
     Where the backward pass needs the weight, the whole one is kept for it as any other operand, unless the layer is
     under `jax.checkpoint` with a policy that does not save it: `jax.checkpoint_policies.dots_saveable`, for one, keeps
@@ -42,8 +42,8 @@ def gather_weights(
     Args:
         weights: tree of shards of floating dtypes.
         axes: the mesh axes that the shards are cut over.
-        wire_format: the `QuantSpec` of each whole weight, or its string form; or a recipe, for that of its weights (inputs,
-            outputs), leading axes stacked.
+        wire_format: the `QuantSpec` of each whole weight, or its string form; or a recipe, for that of its weights
+            (inputs, outputs), leading axes stacked.
         specs: tree, or a prefix of `weights`, of `PartitionSpec`s: which dimension is cut over all of `axes`. A weight
             that is not, and one of fewer than two axes, comes back as it is.
         gradients: what gradients are when they travel: as of `reduce_scatter_gradients`.

@@ -41,7 +41,8 @@ def check_manual_axes(caller: str, axes: Axes, tree: Any, advice: str = _GRADIEN
     if missing or not requested:
         raise ValueError(
             f"{caller} over {requested} must be called inside jax.shard_map, manual over these mesh axes; here "
-            f"{', '.join(map(repr, missing)) or 'no axis'} is not. {advice.format(names=set(requested), axes=requested)}"
+            f"{', '.join(map(repr, missing)) or 'no axis'} is not. "
+            f"{advice.format(names=set(requested), axes=requested)}"
         )
     if set(requested) <= varying_axes(lax.axis_index(requested)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):

@@ -90,9 +90,9 @@ def plan(
     Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
     recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
     `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in.
-    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters that `tensor_dims` cuts are
-    used in parts; other matrices are in parts, too, but are gathered whole for a step, in what products compute in, and
-    the gradients of all others are of a device's own tokens, and are summed.
+    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters that `tensor_dims` cuts
+    are used in parts; other matrices are in parts, too, but are gathered whole for a step, in what products compute in,
+    and the gradients of all others are of a device's own tokens, and are summed.
 
     With a partition each device along "data" updates its part of the parameters, and new ones are gathered over "data",
     as they are held. XLA then scatters gradients of slices; those of whole tensors it sums.
@@ -237,8 +237,8 @@ def _data_parallel_collectives(
     shard_counts: Sequence[int] = (),
     partition: str = "",
 ) -> list[Collective]:
-    """What devices along "data" and "fsdp" exchange; `shard_counts` says over how many others matrices are cut that are used
-    whole, and so their gradients when they are summed over "data"."""
+    """What devices along "data" and "fsdp" exchange; `shard_counts` says over how many others matrices are cut that are
+    used whole, and so their gradients when they are summed over "data"."""
     shapes_and_depths = list(zip(shapes, depths, strict=True))
     matrices = [(shape, depth) for shape, depth in shapes_and_depths if len(shape) - depth >= 2]
     collectives = _weight_gathers(matrices, recipe, fsdp) if fsdp > 1 else []

@@ -55,12 +55,12 @@ def all_reduce_gradients(
         comm: what travels and how: a `Comm`, a recipe for its own, or the string for `Comm.gradients`.
         factors: the state of auto-scaling, from `init_factors`, for form "one_phase"; None lets sums take a
             `1 / replicas` part of the range, in which they never saturate.
-        layer_axes: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer, or
-            a tree of them that is a prefix of `grads`.
+        layer_axes: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer,
+            or a tree of them that is a prefix of `grads`.
         min_size: gradients of fewer elements are summed in fp32.
-        dequantize: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a byte
-            an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and
-            `clipped` do.
+        dequantize: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a
+            byte an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and
+            `with_clipping` do.
 
     Returns:
         The tree of means, the same on all devices; with `factors`, a pair of it and the new factors.
@@ -319,15 +319,16 @@ def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | No
             continue
         if tuple(common) != reduction.axes:
             raise ValueError(
-                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; reduce over these alone first"
+                f"{reduction.caller}: {path} is sharded over {common} of {reduction.axes}; "
+                "reduce over these alone first"
             )
         quantized = reduction.specs[i]
         unit = (quantized.group_size or 1) if quantized is not None and dim == len(shape) - 1 else 1
         if shape[dim] % (reduction.replicas * unit):
             groups = f" in groups of {unit}" if unit > 1 else ""
             raise ValueError(
-                f"{reduction.caller}: {reduction.replicas} devices do not divide dimension {dim} of {path}, {shape}{groups}; "
-                "shard another dimension, or none"
+                f"{reduction.caller}: {reduction.replicas} devices do not divide dimension {dim} of {path}, "
+                f"{shape}{groups}; shard another dimension, or none"
             )
         return dim
     return None

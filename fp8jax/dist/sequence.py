@@ -39,9 +39,9 @@ def gather_sequence(
     """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
 
     Every device quantizes its part as a product of the whole would, under the scales that the whole has: codes do not
-    depend on how many devices there are. Decoded they have been rounded once, and products of the recipe that `wire_format`
-    comes from round them to the same codes again; `gather_linear` reads the codes themselves. Backward the gradient,
-    of which each device has a part of the sum, is summed as `scatter_sequence` does it.
+    depend on how many devices there are. Decoded they have been rounded once, and products of the recipe that
+    `wire_format` comes from round them to the same codes again; `gather_linear` reads the codes themselves. Backward
+    the gradient, of which each device has a part of the sum, is summed as `scatter_sequence` does it.
 
     A scale that spans tokens spans those of the whole sequence, on the devices along `axes`; over other mesh axes, as
     of data, devices have scales of their own, as products inside `jax.shard_map` have.
@@ -49,10 +49,10 @@ def gather_sequence(
     Args:
         x: (..., tokens, channels), a device's part, of any floating dtype.
         axes: name or names of the mesh axes that the sequence is cut over.
-        wire_format: what travels: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or "bf16" or
-            "fp32". Of a recipe that does not quantize them it is the dtype of `x`.
-        gradients: what parts of the gradient's sum travel in, as of `scatter_sequence`; None takes what `wire_format` says
-            there.
+        wire_format: what travels: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or "bf16"
+            or "fp32". Of a recipe that does not quantize them it is the dtype of `x`.
+        gradients: what parts of the gradient's sum travel in, as of `scatter_sequence`; None takes what `wire_format`
+            says there.
         dim: the dimension that is cut, none of channels.
 
     Returns:
@@ -138,9 +138,9 @@ def scatter_sequence(
     Args:
         x: (..., all tokens, channels), of each device its part of the sum.
         axes: name or names of the mesh axes to sum and scatter over.
-        wire_format: what travels: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form; a recipe, for
-            the format of its linear layers' inputs with a scale for each token; or "bf16" or "fp32", which are sums of
-            that dtype. Of a recipe that does not quantize inputs it is the dtype of `x`.
+        wire_format: what travels: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form; a
+            recipe, for the format of its linear layers' inputs with a scale for each token; or "bf16" or "fp32", which
+            are sums of that dtype. Of a recipe that does not quantize inputs it is the dtype of `x`.
         gradients: what the gradient travels in, as `wire_format` of `gather_sequence`. None takes, of a recipe, how it
             quantizes gradients (as they are where it rounds them stochastically), and `wire_format` of anything else.
         dim: the dimension that is scattered, none of channels.
@@ -293,6 +293,6 @@ def _check_shard_blocks(caller: str, wire_format: WireFormat, length: int, dim: 
     assert wire_format.spec.group_size is not None
     if dim != ndim - 2 or length % wire_format.spec.group_size:
         raise ValueError(
-            f"{caller}: parts of {length} along dimension {dim} end within a block of {wire_format.spec}; cut dimension -2 at "
-            f"multiples of {wire_format.spec.group_size}, or let 'bf16' travel"
+            f"{caller}: parts of {length} along dimension {dim} end within a block of {wire_format.spec}; "
+            f"cut dimension -2 at multiples of {wire_format.spec.group_size}, or let 'bf16' travel"
         )

@@ -48,8 +48,8 @@ def gather_quantized(
     """A whole weight as the products of a recipe read it, of each device's rows; to be called inside `jax.shard_map`.
 
     The codes and scales are those that `fp8jax.quantize_weight` gives of the whole weight, bit for bit. A byte an
-    element travels. For `fp8jax.linear(x, whole_weight(w, ..., read=False), quantized=...)`, under `jax.checkpoint`
-    with `regather_policy` or another policy that does not keep what was gathered.
+    element travels. For `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under
+    `jax.checkpoint` with `regather_policy` or another policy that does not keep what was gathered.
 
     Args:
         w: a device's part of the rows of a weight (inputs, outputs).
@@ -103,8 +103,8 @@ def fsdp_gather_weight(
         gradients: as of `reduce_scatter_gradients`.
         dim: the dimension that is cut.
         dtype: that it travels in and has; None keeps that of the shard.
-        needs_values: whether its values are read; without, it stands for the weight where `gather_quantized` gives its codes:
-            zeros, which nothing makes and nothing gathers.
+        needs_values: whether its values are read; without, it stands for the weight where `gather_quantized` gives its
+            codes: zeros, which nothing makes and nothing gathers.
 
     Raises:
         ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.

@@ -215,8 +215,8 @@ def test_fp16_with_a_scale_spans_fp16_from_its_largest_value():
         ({"granularity": "mx", "group_size": 32, "expand": True}, "takes no range expansion"),
         ({"granularity": "mx"}, "positive group_size"),
         ({"granularity": "token", "group_size": 4}, "contradicts granularity 'token'"),
-        ({"level1": "token"}, "applies to granularity 'mx'"),
-        ({"level1": "row"}, "unknown level1 'row'"),
+        ({"outer_scale": "token"}, "applies to granularity 'mx'"),
+        ({"outer_scale": "row"}, "unknown outer_scale 'row'"),
     ],
 )
 def test_contradictions_are_refused(settings, message):

@@ -92,7 +92,7 @@ def test_blocks_that_fall_back_count_twice_forward_alone():
 @pytest.mark.parametrize("scale_format", ["fp32", "bf16"])
 def test_bytes_an_element_are_those_of_a_large_array(text, scale_format):
     spec = fp8jax.QuantSpec.parse(text)
-    fields = {name: getattr(spec, name) for name in ("format", "granularity", "group_size", "expand", "level1")}
+    fields = {name: getattr(spec, name) for name in ("format", "granularity", "group_size", "expand", "outer_scale")}
     spec = fp8jax.QuantSpec(**fields, scale_format=scale_format)
     # So long that scales of rows and of the tensor hardly count.
     size = 2**15
@@ -117,12 +117,12 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
         "wgrad": (specs["x_wgrad"], specs["dy_wgrad"]),
     }
     same = Linear("e4m3:block16", "e4m3:block32", "e5m2")
-    for name, source in (("w_dgrad", "w"), ("dy_wgrad", "dy"), ("x_wgrad", "x"), ("saved", "x")):
+    for name, source in (("w_dgrad", "w"), ("dy_wgrad", "dy"), ("x_wgrad", "x"), ("x_residual", "x")):
         assert same.spec(name) == fp8jax.QuantSpec.parse(getattr(same, source))
     other = Linear("e4m3:token", "e4m3", "e5m2", x_residual="e4m3:block16")
     assert other.spec("x_wgrad") == other.spec("x_residual") == fp8jax.QuantSpec.parse("e4m3:block16")
-    for name, noisy in itertools.product(("dy", "dy_wgrad", "saved"), (False, True)):
-        settings = {"dy": "e5m2", "dy_wgrad": "e5m2", "saved": "e4m3"}
+    for name, noisy in itertools.product(("dy", "dy_wgrad", "x_residual"), (False, True)):
+        settings = {"dy": "e5m2", "dy_wgrad": "e5m2", "x_residual": "e4m3"}
         settings[name] += "+stochastic" * noisy
         assert Linear("e4m3", "e4m3", **settings, x_wgrad="e4m3").is_stochastic == noisy
 

@@ -14,7 +14,7 @@ from fp8jax.core.recipe import Recipe
 COAT, MOSS = "arXiv 2410.19313", "MOSS (Zhang et al., 2025)"
 INT8, FP8LM = "arXiv 2503.08040", "arXiv 2310.18313"
 OURS = "ours"
-OPERANDS = ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved")
+OPERANDS = ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "x_residual")
 SIXTEEN_BITS = None
 
 
@@ -32,7 +32,7 @@ def int8(kind, size=None, rounding="nearest"):
 
 def all_of(forward, backward):
     """The operands of a layer that quantizes its input and weight once, and its gradient once."""
-    return dict.fromkeys(("x", "w", "w_dgrad", "x_wgrad", "saved"), forward) | dict.fromkeys(
+    return dict.fromkeys(("x", "w", "w_dgrad", "x_wgrad", "x_residual"), forward) | dict.fromkeys(
         ("dy", "dy_wgrad"), backward
     )
 
@@ -44,7 +44,7 @@ _MOSS_LINEAR = all_of(_MX, _MX) | {"w": e4m3(), "w_dgrad": e4m3()}
 _MOSS_SAYS = f"{MOSS}, section 3.1, k2 = 32, weights one scale a tensor; gradients {OURS}: it says nothing"
 _GROUP, _BLOCK = e4m3("group", 128), e4m3("block", 128)
 _INT8, _INT8_SR = int8("block", 128), int8("block", 128, "stochastic")
-_INT8_LINEAR = all_of(_INT8, _INT8_SR) | {"saved": _INT8_SR, "x_wgrad": _INT8_SR}
+_INT8_LINEAR = all_of(_INT8, _INT8_SR) | {"x_residual": _INT8_SR, "x_wgrad": _INT8_SR}
 _TE = all_of(e4m3(), e5m2())
 _ROW = int8("token")
 # What products read and layers keep, as it is asked for, with one entry an operand.
@@ -65,7 +65,7 @@ LINEAR = {
     ),
     "switchback": (
         {"x": _ROW, "w": int8("tensor"), "w_dgrad": int8("tensor"), "dy": _ROW, "x_wgrad": None, "dy_wgrad": None,
-         "saved": None},
+         "x_residual": None},
         "arXiv 2304.13013, algorithm 1: rows for inputs and gradients, a tensor for weights, 16 bits for the third",
     ),
     "jetfire": (
@@ -87,19 +87,19 @@ SETTINGS = {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
-        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
+        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
         ("context.mode", "lean"): f"{OURS}: the paper keeps more, Context(mode='faithful')",
     },
     "coat_fast": {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
-        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
+        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
         ("context.mode", "lean"): OURS, ("context.scales", "bound"): OURS,
     },
     "coat_activations": {
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
-        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
+        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
     },
     "moss": {
         ("linear.w_scaling", "automatic"): f"{MOSS}, section 3.2",
@@ -110,12 +110,12 @@ SETTINGS = {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.fast_accumulation", ("forward", "dgrad")): OURS,
-        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
+        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
     },
     "te_delayed": {("linear.scaling", "delayed"): "Transformer Engine, DelayedScaling"},
     "int8_fallback": {
         ("linear.scaling", "threshold"): f"{INT8}, section 4.4 and appendix D",
-        ("context.saved", "int10:group128"): f"{INT8}, section 5.2",
+        ("context.residual", "int10:group128"): f"{INT8}, section 5.2",
     },
     "fp8_lm": {
         ("weights.master", "fp16"): f"{FP8LM}, section 2.2, equation 8",
@@ -134,17 +134,17 @@ UNSAID = {
     "weights.master": "fp32", "weights.compute": "bf16",
     "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,
     "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None, "linear.select": "all",
-    "linear.joins": False,
-    "linear.fast_accumulation": ("forward",), "context.saved": None, "context.mode": "faithful",
+    "linear.fuse_parallel_matmuls": False,
+    "linear.fast_accumulation": ("forward",), "context.residual": None, "context.mode": "faithful",
     "context.scales": "largest", "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
 }  # fmt: skip
 # Rates that scalings read, the same in all presets.
 RATES = {
-    ("history", 1024): "Transformer Engine, DelayedScaling's amax_history_len",
+    ("amax_history_length", 1024): "Transformer Engine, DelayedScaling's amax_history_len",
     ("margin", 0): "Transformer Engine, DelayedScaling's margin",
-    ("interval", 500): f"{MOSS}, Table 9 and appendix D: the default of 500 steps",
-    ("fallback_rates", (0.1, 0.3)): f"{INT8}, section 6",
-    ("fallback_factor", 1.3): f"{INT8}, section 6: alpha",
+    ("weight_amax_interval", 500): f"{MOSS}, Table 9 and appendix D: the default of 500 steps",
+    ("fallback_fraction_range", (0.1, 0.3)): f"{INT8}, section 6",
+    ("threshold_update_factor", 1.3): f"{INT8}, section 6: alpha",
 }
 
 

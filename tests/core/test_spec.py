@@ -49,7 +49,7 @@ def test_malformed_strings_are_refused_with_the_form(text):
         ({"scale_format": "e4m3"}, "unknown scale_format 'e4m3'"),
         ({"rounding": "up"}, "unknown rounding 'up'"),
         ({"underflow": "keep"}, "unknown underflow 'keep'"),
-        ({"stacked": -1}, "stacked counts leading axes and cannot be -1"),
+        ({"layer_axes": -1}, "layer_axes counts leading axes and cannot be -1"),
     ],
 )
 def test_wrong_spec_fields_name_value_and_fix(settings, message):
@@ -119,9 +119,9 @@ def test_presets_are_known_by_their_names(name):
         (lambda: Linear("e4m3", "e4m3+stochastic", "e5m2"), "only gradients and what is saved round stochastically"),
         (lambda: Linear(fast_accumulation=("backward",)), r"fast_accumulation names \['backward'\]; products are"),
         (lambda: Context("e4m3:group16", "full"), "unknown context.mode 'full'; it is one of faithful, lean"),
-        (lambda: Context(mode="lean"), "context.mode 'lean' needs a format: give context.saved"),
+        (lambda: Context(mode="lean"), "context.mode 'lean' needs a format: give context.residual"),
         (lambda: Context("fp8:group16"), "unknown number format 'fp8'"),
-        (lambda: Context("e4m3:channel"), "context.saved 'e4m3:channel' must have scales along the channels"),
+        (lambda: Context("e4m3:channel"), "context.residual 'e4m3:channel' must have scales along the channels"),
         (lambda: Context("e4m3:group16+stochastic"), "would need a key in every layer"),
     ],
 )

@@ -332,14 +332,14 @@ def test_thin_layers_are_coded_where_all_are_reduced_together():
 def test_memory_is_that_of_the_moment_that_holds_most():
     params = {"w": jax.ShapeDtypeStruct((2, 64, 256), jnp.float32)}
     whole = 32768
-    how = {"stacked": 1, "microbatches": 2, "unsharded": 77.0}
+    options = {"layer_axes": 1, "microbatches": 2, "unsharded": 77.0}
     recipe = dataclasses.replace(fp8jax.recipes.te_current(), comm=Comm("e4m3"))
     for activations, peak, rows in (
         (1e6, "loss", {"activations": 1e6, "logits": 5.0}),
         (1.0, "reduction", {"gradients": 4 * whole / 4, "codes of gradients": 2 * whole / 4}),
     ):
         mesh = {"data": 2, "fsdp": 4}
-        found = fp8jax.dist.plan(params, recipe, mesh, activations=activations, logits=5.0, **how)
+        found = fp8jax.dist.plan(params, recipe, mesh, activations=activations, logits=5.0, **options)
         always = dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 4 * whole / 4)
         assert found.peak == peak
         assert found.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}

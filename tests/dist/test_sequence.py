@@ -339,26 +339,38 @@ def test_nan_is_seen_wherever_its_scale_reaches():
 
 
 @pytest.mark.parametrize(
-    ("function", "shape", "how", "message"),
+    ("function", "shape", "options", "message"),
     [
-        (gather_sequence, (2, 64, 64), {"how": "int8:block32"}, "parts of 8 along dimension 1 end within a block"),
-        (gather_sequence, (32, 64, 64), {"how": "int8:block32", "dim": 0}, "parts of 32 along dimension 0 end within"),
-        (gather_sequence, (2, 64, 64), {"how": "e4m3:channel"}, "codes of e4m3:channel do not travel"),
-        (gather_sequence, (2, 64, 64), {"how": "int10:group64"}, "do not travel"),
-        (gather_sequence, (2, 64, 64), {"how": "int8+stochastic"}, "rounds to nearest"),
-        (gather_sequence, (2, 64, 64), {"how": "te_delayed"}, "delayed scaling has a state"),
+        (
+            gather_sequence,
+            (2, 64, 64),
+            {"wire_format": "int8:block32"},
+            "parts of 8 along dimension 1 end within a block",
+        ),
+        (
+            gather_sequence,
+            (32, 64, 64),
+            {"wire_format": "int8:block32", "dim": 0},
+            "parts of 32 along dimension 0 end within",
+        ),
+        (gather_sequence, (2, 64, 64), {"wire_format": "e4m3:channel"}, "codes of e4m3:channel do not travel"),
+        (gather_sequence, (2, 64, 64), {"wire_format": "int10:group64"}, "do not travel"),
+        (gather_sequence, (2, 64, 64), {"wire_format": "int8+stochastic"}, "rounds to nearest"),
+        (gather_sequence, (2, 64, 64), {"wire_format": "te_delayed"}, "delayed scaling has a state"),
         (gather_sequence, (2, 64, 64), {"dim": -1}, "before the channels"),
         (gather_sequence, (64,), {}, "before the channels"),
         (scatter_sequence, (2, 60, 64), {}, "8 devices do not divide dimension 1"),
         (scatter_sequence, (2, 64, 64), {"gradients": "int8:block32"}, "parts of 8 along dimension 1 end within"),
-        (scatter_sequence, (2, 64, 64), {"how": "e4m3:group128+expand"}, "do not travel"),
-        (scatter_sequence, (2, 64, 64), {"how": "fp7"}, "unknown number format"),
+        (scatter_sequence, (2, 64, 64), {"wire_format": "e4m3:group128+expand"}, "do not travel"),
+        (scatter_sequence, (2, 64, 64), {"wire_format": "fp7"}, "unknown number format"),
     ],
 )
-def test_what_cannot_travel_is_refused(function, shape, how, message):
+def test_what_cannot_travel_is_refused(function, shape, options, message):
     place = CUT if function is gather_sequence and len(shape) == 3 else P("tensor") if len(shape) == 1 else P()
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(mapped(functools.partial(function, axes="tensor", **how), place, P("tensor")), jnp.ones(shape))
+        jax.eval_shape(
+            mapped(functools.partial(function, axes="tensor", **options), place, P("tensor")), jnp.ones(shape)
+        )
 
 
 def test_outside_of_a_shard_map_the_message_says_what_to_do():
