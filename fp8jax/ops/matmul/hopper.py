@@ -197,9 +197,10 @@ def run(
     b: QTensor,
     out_spec: Sequence[Any] | None = None,
 ) -> Array:
-    """a @ b.T by what `choose_kernel` named, of matrices that may be sharded; where a contraction is cut, parts are summed.
+    """a @ b.T by what `choose_kernel` named, of matrices that may be sharded.
 
-    `out_spec` is how the result is to lie on Explicit mesh axes, if it is known.
+    Where a contraction is cut, parts are summed. `out_spec` is how the result is to lie on Explicit mesh axes,
+    if it is known.
     """
     if kernel_name == "native":
         return _scaled_matmul(a, b).astype(dtype)

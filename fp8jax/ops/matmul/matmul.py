@@ -98,7 +98,8 @@ def matmul(
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
     if isinstance(b, FallbackTensor) or (isinstance(a, FallbackTensor) and getattr(b, "spec", None) != a.base.spec):
         raise ValueError(
-            f"beside blocks with residuals, a, matmul takes plain ones, b, of one spec, not {_describe(a)} and {_describe(b)}"
+            f"beside blocks with residuals, a, matmul takes plain ones, b, of one spec, not {_describe(a)} and "
+            f"{_describe(b)}"
         )
     choice, kernel_name = _choose_with_fallback(a, b, impl, impl == "mosaic" or on_cuda())
     record_choice("fallback matmul" if isinstance(a, FallbackTensor) else "matmul", choice)

@@ -17,7 +17,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import current_target
 
-RATES_PATH = pathlib.Path(__file__).parents[1] / "core" / "rates.json"
+RATES_PATH = pathlib.Path(__file__).parents[2] / "core" / "rates.json"
 # Bytes an element beyond those of 16 bits. The weight, fp32: two passes and two codes in place of one pass and a copy
 # in bf16, and a gradient in fp32 that three more passes read or write; with a pass for its maximum.
 _WEIGHT, _WEIGHT_MAXIMUM = 8 + 2 - 6 + 6, 4
@@ -96,8 +96,10 @@ def estimate_gain(
 
 
 def quantization_cost(tokens: int, inputs: int, recipe: Linear, rates: Rates, *, producer: str) -> float:
-    """Seconds that codes of an input cost, for all layers that read it, `producer` by a "norm" or an "activation" or "";
-    below 0 where more is saved."""
+    """Seconds that codes of an input cost, for all layers that read it; below 0 where more is saved.
+
+    `producer` is what makes it: "norm", "activation" or "".
+    """
     bytes_per_element = (
         _PRODUCER_BYTES[producer] if producer else _INPUT + _INPUT_MAXIMUM * _needs_amax(recipe.spec("x"))
     )

@@ -85,7 +85,7 @@ def encode_cotangent(
 
 
 def row_bounds(a: Operand, b: Operand, passthrough_cotangent: Array | None) -> Array:
-    """An upper bound of the magnitudes in each row of a @ b.T + `passthrough_cotangent`, rounded to 16 bits: fp32 (rows,)."""
+    """An upper bound of the magnitudes in each row of a @ b.T + passthrough_cotangent, in 16 bits: fp32 (rows,)."""
 
     def norms(x: Operand) -> Array:
         if isinstance(x, QTensor) and x.spec.granularity == "tensor":

@@ -136,15 +136,15 @@ def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
             and formats.get(operand_spec.format).is_float != formats.get(weight_spec.format).is_float
         ):
             raise ValueError(
-                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} are floating and integer codes: freeze the "
-                f"weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
+                f"linear.{name}={operand_spec} and a frozen weight of {weight_spec} are floating and integer codes: "
+                f"freeze the weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
             )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenSource:
-    """The codes of a weight that is not trained as bytes, transposed, (outputs, inputs); where `transposed`, as it is."""
+    """The codes of a weight that is not trained as bytes, (outputs, inputs); where `transposed`, (inputs, outputs)."""
 
     codes: QTensor
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})

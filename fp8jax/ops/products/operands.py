@@ -5,7 +5,7 @@ codes come from. All sources have one contract:
 
     operand = source.forward(matrix, side)              # codes for the forward product, or the matrix itself
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
-    operand = residual.operand(side, cotangent_facts)          # codes for the backward product, from the residual alone
+    operand = residual.operand(side, cotangent_facts)   # codes for the backward product, from the residual alone
 
 where `cotangent_facts` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes,
 one or one a token, where the gradient's scales may be chosen to go with it, else None.
@@ -15,9 +15,9 @@ one or one a token, where the gradient's scales may be chosen to go with it, els
 | `QuantizeHere` | made in the product, under a given scale or the matrix's own | `ArrayResidual`: the matrix |
 | `PrequantizedInput` | made before, shared by all products of one input | `CodesResidual`: these codes |
 | `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before has saved, and one scale |
-| `PrequantizedWeight` | a weight's, made once a step, for both of its products | `OperandResidual`: those of the second one |
-| `fp8jax.ops.products.frozen_weights.FrozenSource` | a weight's that is not trained, for both products | itself; nothing of the input |
-| `FallbackBlocks` | of an input's blocks, some with a residual, made before | `CodesResidual`: the codes given for that |
+| `PrequantizedWeight` | a weight's, made once a step, for both of its products | `OperandResidual`: the second one's |
+| `FrozenSource` (`frozen_weights`) | a weight's that is not trained, for both products | itself; nothing of the input |
+| `FallbackBlocks` | of an input's blocks, some with a residual, made before | `CodesResidual`: codes given for that |
 
 A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
 for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
@@ -477,7 +477,10 @@ class Input(NamedTuple):
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """Where the codes of an input come from, for `recipe_dot_from_source`; arguments as of `recipe_dot`, `scale` as of its `scales`."""
+    """Where the codes of an input come from, for `recipe_dot_from_source`.
+
+    Arguments as of `recipe_dot`, `scale` as of its `scales`.
+    """
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:

@@ -1,9 +1,9 @@
-"""Codes of arrays that a kernel computes where it quantizes them (`fp8jax.ops.quantization.fused_outputs`), under one scale or one a row.
+"""Codes of arrays that a kernel computes where it quantizes them, under one scale or one a row.
 
-Of rows: a norm holds whole rows; its kernel writes their codes and scales in the pass in which it computes them. An
-activation's reads its operands twice, the second time from the cache. Backward, a first pass over what an activation
-keeps makes what the weight's gradient reads and finds the largest magnitude of each row of the cotangents, a second
-their codes.
+Such arrays are those of `fp8jax.ops.quantization.fused_outputs`. Of rows: a norm holds whole rows; its kernel writes
+their codes and scales in the pass in which it computes them. An activation's reads its operands twice, the second time
+from the cache. Backward, a first pass over what an activation keeps makes what the weight's gradient reads and finds
+the largest magnitude of each row of the cotangents, a second their codes.
 """
 
 import dataclasses

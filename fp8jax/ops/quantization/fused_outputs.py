@@ -239,7 +239,7 @@ def identity_output(x: Array) -> FusedOutput | None:
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
-    """`call(backend, *arrays)`, where `backend` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
+    """`call(backend, *arrays)`: `backend` holds the kernels where this runs on a CUDA GPU, else their references."""
     from fp8jax.ops.quantization import fused_kernels
 
     kernel_impl, reference_impl = (functools.partial(call, backend) for backend in (fused_kernels, fused_reference))
@@ -336,7 +336,10 @@ def reshape_like(x: Array, like: Array) -> Array:
 
 
 def to_residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
-    """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.autodiff.residuals.quantize_residual` has them."""
+    """Codes (M, N), or packed ones, and their scales as those of an array.
+
+    So `fp8jax.ops.autodiff.residuals.quantize_residual` has them.
+    """
     length = like.shape[-1] if spec.is_packed else None
     axes, like_spec = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
     # Kernels of whole rows gather channels.

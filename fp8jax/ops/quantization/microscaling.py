@@ -34,7 +34,8 @@ GROUP_SIZE = 32
 
 
 def is_foldable(q: QTensor) -> bool:
-    """Whether `fold_microscales` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, not exact ones."""
+    """Whether `fold_microscales` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, no exact
+    ones."""
     spec = q.spec
     rows = spec.axis in (-1, 1) and spec.group_size == GROUP_SIZE
     return spec.granularity == "mx" and spec.outer_scale != "none" and spec.format == "e4m3" and rows and not spec.exact
@@ -202,7 +203,7 @@ def gradient_operands(
 
 
 def transpose_codes(q: QTensor) -> QTensor:
-    """Codes of rows transposed as they are, (N, M), with scale `token_scale_unit(q)`; those of one scale with their own."""
+    """Codes of rows transposed as they are, (N, M), with scale `token_scale_unit(q)`; of one scale with that."""
     if q.spec.granularity == "tensor":
         return transpose(q)
     return transpose(QTensor(q.codes, token_scale_unit(q), None, None, QuantSpec(q.spec.format)))
@@ -267,7 +268,7 @@ def token_scale_unit(dy: QTensor) -> Array:
 
 
 def relative_token_scales(dy: QTensor) -> Array:
-    """The scales of tokens of a gradient over `token_scale_unit(dy)`, fp32 (tokens, 1); 1 where it has one scale for all."""
+    """The scales of tokens of a gradient over `token_scale_unit(dy)`, fp32 (tokens, 1); 1 of one scale for all."""
     return (
         jnp.ones((), jnp.float32)
         if dy.spec.granularity == "tensor"
