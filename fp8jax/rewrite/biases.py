@@ -28,7 +28,7 @@ def find(node: Node, num_outputs: int, reader: Node | None) -> BiasForm | None:
 
     Args:
         node: the product, whose result has the weight's own axes last.
-        outputs: how many these are.
+        num_outputs: how many these are.
         reader: the only node that reads its result.
     """
     (result,) = node.results

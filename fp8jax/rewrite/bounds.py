@@ -21,9 +21,9 @@ class WeightBound(NamedTuple):
     """What a weight under automatic scaling is quantized by.
 
     Attributes:
-        linear: the recipe of its products. stacked: the sizes of its leading axes.
+        linear: the recipe of its products. layer_axes: the sizes of its leading axes.
         weight: an array.
-        bound: fp32, (*stacked,); 0 where nobody has given one, for weights may have been loaded since.
+        bound: fp32, (*layer_axes,); 0 where nobody has given one, for weights may have been loaded since.
     """
 
     linear: Linear
@@ -74,7 +74,7 @@ def with_complete_bounds(
     """What uses are given, with a bound of each weight.
 
     Args:
-        given: of the caller, by use.
+        use_inputs: of the caller, by use.
         uses: all of them, with their recipes.
         weights: what the caller holds as parameters, by their paths; codes need no bounds.
     """
@@ -92,14 +92,14 @@ def with_complete_bounds(
     bounds = complete_bounds(weight_bounds)
     for use in tracked_uses:
         if use.path in bounds:
-            completed[use.key] = use_inputs[use.key]._replace(
-                state=use_inputs[use.key].state._replace(w=bounds[use.path])
-            )  # type: ignore[union-attr]
+            use_input = use_inputs[use.key]
+            assert use_input.state is not None
+            completed[use.key] = use_input._replace(state=use_input.state._replace(w=bounds[use.path]))
     return completed
 
 
 def with_weight_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
-    """States whose weights have the bounds of an optimizer; see `Transformed.set_weight_bounds`."""
+    """States whose weights have the bounds of an optimizer; see `Transformed.update_weight_amax_bounds`."""
     bounds_by_path, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
     for path, scaling in states.items():
         if scaling.linear.needs_weight_bounds:

@@ -50,7 +50,7 @@ def user_stacklevel(num_frames: int = 1) -> int:
     """The `stacklevel` of a warning that names the nearest line that is of no library.
 
     Args:
-        frames: how many calls the function that warns is away from this one.
+        num_frames: how many calls the function that warns is away from this one.
     """
     frame, level = sys._getframe(num_frames), 1
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
@@ -62,16 +62,16 @@ class CallInfo(NamedTuple):
     """What is known of a program from who calls it.
 
     Attributes:
-        results: how many of the outputs, the first ones, are what the function returns; the rest is its state. None
+        num_results: how many of the outputs, the first ones, are what the function returns; the rest is its state. None
             for all.
-        arguments: the inputs that are arguments of the function; None for all that are data.
-        modules: whether it is a method of a module, which has parameters for other methods, too, and is itself a layer
-            if it has a "kernel".
-        names: gives for the path of a parameter that of its layer, and others that rules may match. None for the path
-            without what layers call their parameter.
-        adapters: the paths of inputs that are adapters' arrays and no parameters, by their numbers.
-        whole: there is to be a product that a recipe could take.
-        checks: each rule is to match something.
+        argument_indices: the inputs that are arguments of the function; None for all that are data.
+        is_module_method: whether it is a method of a module, which has parameters for other methods, too, and is itself
+            a layer if it has a "kernel".
+        resolve_paths: gives for the path of a parameter that of its layer, and others that rules may match. None for
+            the path without what layers call their parameter.
+        adapter_paths: the paths of inputs that are adapters' arrays and no parameters, by their numbers.
+        requires_product: there is to be a product that a recipe could take.
+        checks_rules: each rule is to match something.
     """
 
     num_results: int | None = None

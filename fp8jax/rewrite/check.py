@@ -26,8 +26,8 @@ class Deviation(NamedTuple):
 
     Attributes:
         entry: the operation.
-        forward, gradient: of its result, and of its operands' gradients for a random one of its result.
-        forward_allowed, gradient_allowed: what the formats of its recipe explain.
+        forward_error, gradient_error: of its result, and of its operands' gradients for a random one of its result.
+        forward_tolerance, gradient_tolerance: what the formats of its recipe explain.
     """
 
     entry: PlanEntry
@@ -51,7 +51,7 @@ class Deviation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `Transformed.check` found, in the order of the program; `first` is the first that is not explained."""
+    """What `Transformed.check` found, in the order of the program; `first_failure` is the first not explained."""
 
     deviations: tuple[Deviation, ...]
 

@@ -43,7 +43,7 @@ def drop_unprofitable(
         value: what made the array that they read.
         group: the products.
         entries: of the plan; those of what is left, or of which nothing is known, are changed.
-        alone: the only readers of values.
+        sole_readers: the only readers of values.
 
     Returns:
         Whether the recipe of any asks for it.
@@ -95,8 +95,8 @@ def annotate_gains(
     for i, (p, seconds) in enumerate(zip(quantized, group_gains.seconds, strict=True)):
         gain, is_slower = seconds - group_gains.codes_seconds / len(quantized), i not in group_gains.best
         entry = entries[p.node]._replace(gain=gain, is_slower=is_slower, rates_device=group_gains.rates_device)
-        times = math.prod(node.eqn.params["length"] for node, _ in p.enclosing if node.kind == "scan")
-        entries[p.node] = entry._replace(tokens=group_gains.tokens, times=times)
+        runs_per_step = math.prod(node.eqn.params["length"] for node, _ in p.enclosing if node.kind == "scan")
+        entries[p.node] = entry._replace(tokens=group_gains.tokens, runs_per_step=runs_per_step)
 
 
 def _producer_kind(value: Value, reader: WeightMatmul) -> str:
@@ -117,7 +117,10 @@ def _producer_kind(value: Value, reader: WeightMatmul) -> str:
 def _estimate_gains(
     products: list[WeightMatmul], sole_readers: Mapping[Value, Node], producer: str, has_shared_codes: bool
 ) -> _GroupGains | None:
-    """What products of one array gain; None where that is not known of one. `others` make its codes in any case."""
+    """What products of one array gain; None where that is not known of one.
+
+    `has_shared_codes` says that others make its codes in any case.
+    """
     (rates, is_assumed), all_seconds = cost_model.current_rates(), list[float]()
     tokens = inputs = 1
     for p in products:

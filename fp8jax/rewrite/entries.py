@@ -20,22 +20,23 @@ class PlanEntry(NamedTuple):
         choice: what the rules say; None where it is left as written for another reason.
         reason: the rule, or why it is left as written.
         line: where it stands.
-        reads: what a product reads, if that is a norm or an activation of this plan, or kept in any case.
-        product: whether it is a product.
-        kept: whether what a product reads is kept in any case, as attention's output is.
-        again: whether a product is computed again in the backward pass: no policy of the checkpoints around keeps it.
+        input_producer: the norm or activation of this plan that a product reads, or what is kept in any case.
+        is_product: whether it is a product.
+        has_saved_input: whether what a product reads is kept in any case, as attention's output is.
+        is_rematerialized: whether a product is computed again in the backward pass: no policy of the checkpoints
+            around keeps it.
         readers: of a norm or an activation, the products that read it and save no codes of it, each with the dtype.
-        alone: there are no others.
+        has_only_listed_readers: there are no others.
         gain: seconds that a product gains each time in 8 bits, by rates; None where none say, or it is left.
-        rates: those of which device (`fp8jax.ops.products.cost_model`).
-        loses: it would be better left in 16 bits.
-        tokens: of it, on a device. times: how often it runs in a step.
-        held: what a product has in the place of a parameter.
-        bytes: that it keeps of what it reads for the backward pass; None where that is not known.
+        rates_device: the device of these rates (`fp8jax.ops.products.cost_model`).
+        is_slower: it would be better left in 16 bits.
+        tokens: of it, on a device. runs_per_step: how often it runs in a step.
+        frozen: what a product has in the place of a parameter.
+        residual_bytes: that it keeps of what it reads for the backward pass; None where that is not known.
         flops: FLOPs of a product in a forward pass, in all turns of scans; 0 if unknown.
-        unsupported: it is left as written although the rules ask for a recipe.
+        is_unsupported: it is left as written although the rules ask for a recipe.
         concatenated: the layers of further parameters in a product's matrix.
-        sources: the layers of the parameters that a product left as written reads, or is computed from.
+        source_layers: the layers of the parameters that a product left as written reads, or is computed from.
     """
 
     path: str

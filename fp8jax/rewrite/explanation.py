@@ -16,8 +16,9 @@ class Explanation:
     Attributes:
         entries: what the rules speak of, in the order of the program: products with parameters, and norms and
             activations before these.
-        listing: all products, norms and activations in it, also those that run as written whatever the rules say.
-        share: a sentence on the multiplications that the rules cover and that stay in 16 bits; "" where none do.
+        all_entries: all products, norms and activations in it, also those that run as written whatever the rules say.
+        unquantized_note: a sentence on the multiplications that the rules cover and that stay in 16 bits; "" where
+            none do.
         advice: on a GPU without kernels, why there are none, and what to type; else None.
     """
 
@@ -57,8 +58,8 @@ class Explanation:
             return ""
         advice = "give it policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, or leave it out: norms and"
         return (
-            f"{num_rematerialized} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; "
-            f"{advice} activations of a recipe with a context keep codes alone"
+            f"{num_rematerialized} of {len(products)} products are computed again in the backward pass under your "
+            f"jax.checkpoint; {advice} activations of a recipe with a context keep codes alone"
         )
 
 
@@ -115,7 +116,9 @@ def _row(entry: PlanEntry) -> tuple[str, ...]:
         pairs = [f"{x or 'as written'} x {w or 'as written'}" for x, w in linear.products().values()]
         recomputes_input = bool(entry.input_producer) and context.lean
         saved = (
-            "nothing of it" if recomputes_input or entry.has_saved_input else str(linear.spec("x_residual") or "as written")
+            "nothing of it"
+            if recomputes_input or entry.has_saved_input
+            else str(linear.spec("x_residual") or "as written")
         )
         if entry.frozen is not None:
             frozen_spec = entry.frozen.spec or "as written"

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from fp8jax.ops.products.product import recipe_dot
 from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names
+
+if TYPE_CHECKING:
+    from fp8jax.rewrite.run import Interpreter
 
 
 class FrozenInfo(NamedTuple):
@@ -108,8 +111,9 @@ class FrozenMatmulOperation:
         linear: the recipe, of products in 16 bits where rules leave it alone.
         data, weight: the operands, the weight as it is held. side: which operand of the equation that is.
         contract: the axes of the data that are summed over, in the order of the weight's.
-        shape: the further axes of the weight, as the product reads it. turned: whether it reads the transposed matrix.
-        root: as of `ProductOperation`.
+        shape: the further axes of the weight, as the product reads it.
+        is_transposed: whether it reads the transposed matrix.
+        canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -121,14 +125,17 @@ class FrozenMatmulOperation:
     is_transposed: bool
     canonical_data: Value
 
-    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
-        frozen, x = interpreter.held(self.weight), interpreter.array(self.data)
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
+        frozen, x = interpreter.raw_value(self.weight), interpreter.array(self.data)
         free = [i for i in range(x.ndim) if i not in self.contract]
         order = (*free, *self.contract)
         transposed = x if order == tuple(range(x.ndim)) else x.transpose(order)
         value = merge(transposed, *[1] * len(free), len(self.contract)) if len(self.contract) > 1 else transposed
-        canonical, facts = self.canonical_data if value is x else None, interpreter.origin(self.canonical_data, value)
-        input_facts, key = interpreter.reads(value, canonical, self.linear, facts)
+        canonical, facts = (
+            self.canonical_data if value is x else None,
+            interpreter.get_facts(self.canonical_data, value),
+        )
+        input_facts, key = interpreter.input_facts(value, canonical, self.linear, facts)
         weight = frozen.weight if isinstance(frozen, AdaptedWeight) else frozen
         w = (
             weight.matrix

@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES
+
+if TYPE_CHECKING:
+    from fp8jax.rewrite.run import Interpreter
 
 
 @dataclasses.dataclass(eq=False)
@@ -17,13 +20,13 @@ class Value:
     Attributes:
         aval: its shape and dtype.
         node: what computes it; None for inputs and constants.
-        outer: of an input of a nested program, the value around it that it is in the first turn.
-        once: that it is in every turn, as a whole.
+        enclosing_value: of an input of a nested program, the value around it that it is in the first turn.
+        is_loop_invariant: it is that in every turn, as a whole.
         weight: the parameter that it is, up to casts, layouts and parts.
-        data: it depends on more than parameters and the model's own constants.
-        given: it depends on an argument that holds no parameters.
-        trained: it depends on a parameter.
-        closed: the arrays that the function closes over and that it depends on, by identity.
+        is_data: it depends on more than parameters and the model's own constants.
+        depends_on_inputs: it depends on an argument that holds no parameters.
+        depends_on_params: it depends on a parameter.
+        closure_ids: the arrays that the function closes over and that it depends on, by identity.
         constant: the number that all its elements are, if that is known.
         array: a constant's value.
     """
@@ -67,8 +70,8 @@ class Weight:
         path: its place in the tree of parameters.
         stored: the value in its own dtype, and in the order of its elements in memory.
         layout: the equations that give it another shape; casts are none.
-        moved: they take a part of it, or change the order of its elements.
-        held: what is in its place, if that is no array; see `fp8jax.rewrite.frozen_params`.
+        is_relayouted: they take a part of it, or change the order of its elements.
+        frozen: what is in its place, if that is no array; see `fp8jax.rewrite.frozen_params`.
         further_paths: those of the other parameters of a concatenation.
     """
 
@@ -83,8 +86,8 @@ class Weight:
 class Replacement(Protocol):
     """What stands in place of an equation."""
 
-    def run(self, interpreter: Any, node: "Node") -> Sequence[Any]:
-        """The results, from the operands that `running.array(value)` gives."""
+    def run(self, interpreter: "Interpreter", node: "Node") -> Sequence[Any]:
+        """The results, from the operands that `interpreter.array(value)` gives."""
         ...
 
 
@@ -98,10 +101,10 @@ class Node:
         eqn: the equation.
         scope: the names of the scopes and calls of its program that it stands in.
         bodies: the programs that it runs, as graphs of their own.
-        sealed: these have a derivative that is not theirs, and are read only.
+        has_custom_rule: these have a derivative that is not theirs, and are read only.
         inlined: the nodes of a call, whose values belong to the graph around it; None for no call.
         operation: what is run in its place.
-        call: the call or loop that it stands in, or None.
+        enclosing_node: the call or loop that it stands in, or None.
     """
 
     kind: str
@@ -137,7 +140,7 @@ class Graph:
     Attributes:
         inputs, outputs: values.
         nodes: in their order.
-        around: the scopes around it.
+        outer_scope: the scopes around it.
         model_constants: the arrays that the function closes over and that are constants of its model, by identity.
     """
 
@@ -156,7 +159,7 @@ class Graph:
         yield from _flatten_inlined(self.nodes)
 
     def walk_nested(self) -> Iterator[Node]:
-        """`all`, and the nodes of nested programs, each after the node that runs it."""
+        """`walk`, and the nodes of nested programs, each after the node that runs it."""
         for node in self.walk():
             yield node
             for body in node.bodies:

@@ -45,8 +45,8 @@ class Flow:
     Args:
         graph: of the whole program.
         products: the nodes of products with parameters.
-        results: how many of the outputs, the first ones, are what the function returns; the rest is its state.
-        arguments: the inputs that are arguments of the function; None for all that are data.
+        num_results: how many of the outputs, the first ones, are what the function returns; the rest is its state.
+        argument_indices: the inputs that are arguments of the function; None for all that are data.
     """
 
     def __init__(
@@ -153,7 +153,9 @@ class Flow:
             return self._source_products(node.operands[0])
         if node.kind in ("max", "select_n"):
             sources = [
-                self._products_of_max(o) for o in node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))] if o.data
+                self._products_of_max(o)
+                for o in node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+                if o.is_data
             ]
             return next((each for each in sources if each), None)
         return None

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,13 +16,16 @@ from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value
 from fp8jax.rewrite.operations import ActivationOperation, ProductOperation
 
+if TYPE_CHECKING:
+    from fp8jax.rewrite.run import Interpreter
+
 
 @dataclasses.dataclass(eq=False)
 class JoinedOperation(ProductOperation):
     """A product of data with several parameters (inputs, outputs), side by side under one scale.
 
     Attributes:
-        weights: the parameters. rows: their biases, or none.
+        weights: the parameters. bias_values: their biases, or none.
     """
 
     weights: tuple[Value, ...] = ()
@@ -32,16 +35,16 @@ class JoinedOperation(ProductOperation):
     def has_layout(self) -> bool:
         return True
 
-    def _stored_weight(self, interpreter: Any) -> StoredWeight:
+    def _stored_weight(self, interpreter: "Interpreter") -> StoredWeight:
         return StoredWeight([interpreter.array(w) for w in self.weights], functools.partial(jnp.concatenate, axis=1))
 
-    def _bias(self, interpreter: Any) -> Array | None:
+    def _bias(self, interpreter: "Interpreter") -> Array | None:
         flat_biases = [interpreter.array(row).reshape(-1) for row in self.bias_values]
         return jnp.concatenate(flat_biases) if flat_biases else None
 
 
 def join_products(graph: Graph, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry]) -> None:
-    """Puts one operation in place of those products of a group that a recipe joins (`Linear.joins`), and tells it.
+    """Puts one operation in place of those products of a group that `Linear.fuse_parallel_matmuls` joins, and tells it.
 
     Products stay apart whose results an activation reads: its backward pass makes the codes of their gradients. So do
     those whose parameters have no layout as (inputs, outputs), or lie on Explicit axes of a mesh; and those whose bias
@@ -69,9 +72,9 @@ def join_products(graph: Graph, group: Sequence[WeightMatmul], entries: dict[Nod
         is_plain = (
             operation.side == 1
             and not operation.layout
-            and operation.kept is None
-            and operation.widths is None
-            and not operation.turned
+            and operation.saved_data is None
+            and operation.split_sizes is None
+            and not operation.is_transposed
         )
         numbers = operation.params["dimension_numbers"]
         is_plain = is_plain and tuple(numbers[0][1]) == (0,) and not any(numbers[1])  # (inputs, outputs), as they lie
@@ -108,8 +111,8 @@ def _replace_with_joined(products: Sequence[WeightMatmul], linear: Linear, entri
         result.node = place
     place.operands = [first.data, *weights, *bias_values]
     place.operation = JoinedOperation(
-        first.recipe, first.data, first.weight, (), first.side, first.root, params=first.params, bias=first.bias,
-        split_sizes=tuple(w.shape[1] for w in weights), weights=weights, bias_values=bias_values,
+        first.recipe, first.data, first.weight, (), first.side, first.canonical_data, params=first.params,
+        bias=first.bias, split_sizes=tuple(w.shape[1] for w in weights), weights=weights, bias_values=bias_values,
     )  # fmt: skip
     for p, entry_node in zip(products, nodes, strict=True):
         other_paths = ", ".join(q.path for q in products if q is not p)

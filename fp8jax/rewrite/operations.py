@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
 from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
+
+if TYPE_CHECKING:
+    from fp8jax.rewrite.run import Interpreter
 
 
 class LayoutStep(NamedTuple):
@@ -53,13 +56,14 @@ class ProductOperation:
             from all of its bits, and no 16-bit copy of it is kept.
         layout: the equations between the parameter and the product, each with the result that goes on.
         side: which operand of the equation the parameter is.
-        root: the value that the data are, up to what keeps their elements: products of one share its codes.
-        kept: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
+        canonical_data: the value that the data are, up to what keeps their elements: products of one share its codes.
+        saved_data: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
         use: which product with the parameter it is, if that has one matrix.
         params: of the product's equation.
         bias: a parameter with an element for each output, which is added; or None.
-        turned: whether the result has outputs last where the equation, of a parameter on the left, has them first.
-        widths: of the arrays that the result is cut into along its outputs, as q, k and v of one product; or None.
+        is_transposed: whether the result has outputs last where the equation, of a parameter on the left, has them
+            first.
+        split_sizes: of the arrays that the result is cut into along its outputs, as q, k and v of one product; or None.
     """
 
     recipe: Recipe
@@ -89,8 +93,8 @@ class ProductOperation:
         """How many inputs it sums over."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
-    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
-        use_inputs = UseInputs() if self.use is None else interpreter.states.get(self.use.key, UseInputs())
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
+        use_inputs = UseInputs() if self.use is None else interpreter.use_inputs.get(self.use.key, UseInputs())
         result, split_sizes = node.results[0], self.split_sizes
         if split_sizes is None:
             return [self._run_product(interpreter, use_inputs, result)]
@@ -109,47 +113,61 @@ class ProductOperation:
         return lax.split(self._run_product(interpreter, use_inputs, concatenated), split_sizes, axis=last)
 
     def _run_product(
-        self, interpreter: Any, use_inputs: UseInputs, result: Any, split_sizes: tuple[int, ...] | None = None
+        self, interpreter: "Interpreter", use_inputs: UseInputs, result: Any, split_sizes: tuple[int, ...] | None = None
     ) -> Any:
         """The product in the shape and dtype of `result`; or the arrays of these widths that it is, as they come."""
         if use_inputs.state is not None:
             return self._run_scaled(interpreter, result.dtype, use_inputs)
         linear = self.recipe.linear
         x = interpreter.array(self.data if self.saved_data is None else self.saved_data)
-        facts = interpreter.origin(self.canonical_data, x)
+        facts = interpreter.get_facts(self.canonical_data, x)
         if self.saved_data is not None:
-            facts = facts._replace(again=(ALREADY_SAVED, x))
-        input_facts, key = interpreter.reads(x, self.canonical_data, linear, facts)
-        keywords: Any = {"key": key, "bias": self._bias(interpreter), "quantized": self._prequantized(use_inputs)}
-        if split_sizes is not None:
-            keywords["widths"] = split_sizes
-        if self.saved_data is None and interpreter.read_later(self.data):
+            facts = facts._replace(recompute_rule=(ALREADY_SAVED, x))
+        input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
+        on_passthrough = None
+        if self.saved_data is None and interpreter.is_live_after(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
-            keywords["pass_on"] = functools.partial(interpreter.pass_on, self.data)
+            on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored_weight = self._stored_weight(interpreter)
         w = stored_weight.layout(stored_weight.values)
-        keywords["laid"] = stored_weight if self.has_layout else None
+        original_weight = stored_weight if self.has_layout else None
         if self.saved_data is None:
-            y = self._dot_general(x, w, {**keywords, "known": input_facts})
-        elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
-            y = recipe_dot(
-                Input(flatten_tokens(x, w), x, input_facts=input_facts),
+            y = self._dot_general(
+                x,
                 w,
-                linear,
-                out_spec=output_spec(x, w, None),
-                **keywords,
+                key=key,
+                bias=self._bias(interpreter),
+                quantized=self._prequantized(use_inputs),
+                split_sizes=split_sizes,
+                on_passthrough=on_passthrough,
+                stored_weight=original_weight,
+                input_facts=input_facts,
             )
         else:
-            tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
-            keywords["laid"] = stored_weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
-            spec = output_spec(tokens, matrix, None)
-            y = recipe_dot(Input(tokens, x, False, input_facts), matrix, linear, out_spec=spec, **keywords)
+            if w.ndim == 2 and x.shape[-1] == w.shape[0]:
+                product_input = Input(flatten_tokens(x, w), x, input_facts=input_facts)
+                matrix, spec = w, output_spec(x, w, None)
+            else:
+                tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
+                product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
+                original_weight = stored_weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
+            y = recipe_dot(
+                product_input,
+                matrix,
+                linear,
+                key,
+                quantized=self._prequantized(use_inputs),
+                out_spec=spec,
+                bias=self._bias(interpreter),
+                stored_weight=original_weight,
+                split_sizes=split_sizes,
+            )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
 
-    def _bias(self, interpreter: Any) -> Array | None:
+    def _bias(self, interpreter: "Interpreter") -> Array | None:
         return None if self.bias is None else interpreter.array(self.bias).reshape(-1)
 
-    def _run_scaled(self, interpreter: Any, dtype: Any, use_inputs: UseInputs) -> Array:
+    def _run_scaled(self, interpreter: "Interpreter", dtype: Any, use_inputs: UseInputs) -> Array:
         """The product under a scaling that keeps a state."""
         linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
@@ -160,30 +178,37 @@ class ProductOperation:
         num_leading, outputs = left.ndim - n, right.ndim - n
         spec = product_sharding(data, weight, numbers, self.params.get("out_sharding") if self.side == 1 else None)
         x, w = merge(left, *[1] * num_leading, n), merge(right, n, outputs)
-        facts = interpreter.origin(self.canonical_data, x)
-        facts = facts if self.saved_data is None else facts._replace(again=(ALREADY_SAVED, x))
-        input_facts, key = interpreter.reads(x, self.canonical_data, linear, facts)
-        keywords: Any = {
-            "key": key,
-            "known": input_facts,
-            "quantized": self._prequantized(use_inputs),
-            "bias": self._bias(interpreter),
-        }
+        facts = interpreter.get_facts(self.canonical_data, x)
+        facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
+        input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
+        original_weight = on_passthrough = None
         if w is not stored_weight.values[0]:
-            keywords["laid"] = stored_weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
-        keywords["out_sharding"] = named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight)
-        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.read_later(self.data):
-            keywords["pass_on"] = lambda again: interpreter.pass_on(
-                self.data, _reshape_if_needed(again, self.data.shape)
+            original_weight = stored_weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
+        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
+            on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
+                self.data, _reshape_if_needed(passthrough, self.data.shape)
             )
         slots = use_inputs.slots or ScalingStats()
         assert use_inputs.state is not None
-        y, stats = scaled_linear(x, w, use_inputs.state, slots.dy, recipe=linear, **keywords)
-        if interpreter.seen is None:
+        y, stats = scaled_linear(
+            x,
+            w,
+            use_inputs.state,
+            slots.dy,
+            recipe=linear,
+            bias=self._bias(interpreter),
+            key=key,
+            quantized=self._prequantized(use_inputs),
+            out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight),
+            input_facts=input_facts,
+            stored_weight=original_weight,
+            on_passthrough=on_passthrough,
+        )
+        if interpreter.stats is None:
             y = stats_as_cotangents(y, slots, stats)
         else:
             use_key = self.use.key  # type: ignore[union-attr]
-            interpreter.seen |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+            interpreter.stats |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
         y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
         if self.side == 0 and not self.is_transposed:
             y = jnp.moveaxis(y, range(num_leading), range(y.ndim - num_leading, y.ndim))
@@ -201,7 +226,7 @@ class ProductOperation:
         _, contract = self._contracting_axes()
         return None if self.has_layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
 
-    def _stored_weight(self, interpreter: Any) -> StoredWeight:
+    def _stored_weight(self, interpreter: "Interpreter") -> StoredWeight:
         """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
         operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
         last = self.layout[-1].node if self.layout else None
@@ -212,7 +237,7 @@ class ProductOperation:
             is_transpose,
         )
 
-    def _dot_general(self, x: Array, w: Array, keywords: dict[str, Any]) -> Array:
+    def _dot_general(self, x: Array, w: Array, **keywords: Any) -> Any:
         contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
         dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
         if self.side == 1:
@@ -230,7 +255,7 @@ class RaggedOperation:
     """A product of groups of tokens with a matrix each.
 
     Attributes:
-        linear: the recipe. data, weight, groups: the operands. root: as of `ProductOperation`.
+        linear: the recipe. data, weight, groups: the operands. canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -262,18 +287,18 @@ class RaggedOperation:
     def num_inputs(self) -> int:
         return self.data.shape[-1]
 
-    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         x, w, groups = (interpreter.array(value) for value in (self.data, self.weight, self.groups))
-        input_facts, key = interpreter.reads(
-            x, self.canonical_data, self.linear, interpreter.origin(self.canonical_data, x)
+        input_facts, key = interpreter.input_facts(
+            x, self.canonical_data, self.linear, interpreter.get_facts(self.canonical_data, x)
         )
         return [
             ragged_dot(x, w, groups, recipe=self.linear, key=key, input_facts=input_facts).astype(node.results[0].dtype)
         ]
 
 
-# Products that are no `dot_general`, by their primitives: classes as `RaggedOperation`; `told` may be left out.
-NON_DOT_OPERATIONS: Mapping[str, Any] = {"ragged_dot_general": RaggedOperation}
+# Products that are no `dot_general`, by their primitives.
+NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {"ragged_dot_general": RaggedOperation}
 
 
 @dataclasses.dataclass(eq=False)
@@ -292,19 +317,25 @@ class NormOperation:
     eps: float
     centered: bool
 
-    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         result = node.results[0]
         x = _reshape_if_needed(interpreter.array(self.x), result.shape)
         scales = [_channel_vector(interpreter.array(v), x.shape[-1]) for v in self.scales]
         scale = math.prod(scales[1:], start=scales[0]) if scales else None
         bias = None if self.bias is None else _channel_vector(interpreter.array(self.bias), x.shape[-1])
-        keywords: Any = {"centered": self.centered, "residual": interpreter.read_later(self.x)}
-        y, passthrough, interpreter.origins[result] = normalize(
-            x, scale, bias, self.recipe, self.eps, result.dtype, **keywords
+        y, passthrough, interpreter.facts[result] = normalize(
+            x,
+            scale,
+            bias,
+            self.recipe,
+            self.eps,
+            result.dtype,
+            centered=self.centered,
+            returns_input=interpreter.is_live_after(self.x),
         )
         if passthrough is not None:
             # The backward pass adds the gradients of its other readers, such as a residual stream's sum, to the norm's.
-            interpreter.pass_on(self.x, _reshape_if_needed(passthrough, self.x.shape))
+            interpreter.set_passthrough(self.x, _reshape_if_needed(passthrough, self.x.shape))
         return [y]
 
 
@@ -314,7 +345,7 @@ class ActivationOperation:
 
     Attributes:
         recipe: the recipe. name: of the function. gate, up: its operands.
-        biased: whether products with a bias of this plan have made one.
+        has_bias: whether products with a bias of this plan have made one.
     """
 
     recipe: Recipe
@@ -323,7 +354,7 @@ class ActivationOperation:
     up: Value | None
     has_bias: bool = False
 
-    def run(self, interpreter: Any, node: Node) -> Sequence[Array]:
+    def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         result = node.results[0]
         gate, up = interpreter.array(self.gate), None if self.up is None else interpreter.array(self.up)
         # In the widest of the dtypes that the model computes it in.
@@ -331,7 +362,7 @@ class ActivationOperation:
         dtype = result.dtype if result.dtype.itemsize > dtype.itemsize else dtype
         inputs = gate.astype(dtype), up if up is None else up.astype(dtype)
         y, facts = activate(self.name, *inputs, self.recipe, has_bias=self.has_bias)
-        interpreter.origins[result] = facts if y.dtype == result.dtype else convert_facts(facts, y, result)
+        interpreter.facts[result] = facts if y.dtype == result.dtype else convert_facts(facts, y, result)
         return [y.astype(result.dtype)]
 
 

@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
 from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, joins, norms, primitives
@@ -48,7 +48,7 @@ class ProgramPlan(NamedTuple):
     Attributes:
         entries: what became of each part, in the program's order.
         uses: the products with one parameter, with their recipes.
-        refused: the error of a run: which products ask for a precision that a quantized one cannot give; "" of none.
+        error: of a run: which products ask for a precision that a quantized one cannot give; "" of none.
         share: what stays in 16 bits although the rules ask for 8.
     """
 
@@ -68,7 +68,7 @@ def plan(
     Args:
         graph: of a program.
         rules: which recipe is whose.
-        caller: of the program.
+        call_info: of the program.
 
     Raises:
         ValueError: a rule matches nothing, nothing is left to quantize, or a product with batch axes or of several
@@ -89,9 +89,19 @@ def plan(
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
-        keywords: dict[str, Any] = {"product": True, "again": is_rematerialized, "concatenated": p.concatenated}
-        keywords |= {"flops": flops(p.node, p.enclosing), "unsupported": p.has_unsupported_precision}
-        entries[p.node] = PlanEntry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), **keywords)
+        entries[p.node] = PlanEntry(
+            p.path,
+            p.node.kind,
+            shape,
+            p.choice,
+            reason,
+            p.node.line(),
+            is_product=True,
+            is_rematerialized=is_rematerialized,
+            flops=flops(p.node, p.enclosing),
+            is_unsupported=p.has_unsupported_precision,
+            concatenated=p.concatenated,
+        )
     nodes = list(graph.walk_nested())
     norm_paths = _replace_all(graph, matmuls, rules, entries, call_info)
     unread_paths = _unread_layers(graph, call_info) | norm_paths
@@ -193,8 +203,8 @@ def _replace_all(
             if p.weight.frozen is not None:
                 entries[p.node] = _replace_frozen(p, entries[p.node])
             elif p.is_quantized:
-                entry = entries.pop(p.node)._replace(kept=_replace_product(p, sole_readers[p.graph]))
-                if (note := getattr(p.node.operation, "told", "")) and p.operation_node is None:
+                entry = entries.pop(p.node)._replace(has_saved_input=_replace_product(p, sole_readers[p.graph]))
+                if (note := getattr(p.node.operation, "explain_note", "")) and p.operation_node is None:
                     entry = entry._replace(reason=f"{entry.reason}; {note}")
                 entries[p.operation_node or p.node] = entry
     for (group_graph, _), group in groups.items():
@@ -244,12 +254,12 @@ def _stored_weight_of(p: WeightMatmul) -> tuple[Value, tuple[LayoutStep, ...]]:
 def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> bool:
     """Puts the recipe's product in place of one and of the sum with its bias; whether what it reads is kept anyway.
 
-    `alone` has the only readers of values.
+    `sole_readers` has the only readers of values.
     """
     linear = p.choice.linear
     assert linear is not None
     if p.node.kind in NON_DOT_OPERATIONS:
-        NON_DOT_OPERATIONS[p.node.kind].put(p)
+        NON_DOT_OPERATIONS[p.node.kind].replace_product(p)
         return False
     # What a scaling observes of the data is that of their codes, which are kept then.
     saved_data = _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.states else None
@@ -266,16 +276,26 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
     node = result_node if bias is None else bias.sum
     bias_value = None if bias is None else bias.value
     data, params = p.data, p.node.eqn.params
-    keywords: dict[str, Any] = {"params": params, "bias": bias_value, "turned": is_transposed}
+    split_sizes = None
     if (
         num_outputs == 1
         and (p.side == 1 or is_transposed)
         and not batch[0]
         and (following_split := _following_split(node, sole_readers)) is not None
     ):
-        node, keywords["widths"] = following_split
+        node, split_sizes = following_split
     operation = ProductOperation(
-        p.choice.recipe, data, w, layout, p.side, canonical_value(data), saved_data, **keywords
+        p.choice.recipe,
+        data,
+        w,
+        layout,
+        p.side,
+        canonical_value(data),
+        saved_data,
+        params=params,
+        bias=bias_value,
+        is_transposed=is_transposed,
+        split_sizes=split_sizes,
     )
     layout_operands = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.operation_node = operation, node
@@ -309,7 +329,7 @@ def _replace_frozen(p: WeightMatmul, entry: PlanEntry) -> PlanEntry:
         was_quantized = p.is_quantized
         p.choice = LayerChoice(None, f"{p.weight.frozen}, but not read as (inputs, outputs): values of 16 bits")
         return entry._replace(choice=p.choice, reason=p.choice.reason, is_unsupported=was_quantized)
-    return entry._replace(reason=f"{entry.reason}; {p.weight.frozen}", held=p.weight.frozen)
+    return entry._replace(reason=f"{entry.reason}; {p.weight.frozen}", frozen=p.weight.frozen)
 
 
 def _replace_producer(
@@ -320,7 +340,7 @@ def _replace_producer(
     node = value.node
     if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
         for p in group:
-            entries[p.node] = entries[p.node]._replace(reads=entries[node].kind)
+            entries[p.node] = entries[p.node]._replace(input_producer=entries[node].kind)
     if node is None or node.operation is not None:
         return norm_paths
     choices = [p.choice for p in group if p.choice.linear is not None] or [p.choice for p in group]
@@ -362,7 +382,7 @@ def _replace_producer(
     )
     node.operation, node.operands = operation, operands
     for p in group:
-        entries[p.node] = entries[p.node]._replace(reads=kind)
+        entries[p.node] = entries[p.node]._replace(input_producer=kind)
     return norm_paths
 
 

@@ -30,10 +30,11 @@ class CallPlan(NamedTuple):
         entries: what becomes of each part that the rules speak of.
         uses: the products with one parameter, and their recipes.
         paths: of the arrays in the parameters; None for data.
-        structure: of the results.
+        result_structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
-        listing: gives all that `explain` lists, in the program's order: what also runs as written is looked for then.
-        refused: the error of a run; see `fp8jax.rewrite.plan.ProgramPlan`. share: likewise.
+        list_entries: gives all that `explain` lists, in the program's order: what also runs as written is looked for
+            then.
+        error: of a run; see `fp8jax.rewrite.plan.ProgramPlan`. share: likewise.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -52,7 +53,7 @@ class Notices:
 
     Attributes:
         texts: these.
-        silent: whether nothing is to be said now.
+        is_silent: whether nothing is to be said now.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Notices:
 
 
 class PlannedCall(NamedTuple):
-    """A call with its plan: what `Transformed.planned` returns."""
+    """A call with its plan: what `Transformed.plan_call` returns."""
 
     plan: CallPlan
     arrays: list[Any]
@@ -109,10 +110,10 @@ class PlannedCall(NamedTuple):
         return init(self.uses, self.weights)
 
     def run(self, use_inputs: Mapping[Any, UseInputs], *, collect_stats: bool) -> tuple[Any, Any]:
-        """The function's results; `noting`, also what uses observed, else that is the gradient of their slots.
+        """The function's results, and what uses observed: without `collect_stats` that is the gradient of slots.
 
         Args:
-            given: what each use is given, by its key.
+            use_inputs: what each use is given, by its key.
 
         Raises:
             ValueError: products ask for a precision that a quantized product cannot give.
@@ -120,7 +121,7 @@ class PlannedCall(NamedTuple):
         self._raise_error()
         is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, use_inputs)))
         outputs, stats = (self.plan.run if is_traced else self.plan.compiled)(
-            self.arrays, use_inputs, noting=collect_stats
+            self.arrays, use_inputs, collect_stats=collect_stats
         )
         return jax.tree.unflatten(self.plan.result_structure, outputs), stats
 
@@ -130,8 +131,8 @@ class PlannedCall(NamedTuple):
         Where nothing is held automatic scaling measures the weights; others that keep a state raise.
 
         Args:
-            held: what the caller holds of states and weights in codes, by the paths of parameters; what is observed of
-                gradients is the cotangent of their slots.
+            parameter_states: what the caller holds of states and weights in codes, by the paths of parameters; what is
+                observed of gradients is the cotangent of their slots.
 
         Raises:
             ValueError: the recipe of a product keeps a state that is not held, or one of another shape.

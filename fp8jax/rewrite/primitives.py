@@ -52,8 +52,8 @@ class SubJaxpr(NamedTuple):
 
     Attributes:
         jaxpr: the program. consts: of its constant variables.
-        inputs: which operands of the equation its inputs are.
-        varying: the inputs that other turns of a loop replace, each with the output that does.
+        operand_indices: which operands of the equation its inputs are.
+        carry_outputs: the inputs that other turns of a loop replace, each with the output that does.
     """
 
     jaxpr: Any
@@ -124,7 +124,7 @@ def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
 
 
 def is_opaque(eqn: Any) -> bool:
-    """Whether an equation holds programs that `bodies` does not give, or runs a kernel."""
+    """Whether an equation holds programs that `sub_jaxprs` does not give, or runs a kernel."""
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
     has_jaxprs = any(hasattr(getattr(value, "jaxpr", value), "eqns") for value in values)
     return eqn.primitive.name == "pallas_call" or (has_jaxprs and inlinable_jaxpr(eqn) is None and not sub_jaxprs(eqn))
@@ -147,9 +147,9 @@ class LoopInfo(NamedTuple):
     """The turns of a loop, or the devices of a mesh: what runs once for each of them.
 
     Attributes:
-        times: how many.
-        rows: the operands of which each gets a row.
-        axes: of the mesh.
+        size: how many.
+        scanned_operands: those of which each gets a row.
+        mesh_axes: of the mesh.
     """
 
     size: int
@@ -181,7 +181,7 @@ def loop_info(eqn: Any) -> LoopInfo | None:
 def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
     """Whether the program of an equation is a turn of a loop of several that are written out, one after the other.
 
-    `around` says so of the program that the equation is in.
+    `is_enclosing_unrolled` says so of the program that the equation is in.
     """
     if eqn.primitive.name in ("scan", "while"):
         length, unroll = eqn.params.get("length", 0), eqn.params.get("unroll", 1)
@@ -215,13 +215,13 @@ def rebind_control_flow(
     """Runs an equation with programs, with others in their place.
 
     Args:
-        eqn: the equation, of which `bodies` gives the programs.
+        eqn: the equation, of which `sub_jaxprs` gives the programs.
         operands: its operands.
-        run: for each program `run(inputs, carried, rows)`, which returns its outputs.
-        carried: further arrays, in any structure, that each turn gets.
-        rows: likewise, of which each turn of a scan, or each device, gets a row.
-        more: how many outputs the programs have beyond their own. They come last, of a scan or a mesh with a row for
-            each turn or device; a `while_loop` gives none.
+        body_fns: for each program `fn(inputs, extra_consts, extra_xs)`, which returns its outputs.
+        extra_consts: further arrays, in any structure, that each turn gets.
+        extra_xs: likewise, of which each turn of a scan, or each device, gets a row.
+        num_extra_outputs: how many outputs the programs have beyond their own. They come last, of a scan or a mesh with
+            a row for each turn or device; a `while_loop` gives none.
     """
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":
@@ -356,8 +356,8 @@ def source_line(eqn: Any, enclosing: Sequence[Any] = ()) -> str:
 
     Args:
         eqn: the equation.
-        around: those of the calls and loops that it stands in, the innermost first. Where no user's line is inside of
-            one, it is that of the call. JAX keeps programs of calls, with the lines of the first call.
+        enclosing: those of the calls and loops that it stands in, the innermost first. Where no user's line is inside
+            of one, it is that of the call. JAX keeps programs of calls, with the lines of the first call.
     """
     frames, user_frames = _frames(eqn)
     for call in enclosing:

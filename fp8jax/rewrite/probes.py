@@ -34,11 +34,12 @@ def evaluate(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Va
 
     Args:
         value: what is computed.
-        at: arrays in place of values; what is computed on the way is added.
-        leaf: what an array is that is not given and may not be computed: it returns an array, or raises `UnlikeError`.
+        known_values: arrays in place of values; what is computed on the way is added.
+        on_leaf: what an array is that is not given and may not be computed: it returns an array, or raises
+            `NoMatchError`.
 
     Raises:
-        UnlikeError: it cannot be computed so.
+        NoMatchError: it cannot be computed so.
     """
     if value in known_values:
         return known_values[value]

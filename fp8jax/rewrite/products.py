@@ -34,8 +34,8 @@ def find(
         graph: of a program.
         entries: what is left as written is added.
         rules: which recipe is whose.
-        caller: of the program.
-        around: the nodes that the program stands in, each with the body, outermost first.
+        call_info: of the program.
+        enclosing: the nodes that the program stands in, each with the body, outermost first.
     """
     for node in graph.walk():
         if not node.has_custom_rule:
@@ -148,7 +148,7 @@ def _skipped_entry(
     path = paths[0][0] if weights else ""
     entry = PlanEntry(path, node.kind, matrix.shape, None, reason, node.line(), is_product=True)
     return entry._replace(
-        flops=flops(node, enclosing), is_unsupported=is_requested, sources=tuple(path for path, *_ in paths)
+        flops=flops(node, enclosing), is_unsupported=is_requested, source_layers=tuple(path for path, *_ in paths)
     )
 
 
@@ -173,7 +173,7 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     if primitives.is_differentiated(f"{outer_scope}/{node.scope}"):
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
     if node.kind != "dot_general" and not (
-        node.kind in NON_DOT_OPERATIONS and NON_DOT_OPERATIONS[node.kind].takes(node, sides[0])
+        node.kind in NON_DOT_OPERATIONS and NON_DOT_OPERATIONS[node.kind].supports(node, sides[0])
     ):
         return f"fp8jax has no {node.kind}{' of this form' if node.kind in NON_DOT_OPERATIONS else ''}"
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
     operand of a product, it is a constant of the model.
 
     Args:
-        closed: the program, with its constants.
+        closed_jaxpr: the program, with its constants.
         paths: for each input the path of the parameter that it is; None for data.
-        held: for each what is in its place, `fp8jax.rewrite.frozen_params.kind`; none for arrays.
+        frozen: for each what is in its place, `fp8jax.rewrite.frozen_params.frozen_info`; none for arrays.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -103,7 +103,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
     node = Node(eqn.primitive.name, operands, [], eqn, scope)
     is_data = any(value.is_data for value in operands)
     depends = _dependencies(operands)
-    node.results = [Value(v.aval, node, is_data=is_data, **depends) for v in eqn.outvars]
+    node.results = [Value(v.aval, node, is_data=is_data, **depends._asdict()) for v in eqn.outvars]
     if node.kind == "optimization_barrier":
         for result, operand in zip(node.results, operands, strict=True):
             result.is_data, result.depends_on_inputs, result.depends_on_params = (
@@ -112,7 +112,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
                 operand.depends_on_params,
             )
             result.closure_ids = operand.closure_ids
-            result.weight = operand.weight and dataclasses.replace(operand.weight, moved=True)
+            result.weight = operand.weight and dataclasses.replace(operand.weight, is_relayouted=True)
         return node
     node.has_custom_rule = node.kind in primitives.CUSTOM_DERIVATIVE_CALLS
     node.bodies = tuple(
@@ -136,14 +136,20 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
     return node
 
 
-def _dependencies(operands: Sequence[Value]) -> dict[str, Any]:
+class _Dependencies(NamedTuple):
+    """What a value depends on; fields as of `Value`."""
+
+    depends_on_inputs: bool
+    depends_on_params: bool
+    closure_ids: frozenset[int]
+
+
+def _dependencies(operands: Sequence[Value]) -> _Dependencies:
     """What a value that is computed from these depends on."""
     closure_ids: frozenset[int] = frozenset().union(*(value.closure_ids for value in operands))
-    return {
-        "given": any(v.depends_on_inputs for v in operands),
-        "trained": any(v.depends_on_params for v in operands),
-        "closed": closure_ids,
-    }
+    return _Dependencies(
+        any(v.depends_on_inputs for v in operands), any(v.depends_on_params for v in operands), closure_ids
+    )
 
 
 def _make_body(
@@ -162,7 +168,7 @@ def _make_body(
             enclosing_value=operand,
             is_loop_invariant=primitives.is_outside_loop(eqn),
             is_data=is_data[input_index],
-            **depends,
+            **depends._asdict(),
         )
         value.constant = None if is_carried or i in scanned else operand.constant
         if operand.weight is not None and not is_carried:
@@ -214,7 +220,7 @@ def _forwarded_operands(node: Node) -> list[Value] | None:
 def _scaled_weight(node: Node) -> Weight | None:
     """The one matrix among the operands of a multiplication by constants or other parameters; it is read as written."""
     matrices = [v.weight for v in node.operands if v.weight is not None and v.weight.stored.aval.ndim > 1]
-    return dataclasses.replace(matrices[0], moved=True, held=None) if len(matrices) == 1 else None
+    return dataclasses.replace(matrices[0], is_relayouted=True, frozen=None) if len(matrices) == 1 else None
 
 
 def _concatenated_weight(node: Node) -> Weight | None:
@@ -240,7 +246,7 @@ def _relayouted_weight(weight: Weight, node: Node) -> Weight | None:
         # Codes of a quantized parameter are no values to quantize: these are what they are cast to.
         stored = weight.stored.dtype
         is_float = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
-        return weight if is_float else dataclasses.replace(weight, moved=True)
+        return weight if is_float else dataclasses.replace(weight, is_relayouted=True)
     # Data may say which of stacked matrices it is; a row that they pick is data.
     is_matrix_slice = node.kind == "dynamic_slice" and sum(n != 1 for n in node.results[0].shape) > 1
     data = any(value.is_data for value in node.operands[1:]) and not is_matrix_slice
@@ -250,4 +256,4 @@ def _relayouted_weight(weight: Weight, node: Node) -> Weight | None:
     is_relayouted = (
         weight.is_relayouted or node.kind in ("name", "stop_gradient") or not primitives.is_order_preserving(node.eqn)
     )
-    return dataclasses.replace(weight, layout=(*weight.layout, node), moved=is_relayouted)
+    return dataclasses.replace(weight, layout=(*weight.layout, node), is_relayouted=is_relayouted)

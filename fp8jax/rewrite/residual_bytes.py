@@ -21,7 +21,7 @@ def residual_bytes(graph: Graph, entries: dict[Node, PlanEntry], num_runs: int =
     Args:
         graph: a planned program.
         entries: what became of its parts.
-        times: how often it runs.
+        num_runs: how often it runs.
     """
     counted = set[Any]()
     for node in graph.walk():
@@ -39,11 +39,11 @@ def _operation_residual_bytes(operation: Any, entry: PlanEntry, counted: set[Any
     if entry.is_product and entry.frozen is None:
         linear = operation.linear
         assert entry.choice is not None
-        is_recomputed, spec = bool(entry.input_producer) and entry.choice.context.lean, linear.kept()
-        if entry.has_saved_input or is_recomputed or (operation.root, spec) in counted:
+        is_recomputed, spec = bool(entry.input_producer) and entry.choice.context.lean, linear.residual_spec()
+        if entry.has_saved_input or is_recomputed or (operation.canonical_data, spec) in counted:
             return 0
-        counted.add((operation.root, spec))
-        return _residual_nbytes(operation.data, spec, operation.inputs)
+        counted.add((operation.canonical_data, spec))
+        return _residual_nbytes(operation.data, spec, operation.num_inputs)
     if isinstance(operation, NormOperation):
         rows = math.prod(operation.x.shape) // operation.x.shape[-1]
         return _residual_nbytes(operation.x, operation.recipe.context.spec) + 4 * rows

@@ -91,7 +91,7 @@ class RuleSet:
 
     Attributes:
         rules: the first that matches a path wins.
-        default: the last rule is a recipe, for what is left, after ours for embeddings, heads and routers.
+        has_default: the last rule is a recipe, for what is left, after ours for embeddings, heads and routers.
         head: of that recipe, for output heads; None leaves them alone.
 
     Raises:
@@ -127,7 +127,7 @@ class RuleSet:
 
     @property
     def rewrites_nonlinear(self) -> bool:
-        """Whether `between` holds of any rule's recipe."""
+        """Whether the function `rewrites_nonlinear` holds of any rule's recipe."""
         return any(rewrites_nonlinear(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
 
     def choose(self, path: str, heads: Mapping[str, str] = _NO_HEADS, aliases: Sequence[str] = ()) -> LayerChoice:
@@ -135,7 +135,7 @@ class RuleSet:
 
         Args:
             path: of a layer.
-            also: other paths of the layer.
+            aliases: other paths of the layer.
             heads: layers that are outputs, choose or are narrow, with the reason; a recipe for all others leaves them
                 alone, or has a head of its own for those that are outputs or are called heads.
         """
@@ -171,10 +171,10 @@ class RuleSet:
 
         Args:
             paths: of the layers that can be quantized, and of norms.
-            heads: as `choice` takes them.
-            unknown: what to say of products that are not known.
-            also: other paths of these layers.
-            sources: of layers with products that no recipe takes; a rule with None may match these alone.
+            heads: as `choose` takes them.
+            hint: what to say of products that are not known.
+            aliases: other paths of these layers.
+            source_layers: of layers with products that no recipe takes; a rule with None may match these alone.
         """
         paths = sorted(paths)
         if not paths:

@@ -26,8 +26,8 @@ Shared = TypeVar("Shared")
 class Schedule(NamedTuple):
     """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results.
 
-    `uses` are the products in it, and in nested programs, that may be given a state or their weight in codes; `last` is
-    where each value is read for the last time.
+    `uses` are the products in it, and in nested programs, that may be given a state or their weight in codes;
+    `last_read` is where each value is read for the last time.
     """
 
     graph: Graph
@@ -43,8 +43,9 @@ def schedule(graph: Graph, *, inline_all: bool = False, keep_effects: bool = Tru
 
     Args:
         graph: of a program, planned or not.
-        apart: whether calls and nested programs are taken apart that nothing has changed; else they run as they are.
-        effects: whether what has effects is run, even if nothing reads it.
+        inline_all: whether calls and nested programs are taken apart that nothing has changed; else they run as
+            they are.
+        keep_effects: whether what has effects is run, even if nothing reads it.
     """
     available = set(graph.inputs)
     needed = set(graph.outputs) - available
@@ -66,7 +67,7 @@ def schedule(graph: Graph, *, inline_all: bool = False, keep_effects: bool = Tru
 def _live_nodes(
     nodes: Sequence[Node], needed: set[Value], available: set[Value], inline_all: bool, keep_effects: bool
 ) -> Iterator[Node]:
-    """The nodes that give the values wanted, or have effects, the last one first; adds what they read."""
+    """The nodes that give the values needed, or have effects, the last one first; adds what they read."""
     for node in reversed(nodes):
         if node.inlined is not None and (inline_all or node.is_rewritten or needed & _inner_values(node)):
             yield from _live_nodes(node.inlined, needed, available, inline_all, keep_effects)
@@ -85,11 +86,10 @@ class Interpreter:
     """One run of a graph.
 
     Attributes:
-        origins: what operations have said of their results, for those that read them.
-        states: what each use of a parameter is given, by path and number.
-        level: how many counted loops and meshes stand around.
-        unrolled, once: as of `fp8jax.ops.autodiff.gradient_facts.Gradients`.
-        seen: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
+        facts: what operations have said of their results, for those that read them.
+        use_inputs: what each use of a parameter is given, by path and number.
+        is_unrolled, outside_loops: as of `fp8jax.ops.autodiff.gradient_facts.GradientFacts`.
+        stats: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
             pass; None where it is the gradient of slots.
     """
 
@@ -105,12 +105,13 @@ class Interpreter:
         is_unrolled: bool = False,
         outside_loops: bool | None = None,
     ) -> None:
-        self._is_loop_body, self.unrolled = is_loop_body, is_unrolled
-        self.once = not gradient_facts.is_in_loop() if outside_loops is None else outside_loops
-        self._schedule, self.states, self._loop_depth, self._position = schedule, use_inputs, loop_depth, 0
+        self._is_loop_body, self.is_unrolled = is_loop_body, is_unrolled
+        self.outside_loops = not gradient_facts.is_in_loop() if outside_loops is None else outside_loops
+        self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
+        self._loop_depth = loop_depth  # how many counted loops and meshes stand around
         self.stats: dict[tuple[Any, str], Any] | None = {} if collect_stats else None
         self._arrays: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
-        self.origins: dict[Value, ArrayFacts] = dict(facts)
+        self.facts: dict[Value, ArrayFacts] = dict(facts)
         self._cache: dict[Any, Any] = {}
 
     def array(self, value: Value) -> Any:
@@ -132,7 +133,7 @@ class Interpreter:
 
     def get_facts(self, value: Value, x: Any) -> ArrayFacts:
         """What is known of an array that has the elements of a value."""
-        return convert_facts(self.origins[value], value, x) if value in self.origins else NO_FACTS
+        return convert_facts(self.facts[value], value, x) if value in self.facts else NO_FACTS
 
     def input_facts(self, x: Any, value: Value | None, linear: Linear, facts: ArrayFacts) -> tuple[InputFacts, Any]:
         """What a product knows of the array `x` that it reads, which is made of a value, and the key for what it rounds
@@ -157,7 +158,7 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph."""
-        with gradient_facts.scope(self.unrolled, self.once):
+        with gradient_facts.scope(self.is_unrolled, self.outside_loops):
             return self._run()
 
     def _run(self) -> list[Any]:
@@ -182,8 +183,8 @@ class Interpreter:
         is_counted = primitives.loop_info(node.eqn) is not None
         extra_consts: dict[Any, Any] = {}
         extra_xs: dict[Any, Any] = {}
-        for use in dict.fromkeys(use for plan in bodies for use in plan.uses if use.key in self.states):
-            state, slots, weight = self.states[use.key]
+        for use in dict.fromkeys(use for plan in bodies for use in plan.uses if use.key in self.use_inputs):
+            state, slots, weight = self.use_inputs[use.key]
             # Each turn and device has slots of its own; a state and a weight, where it has a parameter of its own.
             has_layer_axis = is_counted and use.levels[self._loop_depth].has_layer_axis
             shared = UseInputs(
@@ -199,7 +200,7 @@ class Interpreter:
             if primitives.is_outside_loop(node.eqn)
             else [{} for _ in bodies]
         )
-        flat_facts = [{i: _flatten_facts(origin) for i, origin in each.items()} for each in body_facts]
+        flat_facts = [{i: _flatten_facts(facts) for i, facts in each.items()} for each in body_facts]
         arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in flat_facts]
 
         def run(branch: int, inputs: Sequence[Any], more: Any, rows: Any) -> list[Any]:
@@ -209,20 +210,24 @@ class Interpreter:
             }
             pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
             merged = {key: UseInputs(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
-            keywords: Any = {
-                "forward": self.stats is not None,
-                "inner": is_loop,
-                "unrolled": is_unrolled,
-                "once": outside_loops,
-            }
-            inner = Interpreter(plan, inputs, merged, self._loop_depth + is_counted, inner_facts, **keywords)
+            inner = Interpreter(
+                plan,
+                inputs,
+                merged,
+                self._loop_depth + is_counted,
+                inner_facts,
+                collect_stats=self.stats is not None,
+                is_loop_body=is_loop,
+                is_unrolled=is_unrolled,
+                outside_loops=outside_loops,
+            )
             outputs, inner_stats = inner.run(), inner.stats or {}
             # Of a use in another branch nothing is seen: zeros, as slots are.
             return [*outputs, *(inner_stats.get((key, o), getattr(merged[key].slots, o)) for key, o in stat_keys)]
 
         is_loop = node.kind in ("scan", "while")
-        is_unrolled = on_cuda() and on_one_device() and primitives.is_unrolled(node.eqn, self.unrolled)
-        outside_loops = self.once and (is_unrolled or not is_loop)
+        is_unrolled = on_cuda() and on_one_device() and primitives.is_unrolled(node.eqn, self.is_unrolled)
+        outside_loops = self.outside_loops and (is_unrolled or not is_loop)
         stat_keys = [
             (key, o) for key in extra_xs for o in ("x", "w") if self.stats is not None and self._collects_stats(key, o)
         ]
@@ -236,15 +241,15 @@ class Interpreter:
         return results[: len(node.results)]
 
     def _collects_stats(self, key: Any, operand: str) -> bool:
-        return getattr(self.states[key].slots, operand) is not None
+        return getattr(self.use_inputs[key].slots, operand) is not None
 
     def _body_facts(self, body: Graph) -> dict[int, ArrayFacts]:
         """What is known of the inputs of a nested program, by their places."""
         found = {}
         for i, value in enumerate(body.inputs):
             source = canonical_value(value.enclosing_value) if value.enclosing_value is not None else value
-            if source in self.origins and body.is_rewritten:
-                found[i] = convert_facts(self.origins[source], source, value)
+            if source in self.facts and body.is_rewritten:
+                found[i] = convert_facts(self.facts[source], source, value)
         return found
 
 
@@ -257,7 +262,7 @@ def _flatten_facts(facts: ArrayFacts) -> tuple[Any, Callable[[Any], ArrayFacts]]
         saved, operands, number = arrays
         return ArrayFacts(
             None if recomputable is None else (recomputable[0], saved),
-            None if fused_output is None else fused_output.of(*operands),
+            None if fused_output is None else fused_output.with_arrays(*operands),
             None if scale is None else (scale[0], number),
         )
 

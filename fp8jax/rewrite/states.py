@@ -28,8 +28,8 @@ class LoopLevel(NamedTuple):
     """A loop or a mesh around a product.
 
     Attributes:
-        stacked: each turn has a weight of its own, and so a state.
-        times: how many turns or devices.
+        has_layer_axis: each turn has a weight of its own, and so a state.
+        size: how many turns or devices.
     """
 
     has_layer_axis: bool
@@ -73,11 +73,11 @@ class ParameterState(NamedTuple):
 
     Attributes:
         linear: the recipe that the state was made for.
-        stacked: the sizes of the leading axes.
+        layer_axes: the sizes of the leading axes.
         state: the state of their scaling, or None.
-        slot: fp32, (*stacked,); its cotangent is the largest magnitude of the gradients of all uses. None where the
-            gradient's scaling keeps no state.
-        weight: the parameter in codes, (*stacked, inputs, outputs), or None.
+        amax_slot: fp32, (*layer_axes,); its cotangent is the largest magnitude of the gradients of all uses. None where
+            the gradient's scaling keeps no state.
+        weight: the parameter in codes, (*layer_axes, inputs, outputs), or None.
     """
 
     linear: Linear
@@ -141,7 +141,7 @@ def _zero_slots(linear: Linear, axes: tuple[int, ...]) -> ScalingStats:
 
 
 def initial_state(linear: Linear, measured: ScalingState) -> ScalingState:
-    """The state that a caller holds at first: of a bound on a weight 0, until somebody gives one; see `Bound`."""
+    """The state that a caller holds at first: of a bound on a weight 0, until somebody gives one; see `WeightBound`."""
     if not linear.needs_weight_bounds:
         return measured
     assert measured.w is not None
@@ -149,7 +149,7 @@ def initial_state(linear: Linear, measured: ScalingState) -> ScalingState:
 
 
 def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
-    """The state of products with this weight, (*stacked, ...), before the first step."""
+    """The state of products with this weight, (*layer_axes, ...), before the first step."""
     init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, w.reshape(-1, w.shape[-1]))  # noqa: E731
     if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it otherwise than it is stored
         return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))  # type: ignore[no-any-return]
@@ -177,8 +177,8 @@ def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequen
 
     Args:
         linear: their recipe.
-        each: of each use, by operand.
-        shared: for each use which leading axes are turns or devices that share the state.
+        use_stats: of each use, by operand.
+        shared_axes: for each use which leading axes are turns or devices that share the state.
     """
     merged: Stats = {}
     for stats, is_shared in zip(use_stats, shared_axes, strict=True):
@@ -198,7 +198,7 @@ def merge_use_stats(
     """What was observed in the forward pass, by the paths of parameters.
 
     Args:
-        seen: by use and operand.
+        stats: by use and operand.
         uses: all of them, with their recipes.
     """
     stats_by_use: dict[tuple[str, int], Stats] = {}
@@ -347,7 +347,7 @@ def loop_levels(enclosing: Sequence[tuple[Node, Graph]], weight: Value | None) -
     """The loops and meshes around a product, outermost first.
 
     Args:
-        around: the nodes that it stands in, each with the body, outermost first.
+        enclosing: the nodes that it stands in, each with the body, outermost first.
         weight: the value that its parameter is stored in, in the innermost body.
     """
     levels = list[LoopLevel]()

@@ -22,7 +22,7 @@ _LIBRARY_PREFIXES = ("fp8jax", "jax", "jaxlib", "flax", "functools", "contextlib
 # So many gradients outside of a program may be the microbatches of one step.
 _MAX_MICROBATCHES = 16
 # What advances states: by the statistics of a step, or by the bounds of an optimizer.
-ADVANCE, BOUNDS = "advance_scaling", "set_weight_bounds"
+ADVANCE, BOUNDS = "advance_scaling", "update_weight_amax_bounds"
 
 
 class TrainingRecord:
@@ -30,8 +30,8 @@ class TrainingRecord:
 
     Attributes:
         ended: the calls that the model's optimizer makes in each update.
-        gradients: by call, how many gradients were taken outside of programs since it was last made.
-        last: by call, a weak reference to the trace of the last of them.
+        gradient_counts: by call, how many gradients were taken outside of programs since it was last made.
+        last_traces: by call, a weak reference to the trace of the last of them.
     """
 
     def __init__(self, ended: frozenset[str] = frozenset()) -> None:
@@ -125,7 +125,7 @@ def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
 
     Args:
         record: of the model.
-        seen: all observations of the model, before the state is advanced by them.
+        stats: all observations of the model, before the state is advanced by them.
     """
     outermost, _ = _outermost_trace()
     program = _programs.get(outermost) if hasattr(outermost, "frame") else None
@@ -147,7 +147,7 @@ _ADVICE = {
     ADVANCE: "without that call in each step, scales and thresholds keep their first values. Write {}, or take a "
     "recipe with current scaling",
     BOUNDS: "without that call after each update, every forward pass reads all weights to measure them. Write {}, with "
-    "fp8jax.track_weights last in the optimizer's chain, or take recipe 'fast', which needs neither",
+    "fp8jax.track_weight_amax last in the optimizer's chain, or take recipe 'fast', which needs neither",
 }
 # How states are advanced in each of the interfaces.
 _HOW_TO_ADVANCE = {
@@ -157,10 +157,13 @@ _HOW_TO_ADVANCE = {
     "written",
     (ADVANCE, "transform"): "states = fast.advance(states, observed), where fast is the transformed function and "
     "observed the gradient of its states",
-    (BOUNDS, "nnx"): "fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state)) after the "
-    "optimizer's update (fp8jax.nnx.Optimizer does so with fp8jax.optimizer of the recipe)",
-    (BOUNDS, "linen"): "scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state)) after the "
-    "optimizer's update",
+    (
+        BOUNDS,
+        "nnx",
+    ): "fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state)) after "
+    "the optimizer's update (fp8jax.nnx.Optimizer does so with fp8jax.optimizer of the recipe)",
+    (BOUNDS, "linen"): "scaling = fp8jax.linen.update_weight_amax_bounds(scaling, "
+    "fp8jax.get_weight_amax_bounds(opt_state)) after the optimizer's update",
 }
 _ADVANCE_CALLS = {
     "nnx": "fp8jax.nnx.{}",
@@ -211,8 +214,8 @@ def read_state(
 
 def _warn(layer: str, names: str, interface: str, call: str) -> None:
     warnings.warn(
-        f"{layer} with {names} scaling is trained in a program that never calls {_ADVANCE_CALLS[interface].format(call)}: "
-        f"{_ADVICE[call].format(_HOW_TO_ADVANCE[call, interface])}",
+        f"{layer} with {names} scaling is trained in a program that never calls "
+        f"{_ADVANCE_CALLS[interface].format(call)}: {_ADVICE[call].format(_HOW_TO_ADVANCE[call, interface])}",
         UserWarning,
         stacklevel=_user_stacklevel(),
     )

@@ -119,7 +119,7 @@ class Transformed:
             args, kwargs: of a call.
 
         Returns:
-            A `Comparison`; its `first` is the first operation that is further off, or None. Print it.
+            A `Comparison`; its `first_failure` is the first operation that is further off, or None. Print it.
 
         Raises:
             ValueError: as the call.
@@ -169,7 +169,7 @@ class Transformed:
 
         Args:
             states: of `init`.
-            bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the same parameters.
+            bounds: what `fp8jax.get_weight_amax_bounds` reads from the state of an optimizer of the same parameters.
 
         Raises:
             ValueError: the optimizer follows other parameters.
@@ -235,13 +235,13 @@ class Transformed:
         if any(entry.is_quantized for entry in entries.values()):
             missing_kernels.warn_if_missing()
 
-        def run(arrays: list[Any], use_inputs: Any, noting: bool) -> tuple[list[Any], Any]:
+        def run(arrays: list[Any], use_inputs: Any, collect_stats: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}
             use_inputs = with_complete_bounds(use_inputs, uses, weights)
-            interpreter = Interpreter(graph_schedule, arrays, use_inputs, collect_stats=noting)
+            interpreter = Interpreter(graph_schedule, arrays, use_inputs, collect_stats=collect_stats)
             return interpreter.run(), interpreter.stats
 
-        compiled = jax.jit(run, static_argnames="noting")
+        compiled = jax.jit(run, static_argnames="collect_stats")
         list_entries = lambda: unplanned.list_entries(graph, graph_schedule, self._rules, call_info, entries)  # noqa: E731
         plan_entries = tuple(entries.values())
         return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, list_entries, message, unquantized)
@@ -297,8 +297,8 @@ def _hint_closed_over_arrays(error: ValueError, consts: Sequence[Any]) -> None:
     matrix_shapes = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
     if matrix_shapes and "no product of data with a parameter" in str(error):
         error.add_note(
-            f"the function has {len(matrix_shapes)} matrices that it does not get as arguments, one of shape {matrix_shapes[0]}: what a "
-            "recipe may quantize is in the arguments of params=, by default the first one"
+            f"the function has {len(matrix_shapes)} matrices that it does not get as arguments, one of shape "
+            f"{matrix_shapes[0]}: what a recipe may quantize is in the arguments of params=, by default the first one"
         )
 
 
@@ -393,4 +393,4 @@ def filter_transform(fn: Callable, rules: Rules, *, params: int | str | Sequence
 
     Returns, raises: as `transform`. A setting that is not hashable raises TypeError.
     """
-    return _make_transformed(fn, rules, params, (), traced=_ARRAY_TYPES)
+    return _make_transformed(fn, rules, params, (), traced_types=_ARRAY_TYPES)

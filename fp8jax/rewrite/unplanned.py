@@ -46,7 +46,7 @@ class _Program:
     def __init__(
         self, graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, quantized_nodes: set[Node]
     ) -> None:
-        self.graph, self.schedule, self.rules, self.caller, self.taken = (
+        self.graph, self.schedule, self.rules, self.call_info, self.quantized_nodes = (
             graph,
             schedule,
             rules,
@@ -71,7 +71,7 @@ def list_entries(
         graph: the program, planned.
         schedule: what is run of it.
         rules: which recipe is whose.
-        caller: of the program.
+        call_info: of the program.
         entries: of the plan.
 
     Returns:
@@ -165,14 +165,14 @@ def _norm_consumers(program: _Program, value: Value) -> tuple[str, bool, bool, b
     path, is_modulated, is_read_by_recipe, is_known = "", False, False, False
     upstream = set(_upstream(value))
     for reader, operand in _downstream(program, value):
-        is_read_by_recipe |= reader in program.taken and reader.operation is not None
+        is_read_by_recipe |= reader in program.quantized_nodes and reader.operation is not None
         if reader.kind not in ("mul", "add", "sub", "div") or reader.operation is not None:
             continue
         is_known = is_known or norms.find(reader.results[0]) is not None
         for factor in (o for o in reader.operands if o is not operand and o not in upstream):
             weight = strip_layout(factor).weight
             if weight is not None:
-                path = path or program.caller.layer_paths(weight.path)[0]
+                path = path or program.call_info.layer_paths(weight.path)[0]
             elif reader.kind in ("mul", "div") and factor.is_data and not factor.is_closure_data:
                 is_modulated |= upstream.isdisjoint(_upstream(factor))  # else it is the norm itself
     return path, is_modulated and is_read_by_recipe, is_read_by_recipe, is_known
@@ -192,7 +192,7 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
         return None
     label, is_read_by_recipe = name if is_named else "relu" if is_relu else node.kind, False
     for reader, _ in _downstream(program, value):
-        is_read_by_recipe |= reader in program.taken and reader.operation is not None
+        is_read_by_recipe |= reader in program.quantized_nodes and reader.operation is not None
         if reader.results and reader.kind in ("mul", "div", "add") and reader.operation is None:
             form = activations.find(reader.results[0])
             if form is not None:
@@ -236,13 +236,13 @@ def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanE
 
 def _adapter_path(program: _Program, value: Value) -> str:
     """The path of the adapter's array that a value is, up to layouts and casts; "" of anything else."""
-    if not program.caller.adapter_paths:
+    if not program.call_info.adapter_paths:
         return ""
     value = strip_layout(value)
     while value.enclosing_value is not None:
         value = strip_layout(value.enclosing_value)
     inputs = program.graph.inputs
-    return program.caller.adapter_paths.get(inputs.index(value), "") if value in inputs else ""
+    return program.call_info.adapter_paths.get(inputs.index(value), "") if value in inputs else ""
 
 
 def _downstream(program: _Program, value: Value) -> Iterator[tuple[Node, Value]]:

@@ -56,7 +56,7 @@ def test_a_batch_that_a_loss_closes_over_is_data(loss, batch, same):
     p = P | {"table": normal(5, 9, WIDTH)}
     closed = fp8jax.transform(lambda p: loss(p, same(batch)), "coat")
     given = fp8jax.transform(lambda p, x: loss(p, same(x)), "coat")
-    kinds = lambda entries: [(e.path, e.kind, e.taken) for e in entries]  # noqa: E731
+    kinds = lambda entries: [(e.path, e.kind, e.is_quantized) for e in entries]  # noqa: E731
     assert kinds(closed.explain(p).entries) == kinds(given.explain(p, batch).entries)
     assert len(closed.explain(p).quantized) > 2
     if loss is scanned:  # it takes as long to compile as all others together

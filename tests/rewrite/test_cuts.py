@@ -38,7 +38,7 @@ def loss(fn):
 def test_results_and_gradients_have_the_bits_of_the_whole_product(recipe, monkeypatch):
     results = []
     for apart in (False, True):
-        monkeypatch.setattr(operations, "comes_apart", lambda *_, apart=apart: apart)
+        monkeypatch.setattr(operations, "should_split_output", lambda *_, apart=apart: apart)
         run = jax.value_and_grad(loss(fp8jax.transform(packed, recipe)), (0, 1))
         assert len(dots(run, P, X)) == (5 if apart else 3)
         results.append(jax.jit(run)(P, X))

@@ -24,7 +24,7 @@ SHAPES = fp8jax.recipes.for_shapes("te_current")
 
 @pytest.fixture
 def known(monkeypatch):
-    monkeypatch.setattr(cost_model, "table", lambda: (RATES,))
+    monkeypatch.setattr(cost_model, "load_rates", lambda: (RATES,))
 
 
 def layer(p, x):
@@ -51,7 +51,7 @@ def explained(recipe, dim, inner, tokens, kv=256):
 
 
 def taken(explanation):
-    return {entry.path for entry in explanation.quantized if entry.product}
+    return {entry.path for entry in explanation.quantized if entry.is_product}
 
 
 def test_what_is_small_is_left_in_16_bits_and_told(known):
@@ -291,7 +291,7 @@ def test_flax_models_decide_by_layer(known, recipe):
 def test_layers_that_are_left_advance_no_state(monkeypatch):
     """Square ones are left; the others' histories go on, and all weights are trained."""
     monkeypatch.setattr(
-        cost_model, "gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0
+        cost_model, "estimate_gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0
     )
     model = fp8jax.nnx.quantize(Block(32, nnx.Rngs(0)), fp8jax.recipes.for_shapes("te_delayed"))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)

@@ -43,7 +43,7 @@ def loss(fn):
 @pytest.mark.parametrize("on_a_gpu", [False, True])
 @pytest.mark.parametrize("fn", [apart, biased])
 def test_they_are_one_packed_projection(fn, on_a_gpu, monkeypatch):
-    monkeypatch.setattr(operations, "comes_apart", lambda *_: on_a_gpu)
+    monkeypatch.setattr(operations, "should_split_output", lambda *_: on_a_gpu)
     params = P | (B if fn is biased else {})
     by_hand = lambda p, x: fp8jax.transform(whole, "te_current")(pack(p), x)  # noqa: E731
     whole = lambda p, x: mixed(*jnp.split(_dense(p, x), (128, 384), -1), x)  # noqa: E731
@@ -116,5 +116,5 @@ def test_on_explicit_axes_they_stay_apart_and_explain_says_so():
 
 @pytest.mark.parametrize("name", ["fast", "deepseek", "te_delayed", "int8_block", "bf16"])
 def test_recipes_without_one_scale_a_tensor_are_refused(name):
-    with pytest.raises(ValueError, match=r"linear\.joins needs current scaling and one scale a tensor"):
+    with pytest.raises(ValueError, match=r"linear\.fuse_parallel_matmuls needs current scaling and one scale a tensor"):
         joining(name)

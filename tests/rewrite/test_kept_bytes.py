@@ -92,7 +92,7 @@ def test_what_is_kept_in_any_case_or_made_again_has_no_bytes(fn, context):
 def test_bytes_in_loops_count_each_turn_and_none_is_told_under_a_checkpoint():
     layers = jax.tree.map(lambda w: jnp.stack([w] * 3), P)
     one, all_of = (fp8jax.transform(fn, "coat") for fn in (mlp, stacked))
-    bytes_of = lambda fast, p: [e.bytes for e in fast.explain(p, X).quantized]  # noqa: E731
+    bytes_of = lambda fast, p: [e.residual_bytes for e in fast.explain(p, X).quantized]  # noqa: E731
     assert bytes_of(all_of, layers) == [3 * n for n in bytes_of(one, P)]
     assert sum(bytes_of(all_of, layers)) == kept_codes(all_of, layers)
     twice = jax.tree.map(lambda w: jnp.stack([w] * 2), layers)
@@ -113,14 +113,14 @@ def test_bytes_of_a_model_are_in_its_report():
 def test_sentences_add_up_what_a_plan_says_of_its_parts():
     """Of made-up parts: bytes, gains by how often each runs, and which lose, the first six of them by name."""
     made = functools.partial(
-        PlanEntry, kind="dot_general", shape=(64, 96), reason="", line="", product=True, rates="an H100"
+        PlanEntry, kind="dot_general", shape=(64, 96), reason="", line="", is_product=True, rates_device="an H100"
     )
     taken = LayerChoice(fp8jax.recipes.te_current().linear, "")
     parts = [
-        made("a", choice=taken, bytes=1536, gain=1e-3, times=3, again=True),
-        made("b", choice=taken, bytes=1023, gain=-2e-4, loses=True, tokens=512),
-        made("norm", choice=None, bytes=1, product=False, rates=""),
-        made("head", choice=None, again=True),
+        made("a", choice=taken, residual_bytes=1536, gain=1e-3, runs_per_step=3, is_rematerialized=True),
+        made("b", choice=taken, residual_bytes=1023, gain=-2e-4, is_slower=True, tokens=512),
+        made("norm", choice=None, residual_bytes=1, is_product=False, rates_device=""),
+        made("head", choice=None, is_rematerialized=True),
     ]
     told = explanation.residual_bytes_note(parts)
     own = "; what is not listed keeps its own"

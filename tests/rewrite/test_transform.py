@@ -600,26 +600,26 @@ class Pointwise:
     linear: object
     data: object
     weight: object
-    root: object
+    canonical_data: object
 
     @classmethod
-    def takes(cls, node, side):
+    def supports(cls, node, side):
         plain = node.eqn.params["dimension_numbers"] == lax.ConvDimensionNumbers(
             (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)
         )
         return side == 1 and plain and node.operands[1].shape[:2] == (1, 1)
 
     @classmethod
-    def put(cls, p):
+    def replace_product(cls, p):
         p.node.operands = [p.data, p.weight.stored]
         p.node.operation = cls(p.choice.linear, p.data, p.weight.stored, p.data)
 
     @property
-    def inputs(self):
+    def num_inputs(self):
         return self.data.shape[-1]
 
-    def run(self, running, node):
-        x, w = running.array(self.data), running.array(self.weight)
+    def run(self, interpreter, node):
+        x, w = interpreter.array(self.data), interpreter.array(self.weight)
         return [fp8jax.linear(x, w[0, 0], recipe=self.linear)]
 
 
