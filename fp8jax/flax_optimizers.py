@@ -30,8 +30,8 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
         fp8jax.nnx.end_step(model, grads, optimizer.opt_state)
 
     Histories and thresholds advance by the observations of the step (`advance_scaling`). Weights of automatic scaling
-    get the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without such bounds each call measures them,
-    or `fp8jax.nnx.reset_weight_amax_bounds` does so once.
+    get the bounds of an optimizer that tracks them (`update_weight_amax_bounds`). Without such bounds each call
+    measures them, or `fp8jax.nnx.reset_weight_amax_bounds` does so once.
 
     `fp8jax.nnx.Optimizer` calls this function in its `update`. Layers that were not called since the last step keep
     their state, and models of recipes without a state do not change.
@@ -154,7 +154,8 @@ class FusedOptimizer(nnx.Optimizer):
         Args:
             model: the module that the optimizer was made of.
             grads: gradients of the variables in `wrt`, and maybe of others, as of `GradientStatistic`.
-            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its `update`.
+            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its
+                `update`.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
@@ -216,7 +217,8 @@ class FusedTrainState(train_state.TrainState):
 
         Args:
             grads: gradients, a tree as `params`.
-            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its `update`.
+            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its
+                `update`.
             statistics: gradients of the collection "fp8jax_statistics", where the recipe observes gradients.
             field_updates: fields that get new values, such as `scaling` as `apply` has written it.
 

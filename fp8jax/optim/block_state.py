@@ -1,4 +1,4 @@
-"""`FusedBlockState`: parameters with their optimizer state, in arrays that a backward pass can hand out as cotangents."""
+"""`FusedBlockState`: parameters and their optimizer state, in arrays that a backward pass returns as cotangents."""
 
 import dataclasses
 import functools
@@ -73,9 +73,9 @@ class FusedBlockState:
     ) -> "FusedBlockState":
         """These as the next step takes them, its gradients clipped by the global norm.
 
-        By `norm` that is exact. By `previous_norm` each block, or each stacked layer, may have the share of `max_norm` that it
-        had of the norm of the step before: where its norm doubles, that of all is taken to have doubled. One that had
-        no gradients then, as none has before the first step, may have all of `max_norm`.
+        By `norm` that is exact. By `previous_norm` each block, or each stacked layer, may have the share of `max_norm`
+        that it had of the norm of the step before: where its norm doubles, that of all is taken to have doubled. One
+        that had no gradients then, as none has before the first step, may have all of `max_norm`.
 
         Args:
             max_norm: largest global norm, positive.

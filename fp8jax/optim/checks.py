@@ -35,7 +35,7 @@ def check_number(name: str, argument: Any, low: float = -np.inf, high: float = n
 
 
 def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
-    """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; errors as of `check_number`.
+    """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; raises as `check_number`.
 
     In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
     """
@@ -92,8 +92,8 @@ def check_gradients(grads: Any, moment_tree: Any) -> None:
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
         if grad is None:
             raise ValueError(
-                f"the gradient of {_param_name(path)} is None, but it has moments: give zeros, or leave the parameter out "
-                "with optax.masked or optax.partition"
+                f"the gradient of {_param_name(path)} is None, but it has moments: give zeros, or leave the parameter "
+                "out with optax.masked or optax.partition"
             )
         if grad.shape != moment.shape:
             raise ValueError(
@@ -122,8 +122,8 @@ def check_storage(
         expected = "float32"
     if isinstance(x, QTensor) and isinstance(storage, QuantSpec) and x.spec.expand != storage.expand:
         raise ValueError(
-            f"{name} of {_param_name(path)} is stored with expand={x.spec.expand!r}, but this optimizer has {storage.expand!r}; "
-            "fp8jax.convert_state(state, tx, params) converts a state"
+            f"{name} of {_param_name(path)} is stored with expand={x.spec.expand!r}, but this optimizer has "
+            f"{storage.expand!r}; fp8jax.convert_state(state, tx, params) converts a state"
         )
     found = x.storage_key if isinstance(x, QTensor) else str(x.dtype)
     if found != expected:

@@ -55,9 +55,9 @@ def compress_state(
     shape. Counts, hyperparameters and Adafactor's factored rows and columns are none, and stay as they are. A moment
     goes by the path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu". The names in
     which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise,
-    and sums and maxima (`MONOTONE_ACCUMULATORS`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them or hold them,
-    as are the averages of Adadelta, each of which is made of the other, errors with it; any other has to be in
-    `moments`. What is not a first moment by its name never decodes to zero where it is not.
+    and sums and maxima (`MONOTONE_ACCUMULATORS`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them
+    or hold them, as are the averages of Adadelta, each of which is made of the other, errors with it; any other has to
+    be in `moments`. What is not a first moment by its name never decodes to zero where it is not.
 
     Args:
         tx: the transformation, such as `optax.lion(1e-4)`.

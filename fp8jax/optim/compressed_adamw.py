@@ -179,8 +179,8 @@ def compressed_adamw(
             fp32 parameters beside them are their own masters.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.record_choices` tells which a parameter gets, and why. JAX takes no kernels in a jitted
-            program on a GPU whose arrays lie on two automatic meshes: "xla" there.
+            run. `fp8jax.ops.dispatch.choice.record_choices` tells which a parameter gets, and why. JAX takes no kernels
+            in a jitted program on a GPU whose arrays lie on two automatic meshes: "xla" there.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
@@ -287,8 +287,8 @@ def compressed_adamw(
             raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
         if max_direction is not None and master_format is not None and master_format.is_stochastic:
             raise ValueError(
-                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; take "
-                "bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
+                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
+                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
             )
         return apply_adamw(
             adamw.step, grads, state, params, key=key,
@@ -314,7 +314,7 @@ def _make_adam(
     mu_dtype: Any,
     master: Master | None = None,
 ) -> tuple[Callable, Callable]:
-    """Checks the arguments; returns `init(params)`, and `update_moments`, which runs a form of the step and counts it."""
+    """Checks the arguments; returns `init(params)` and `update_moments`, which runs a form of the step and counts it."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
         checks.check_adam_constant(name, value, high)
     static_group_size, static_min_size = (
@@ -371,8 +371,8 @@ def _make_adam(
     ) -> tuple[Any, CompressedAdamState]:
         if max_direction is not None and nesterov:
             raise ValueError(
-                "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain fp8jax.track_weights() "
-                "without a limit behind this optimizer, which measures updates"
+                "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain "
+                "fp8jax.track_weight_amax() without a limit behind this optimizer, which measures updates"
             )
         checks.check_state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
         remainder = getattr(state, "remainder", None)

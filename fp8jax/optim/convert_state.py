@@ -26,10 +26,10 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     Wrappers around them (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is
     taken over. Between any transformation and the same one in `compress_state`, too.
 
-    `fp8lm_adamw` makes master weights in fp16 of the parameters, and from it `params_from_master(state, jnp.float32)` gives
-    parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_master_weights` gives the high
-    parts that are `params`, and the remainders, which `optax.tree.set(state, remainder=remainder)` puts in the place of
-    zeros; from them, `fp8jax.master_weights(state, params)` gives the parameters in fp32.
+    `fp8lm_adamw` makes master weights in fp16 of the parameters, and from it `params_from_master(state, jnp.float32)`
+    gives parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_master_weights` gives
+    the high parts that are `params`, and the remainders, which `optax.tree.set(state, remainder=remainder)` puts in the
+    place of zeros; from them, `fp8jax.master_weights(state, params)` gives the parameters in fp32.
 
     Args:
         state: of the optimizer so far.
@@ -88,9 +88,9 @@ def _convert_adams(old: Any, new: Any) -> Any:
     num_new_adams = sum(map(_is_adam, _iter_namedtuples(new)))
     if len(adams) != num_new_adams or not adams:
         raise ValueError(
-            f"the old state has {len(adams)} parts with {', '.join(_ADAM_FIELDS)}, as optax.adamw and those of fp8jax have "
-            f"one, and the new state has {num_new_adams}: only between as many, or to compress_state of the same, is one made "
-            "of the other"
+            f"the old state has {len(adams)} parts with {', '.join(_ADAM_FIELDS)}, as optax.adamw and those of fp8jax "
+            f"have one, and the new state has {num_new_adams}: only between as many, or to compress_state of the same, "
+            "is one made of the other"
         )
     count, remaining_adams = adams[0].count, iter(adams)
 

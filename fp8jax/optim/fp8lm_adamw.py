@@ -24,8 +24,8 @@ ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
 NO_LAYER_AXES = np.int32(0)
 _NO_CLIP_MESSAGE = (
-    "fp8lm_adamw cuts no directions, so that fp8jax.with_weight_bounds cannot follow it: chain fp8jax.track_weight_amax() behind it, "
-    "which measures updates"
+    "fp8lm_adamw cuts no directions, so that fp8jax.with_weight_bounds cannot follow it: chain "
+    "fp8jax.track_weight_amax() behind it, which measures updates"
 )
 
 
@@ -106,16 +106,17 @@ def fp8lm_adamw(
     right what rounding does to it; after `step` it is their value in its dtype, bit for bit. Where it is no rounding of
     its master weight, somebody has changed it, and it is taken in its place: parameters may be loaded, projected or
     averaged between steps, and what follows in a chain may change updates. Who keeps no copy between steps makes it of
-    the state, `params_from_master(state)`. While gradients are computed they exist in the dtype of the copy; accumulated over
-    microbatches, in fp32.
+    the state, `params_from_master(state)`. While gradients are computed they exist in the dtype of the copy;
+    accumulated over microbatches, in fp32.
 
-    Gradients may be arrays, or a `QTensor` each, as `fp8jax.dist.all_reduce_gradients(..., dequantize=False)` leaves them.
-    `optax.clip_by_global_norm` would take such codes for gradients: take `fp8jax.with_clipping` or
+    Gradients may be arrays, or a `QTensor` each, as `fp8jax.dist.all_reduce_gradients(..., dequantize=False)` leaves
+    them. `optax.clip_by_global_norm` would take such codes for gradients: take `fp8jax.with_clipping` or
     `fp8jax.clip_by_global_norm`.
 
     A second moment that is not zero never becomes zero, and a first moment does before it: where rounding to nearest
-    would undo a decay, up or down is by noise that all elements share (`fp8jax.core.noise.decay_dither`). So a weight without
-    a gradient stands still. A finite gradient beyond 1.8e19 has an infinite second moment, as in optax, and it alone.
+    would undo a decay, up or down is by noise that all elements share (`fp8jax.core.noise.decay_dither`). So a weight
+    without a gradient stands still. A finite gradient beyond 1.8e19 has an infinite second moment, as in optax, and it
+    alone.
 
     One fp16 step of a weight is 0.05 to 0.1 %: to nearest, changes under half of that are lost, which the paper
     accepts; stochastically they are kept on average. With `master` the parameters that the caller holds are the master
@@ -143,9 +144,9 @@ def fp8lm_adamw(
             "bf16+int8", "bf16+int16", "fp16+int8" and "fp16+int16": the parameters, as of `compressed_adamw`.
         master_rounding: how master weights in fp16 are rounded, "nearest" or "stochastic", with noise from the step's
             number, the parameter's path and the element's position.
-        layer_axes: how many leading axes of a parameter stack layers, each of which has scales of its own: an integer, a
-            tree of them that is a prefix of the parameters, or a function of the parameters that gives one. Groups are
-            of one layer anyway.
+        layer_axes: how many leading axes of a parameter stack layers, each of which has scales of its own: an integer,
+            a tree of them that is a prefix of the parameters, or a function of the parameters that gives one. Groups
+            are of one layer anyway.
         group_size: elements along the last axis that share a scale, such as 128; None for one scale a layer, the
             paper's. A parameter whose scales would take 10 % of its codes keeps all three in fp32.
         min_size: parameters of fewer elements keep all three in fp32, with `master` both moments.
@@ -153,9 +154,9 @@ def fp8lm_adamw(
             JAX takes no kernels in a jitted program on a GPU whose arrays lie on two automatic meshes: "xla" there.
 
     Returns:
-        A transformation with state `FP8LMState`, with `master` `FP8LMRemainderState`, and `step(grads, state, params) ->
-        (params, state)`, which replaces the parameters. Updates have the dtype of the parameters; of bf16 and fp16 ones
-        with `master` they are fp32, and nothing may change them before they are added, as of `compressed_adamw`.
+        A transformation with state `FP8LMState`, with `master` `FP8LMRemainderState`, and `step(grads, state, params)
+        -> (params, state)`, which replaces the parameters. Updates have the dtype of the parameters; of bf16 and fp16
+        ones with `master` they are fp32, and nothing may change them before they are added, as of `compressed_adamw`.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its

@@ -69,7 +69,7 @@ class FusedBackwardBlock:
     def restore(
         self, params: Any, state: Any, name: str = "", *, has_layer_axis: bool = False, squares: ArrayLike = 0.0
     ) -> FusedBlockState:
-        """Parameters with a state that there is, as `FusedBlockState.state` gives it, or steps outside of a block made it.
+        """Parameters with a state, as `FusedBlockState.state` gives it, or steps outside of a block made it.
 
         Args:
             params, name, has_layer_axis: as of `init`.
@@ -100,7 +100,8 @@ class FusedBackwardBlock:
         """
         if block_state.num_layers is not None:
             raise ValueError(
-                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call scan(block_state, x, ...)"
+                f"{block_state.name or 'the parameters'} stack {block_state.num_layers} layers: call "
+                "scan(block_state, x, ...)"
             )
         return self._call_block(block_state, inputs)
 
@@ -290,9 +291,9 @@ def fused_backward(
     included, but for the last bits of fp32 that XLA computes otherwise in another program.
 
     What belongs to all gradients at once cannot be done where only one block's are known. A step is taken whatever the
-    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `FusedBlockState.with_clipping`
-    with that of the step before (`grad_norm_from_states` of its updates), of which each block has its share, or with
-    that of `compute_grad_norm`, another backward pass.
+    loss, so none is skipped for NaN. For clipping by the global norm there are two ways:
+    `FusedBlockState.with_clipping` with that of the step before (`grad_norm_from_states` of its updates), of which each
+    block has its share, or with that of `compute_grad_norm`, another backward pass.
     Gradients of microbatches cannot be summed: `value_and_step` in a loop over them takes a step for each.
 
     Args:
@@ -305,10 +306,12 @@ def fused_backward(
             `master` of `tx` needs no key.
 
     Returns:
-        A `FusedBackwardBlock`: `.init`, then `(block_state, x, ...)`, or `.scan(block_state, x, ...)` for stacked layers.
+        A `FusedBackwardBlock`: `.init`, then `(block_state, x, ...)`, or `.scan(block_state, x, ...)` for stacked
+        layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.with_clipping` or `with_weight_bounds`.
+        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.with_clipping` or
+            `with_weight_bounds`.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -326,8 +329,8 @@ def fused_backward(
     """
     if not isinstance(tx, FusedTransformation) or "tree_slice" not in inspect.signature(tx.step).parameters:
         raise TypeError(
-            "fused_backward takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and with "
-            "track_weight_bounds=False where the recipe scales weights automatically: their step knows parts of all parameters, "
-            f"not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or with_weight_bounds"
+            "fused_backward takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and "
+            "with track_weight_bounds=False where the recipe scales weights automatically: their step knows parts of "
+            f"all parameters, not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or with_weight_bounds"
         )
     return FusedBackwardBlock(block, tx, key)

@@ -112,7 +112,8 @@ def _check_any_high(params: Any, master: Master) -> None:
             else "params.astype of that dtype"
         )
         raise ValueError(
-            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, and all are in float32: give {fix}"
+            f"master {master.name!r} keeps parameters in {master.param_format.dtype}, and all are in float32: give "
+            f"{fix}"
         )
 
 

@@ -23,7 +23,7 @@ _CLIP_MARGIN = 1.0005
 def max_adam_step(
     learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
 ) -> "MaxAdamStep":
-    r"""What one step of Adam or AdamW can move a weight by, whatever the gradients were: a limit for `track_weight_amax`.
+    r"""What one step of Adam or AdamW can move a weight by, whatever the gradients: a limit for `track_weight_amax`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the inequality of
     Cauchy and Schwarz gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). So a step is at most lr times

@@ -15,7 +15,7 @@ from fp8jax.optim.fused_backward import FusedBlockState, sum_of_squares
 def value_and_step(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`; but arguments that hold `FusedBlockState` come back with new parameters and moments there.
+    """As `jax.value_and_grad`; but each `FusedBlockState` in the arguments comes back with new parameters and moments.
 
     Args:
         fn: a function with a scalar result, or with `has_aux` a pair of it and anything.
@@ -27,7 +27,8 @@ def value_and_step(
         would have been added to one another.
 
     Raises:
-        ValueError: from a call: a `FusedBlockState` is not used by `fn`, or is in an argument that is not differentiated.
+        ValueError: from a call: a `FusedBlockState` is not used by `fn`, or is in an argument that is not
+            differentiated.
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -56,7 +57,8 @@ def value_and_step(
         unused_states = [block_state for i, block_state in enumerate(old_states) if i not in used_numbers]
         if unused_states:
             raise ValueError(
-                f"{_describe_params(unused_states[0])} are held, but the function does not use them: give their block to it"
+                f"{_describe_params(unused_states[0])} are held, but the function does not use them: give their block "
+                "to it"
             )
         is_valid = functools.reduce(
             jnp.logical_and, [block_state.uses == 1 for block_state in new_states], jnp.bool_(True)

@@ -43,7 +43,8 @@ def track_weight_amax(
 
         limit = fp8jax.max_adam_step(lr, b2=0.95, weight_decay=0.1)
         tx = optax.chain(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), fp8jax.track_weight_amax(limit=limit))
-        fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(optimizer.opt_state))  # after each update
+        bounds = fp8jax.get_weight_amax_bounds(optimizer.opt_state)
+        fp8jax.nnx.update_weight_amax_bounds(model, bounds)  # after each update
 
     A weight of magnitude at most B, to which at most M is added, has at most B + M; every `interval` steps B is
     measured. The measuring is a branch of one `jax.lax.cond`: the only reduction over weights. Sums are rounded as
@@ -52,14 +53,14 @@ def track_weight_amax(
     M is, without a limit, the largest magnitude of the updates: right for any optimizer, schedule, mask or clipping, at
     the cost of a reduction over the updates, 2 or 4 bytes a parameter unless XLA fuses it with what makes or adds them.
     With a limit, M comes from that, and updates beyond it are cut to it, element by element, in the pass that adds
-    them: no reduction. `max_adam_step` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments in
-    8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured: they
+    them: no reduction. `max_adam_step` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments
+    in 8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured: they
     are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
     group may have a tracker, with its own limit.
 
-    Parameters must only change by these updates. Where others are loaded, call `reset_weight_amax_bounds`, and that of the
-    model, such as `fp8jax.nnx.reset_weight_amax_bounds`; where the parameters come back as they were (a checkpoint of both),
-    nothing. Not for `compressed_adamw(...).step`, which applies itself:
+    Parameters must only change by these updates. Where others are loaded, call `reset_weight_amax_bounds`, and that of
+    the model, such as `fp8jax.nnx.reset_weight_amax_bounds`; where the parameters come back as they were (a checkpoint
+    of both), nothing. Not for `compressed_adamw(...).step`, which applies itself:
     `with_weight_bounds` is for that.
 
     Args:
@@ -88,11 +89,12 @@ def with_weight_bounds(
     """A fused AdamW that follows how large weights can have become, as `track_weight_amax` does behind a chain.
 
         limit = fp8jax.max_adam_step(lr, b2=0.95, weight_decay=0.1)
-        tx = fp8jax.with_clipping(1.0, fp8jax.with_weight_bounds(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit))
+        tx = fp8jax.with_weight_bounds(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit)
+        tx = fp8jax.with_clipping(1.0, tx)
 
-    `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has lost the `step` of
-    `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates parameters and
-    moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and its
+    `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has lost the `step`
+    of `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates parameters
+    and moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and its
     bounds are those of `step`.
 
     Args:
@@ -165,7 +167,7 @@ def with_weight_bounds(
 
 
 def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
-    """`init` and `update` of `track_weight_amax`, and `advance_bounds`, which advances bounds where a step keeps to the limit."""
+    """`init` and `update` of `track_weight_amax`, and `advance_bounds`, for a step that keeps to the limit."""
     if not interval >= 1 or interval // 1 != interval:
         raise ValueError(f"interval must be a positive number of steps, not {interval}")
     automatic = Automatic(int(interval))
@@ -188,7 +190,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         max_change: Callable[[int, Array], Array],
         margins: Sequence[MasterRoundingMargin | None] | None = None,
     ) -> WeightBounds:
-        """The state after a step that moved the elements of weight i, or its master's, by `max_change(i, bound)` at most."""
+        """The state after a step that moved elements of weight i, or its master's, by `max_change(i, bound)` at most."""
         all_bounds = tree.flatten_up_to(state.bounds)
         tracked_indices = [i for i, p in enumerate(weights) if _is_tracked(p)]
         bounds, margin_list = [all_bounds[i] for i in tracked_indices], margins or [None] * len(weights)
@@ -267,7 +269,7 @@ def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], A
 
 
 def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
-    """`get_weight_amax_bounds` of any optimizer: none of one that trains no matrices, and None where there is no tracker."""
+    """`get_weight_amax_bounds` of any optimizer: empty if it trains no matrices, and None where there is no tracker."""
     trackers, bounds = _find_trackers(opt_state), dict[tuple[str, ...], Array]()
     for state in trackers:
         new_bounds = _flatten_by_path(state.bounds)

@@ -212,8 +212,8 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
 
     Args:
         impl: "auto", "xla" or "triton".
-        unsupported_reason: says why the kernel cannot take the operands, or None; not asked where programs run on no CUDA GPU,
-            unless `impl` is "triton".
+        unsupported_reason: says why the kernel cannot take the operands, or None; not asked where programs run on no
+            CUDA GPU, unless `impl` is "triton".
         kernel: what the kernel is called.
 
     Raises:
@@ -235,8 +235,8 @@ def by_platform(
 ) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`.
 
-    With `hide_explicit_axes` the reference knows nothing of Explicit axes. Both are traced once for all calls that are alike, as
-    those of a model's blocks are.
+    With `hide_explicit_axes` the reference knows nothing of Explicit axes. Both are traced once for all calls that are
+    alike, as those of a model's blocks are.
     """
     return trace_cache.call_traced_once(functools.partial(_by_platform, cuda, default, hide_explicit_axes), *args)
 

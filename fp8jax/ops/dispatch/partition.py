@@ -113,7 +113,8 @@ def run_partitioned(
         name: of the program.
         static: all else that `function` is compiled for; with the name and the code it tells kernels apart in JAX's
             persistent cache, so its `repr` must say it all.
-        function: `function(sharding, *operands)`, which closes over no array; `sharding` sums and compares over devices.
+        function: `function(sharding, *operands)`, which closes over no array; `sharding` sums and compares over
+            devices.
         operands: arrays, trees of them, or None.
         ins: for each operand how it may be cut, in the notation of this file; of a tree, for each of its parts.
         outs: the same of what `function` returns.

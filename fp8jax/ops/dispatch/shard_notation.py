@@ -34,7 +34,8 @@ class DimSharding(NamedTuple):
 
     Attributes:
         axes: the mesh axes of each dimension that is cut.
-        scatter_axes: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
+        scatter_axes: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that
+            (FSDP).
     """
 
     axes: dict[str, tuple[str, ...]]

@@ -35,7 +35,8 @@ def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
     called as it is.
 
     Args:
-        function: of arrays alone; what it is traced in, such as a mesh and `fp8jax.ops.dispatch.choice.target`, JAX tells apart.
+        function: of arrays alone; what it is traced in, such as a mesh and `fp8jax.ops.dispatch.choice.target`, JAX
+            tells apart.
         args: trees of arrays.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):

@@ -297,7 +297,7 @@ def _describe_cotangents(
 def _run_sharded(
     loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
 ) -> Any:
-    """`function(sharding, *operands)` of a device's tokens and vocabulary; operations of linear layers cut themselves."""
+    """`function(sharding, *operands)` of a device's tokens and vocabulary; operations of linear layers cut operands."""
     if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
         return function(UNSHARDED, x, w, bias, *other_operands)
     weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]

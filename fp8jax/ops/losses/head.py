@@ -1,7 +1,8 @@
 """The products of an output head: logits, and from their cotangents the gradients of what it reads and of its weight.
 
-A head whose operands have one scale each (`quantize_head`) is quantized once for all tokens, whatever they are cut into, and
-the cotangents of its logits need no pass for their largest magnitude: softmax less the label's 1 is at most 1.
+A head whose operands have one scale each (`quantize_head`) is quantized once for all tokens, whatever they are cut
+into, and the cotangents of its logits need no pass for their largest magnitude: softmax less the label's 1 is at most
+one.
 """
 
 import functools
@@ -123,8 +124,11 @@ CODES_DIMS = (("v -", "- -"), ("- v", "- -"), "", "")
 
 
 def has_codes(linear_recipe: Linear | None) -> bool:
-    """Whether a recipe's head is a `QuantizedHead`: FP8 with one scale an operand, rounded to nearest, the same codes in
-    both products of what the head reads and of its weight."""
+    """Whether a recipe's head is a `QuantizedHead`.
+
+    It is for FP8 with one scale an operand, rounded to nearest, and the same codes in both products of what the head
+    reads and of its weight.
+    """
     if linear_recipe is None:
         return False
     specs = [linear_recipe.spec(operand) for operand in ("x", "w", "dy", "dy_wgrad")]
@@ -204,7 +208,7 @@ def max_logit_cotangent(vocabulary: int | Array, softcap: float | None, z_loss: 
 
 
 def bound_excess(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
-    """How many times as large as `max_logit_cotangent` cotangents may be, of tokens of these lse, not capped; fp32, at least 1."""
+    """How many times as large as `max_logit_cotangent` cotangents of tokens of these lse, not capped, may be; fp32 >= 1."""
     factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
     return jnp.maximum(jnp.max(factors, initial=1.0) / max_logit_cotangent(vocabulary, None, z_loss), 1.0)
 

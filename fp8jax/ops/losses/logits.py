@@ -30,7 +30,9 @@ class Logits(NamedTuple):
 
 
 class LogitCotangentFacts(NamedTuple):
-    """What cotangents of logits z are: weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight).
+    """What cotangents of logits z are.
+
+    weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight)
 
     Attributes:
         lse, weights: fp32 (tokens,). Where the weight is 0, so are cotangents.

@@ -39,8 +39,8 @@ def glu(
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_down_proj` is it with the layer
-    that reads it, which keeps less.
+    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_down_proj` is it with the
+    layer that reads it, which keeps less.
 
     Args:
         gate: (..., channels), any floating dtype.
@@ -287,9 +287,8 @@ def activate(
     if operation is None:
         assert context.spec is not None
         residual_arrays = barrier_gate, u, None if omits_activated else activated
-        residuals = ActivationResiduals(
-            *(None if x is None else quantize_residual(x, context.spec) for x in residual_arrays)
-        )  # type: ignore[arg-type]
+        quantized: Any = (None if x is None else quantize_residual(x, context.spec) for x in residual_arrays)
+        residuals = ActivationResiduals(*quantized)
         if out_spec is not None and not out_spec.is_folded:
             matrix = fused_outputs.to_matrix(y)
             scale = _scale_from_sample(out_spec, scaling.compute_sample_amax(matrix), scaling.compute_amax(matrix))

@@ -258,7 +258,8 @@ class ResultBound(NamedTuple):
 
     Attributes:
         max_magnitude: the bound, an fp32 scalar.
-        outlier_ratio: how far the largest scale is above OUTLIER_FACTOR times the geometric mean of the others, fp32, at least 1.
+        outlier_ratio: how far the largest scale is above OUTLIER_FACTOR times the geometric mean of the others, fp32,
+            at least 1.
         spec: how the result is quantized.
     """
 

@@ -6,7 +6,7 @@ section 5.2 and appendix D).
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax import Array

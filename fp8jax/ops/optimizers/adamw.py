@@ -1,7 +1,8 @@
 """AdamW's step for parameters whose moments may be stored in 8 bits: decode, update in fp32, encode.
 
-`adam_direction` is the reference in plain JAX. `step` and `update` run the fused kernel of `pallas_kernels/optimizers/adamw_triton.py`
-for quantized moments where it can run, and the reference for everything else.
+`adam_direction` is the reference in plain JAX. `step` and `update` run the fused kernel of
+`pallas_kernels/optimizers/adamw_triton.py` for quantized moments where it can run, and the reference for everything
+else.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ class TreeSlice(NamedTuple):
         return "/".join(filter(None, (self.name, jax.tree_util.keystr(key_path, simple=True, separator="/"))))
 
     def preceding_blocks(self, leaf: AdamLeaf) -> Array | None:
-        """How many eights of elements of the stack come before a layer's second moment; errors as of `_counter_blocks`."""
+        """How many eights of elements of the stack come before a layer's second moment; raises as `_counter_blocks`."""
         if leaf.nu_noise is None:
             return None
         last = leaf.grad.shape[-1] if leaf.grad.ndim else 1
@@ -67,8 +68,8 @@ class TreeSlice(NamedTuple):
             return None
         if size % 8:
             raise ValueError(
-                f"a stacked parameter with layers of shape {shape} has {quantity} that are rounded stochastically, with "
-                f"noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
+                f"a stacked parameter with layers of shape {shape} has {quantity} that are rounded stochastically, "
+                f"with noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
             )
         return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
 
@@ -201,8 +202,8 @@ def store(
         values: a moment.
         like: as it was stored before.
         seed: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
-        dither: of a first moment to nearest: it reaches zero where nothing is added to it (`fp8jax.core.noise.decay_dither`),
-            before a second moment that goes on falling makes steps of what is left.
+        dither: of a first moment to nearest: it reaches zero where nothing is added to it
+            (`fp8jax.core.noise.decay_dither`), before a second moment that goes on falling makes steps of what is left.
         row_length: of bf16 that is rounded stochastically, what its rows count as for the noise; None is their length.
     """
     if not isinstance(like, QTensor):
@@ -337,7 +338,7 @@ def _fused(
 
 
 def _with_varying_axes(adam: Adam, step_fn: Any) -> Any:
-    """`step_fn`, each result of which varies over the mesh axes of what it depends on: parameters may differ in theirs."""
+    """`step_fn`, whose results each vary over the mesh axes of what they depend on: parameters may differ in theirs."""
 
     def call(leaves: Sequence[AdamLeaf]) -> Any:
         scalars, decays = list(vars(adam).values()), (adam.b1, adam.b2)

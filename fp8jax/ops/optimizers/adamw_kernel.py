@@ -128,7 +128,7 @@ class ShardStride(NamedTuple):
 
 
 def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
-    """What the kernel is told of a step, fp32, for parameters that decay or not, whose first moment is dithered or not."""
+    """The scalars of a step for the kernel, fp32, of parameters that decay or not, with a dithered first moment or not."""
     from pallas_kernels.optimizers import adamw_triton
 
     count = jnp.asarray(adam.count, jnp.float32)
@@ -229,7 +229,8 @@ def run(
         ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
         return run_partitioned(
             f"adamw_{form}", static,
-            lambda sharding, *shards: step_shard(sharding, names, shape, _Operands(*shards)), operands, ins, (weight_dims, *moments),
+            lambda sharding, *shards: step_shard(sharding, names, shape, _Operands(*shards)),
+            operands, ins, (weight_dims, *moments),
         )  # fmt: skip
 
     weight: Any = leaf.weight

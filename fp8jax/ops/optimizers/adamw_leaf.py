@@ -86,8 +86,8 @@ class AdamLeaf:
         nu_noise: two words of the step for that of a second moment, or None; the parameter's own are these
             with its salt (`fp8jax.core.noise.fold_in_seed`).
         salt: a number of the parameter's own; static.
-        preceding_blocks: of a layer of stacked parameters, how many eights of elements of the stack come before it, uint32: noise
-            goes by places in the stack. None of a whole parameter.
+        preceding_blocks: of a layer of stacked parameters, how many eights of elements of the stack come before it,
+            uint32: noise goes by places in the stack. None of a whole parameter.
     """
 
     grad: Array
