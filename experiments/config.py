@@ -175,6 +175,28 @@ def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
     return flat
 
 
+# Fields of recipes that older runs stored under another name, by the recipe's part.
+_LINEAR = {
+    "saved": "x_residual",
+    "history": "amax_history_length",
+    "fallback_rates": "fallback_fraction_range",
+    "fallback_factor": "threshold_update_factor",
+    "interval": "weight_amax_interval",
+    "joins": "fuse_parallel_matmuls",
+}
+_RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
+
+
+def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored fields, such as `recipe.linear.interval` or `linear.interval`, by the names that recipes have today."""
+    renamed = {}
+    for key, value in saved.items():
+        prefix, _, field = key.rpartition(".")
+        field = _RENAMED.get(prefix.rpartition(".")[2], {}).get(field, field)
+        renamed[f"{prefix}.{field}" if prefix else field] = value
+    return renamed
+
+
 # What runs had before there were these settings, as JSON gives it back.
 _ADDED = json.loads(
     json.dumps(
@@ -199,7 +221,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
     Raises:
         UserError: a field differs; names each with its old and new value, and the ways out.
     """
-    before = _ADDED | dict(saved)
+    before = _ADDED | with_new_names(saved)
     changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in now.items() if before.get(k) != v]
     if changed:
         raise UserError(

@@ -113,7 +113,8 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
     length = trained.config.data.seq_len
     console.print(
         f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
-        f"{f'as {settings.quantize or settings.recipe}' if linear.is_quantized else 'unquantized'}; contexts of {length}"
+        f"{f'as {settings.quantize or settings.recipe}' if linear.is_quantized else 'unquantized'}; "
+        f"contexts of {length}"
     )
     figures: dict[str, Any] = {}
     texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)

@@ -41,19 +41,21 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
             raise UserError(
                 f"--release {optim.release}: recipe {recipe.name} has {what}; take coat, fast or te_current"
             )
-        adamw = make(stacked=parallel.stacked)
-        return ReleasedOptimizer(make(stacked=np.int32(1)), adamw, optim.clip, optim.release == "twice")
+        adamw = make(layer_axes=parallel.stacked)
+        return ReleasedOptimizer(make(layer_axes=np.int32(1)), adamw, optim.clip, optim.release == "twice")
     # Of others no step is followed.
     follows = (
         optim.b1**2 < optim.b2 and not recipe.has_per_tensor_moments and recipe.weights.master != "bf16+stochastic"
     )
     if not recipe.linear.needs_weight_bounds or follows:
-        return make(stacked=parallel.stacked, clip=optim.clip)
+        return make(layer_axes=parallel.stacked, clip=optim.clip)
     limit = None
     if optim.b1**2 < optim.b2:
         limit = fp8jax.max_adam_step(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
     tracker = fp8jax.track_weight_amax(recipe.linear.weight_amax_interval, limit)
-    return optax.chain(optax.clip_by_global_norm(optim.clip), make(stacked=parallel.stacked, track=False), tracker)
+    return optax.chain(
+        optax.clip_by_global_norm(optim.clip), make(layer_axes=parallel.stacked, track_weight_bounds=False), tracker
+    )
 
 
 def with_head(recipe: fp8jax.Recipe, head: str) -> fp8jax.Recipe:

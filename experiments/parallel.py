@@ -232,12 +232,12 @@ def gradients(
             means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
             grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
         elif fsdp > 1:
-            how = {"specs": places, "stacked": depths}
+            how = {"specs": places, "layer_axes": depths}
             grads, factors = _reduced(reduce_scatter_gradients, grads, "fsdp", comm, factors, **how)
         if shared > 1:
             loss, grads = lax.psum(loss, tensor.AXIS), tensor.summed(grads, places, compute)
         if data > 1:
-            how = {"stacked": depths, "min_size": MIN_SIZE // (fsdp * shared)}
+            how = {"layer_axes": depths, "min_size": MIN_SIZE // (fsdp * shared)}
             grads, factors = _reduced(all_reduce_gradients, grads, "data", comm, factors, **how)
         if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
             mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)

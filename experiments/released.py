@@ -1,8 +1,8 @@
 """Training steps whose layers are updated inside the backward pass: `--release` of `experiments.train`.
 
-Layers run one after the other in a loop, as of `fp8jax.release`; the embedding, the last norm and the head have their
-gradients and one step, as ever. The state is that of the plain step. Quantized are the layers' products, by the recipe;
-what follows the last layer is as written.
+Layers run one after the other in a loop, as of `fp8jax.fused_backward`; the embedding, the last norm and the head have
+their gradients and one step, as ever. The state is that of the plain step. Quantized are the layers' products, by the
+recipe; what follows the last layer is as written.
 """
 
 import dataclasses
@@ -44,7 +44,8 @@ class ReleasedOptimizer:
         rest: of all parameters, and so of those that are not in layers.
         clip: largest global norm.
         twice: whether that norm is of the step's own gradients, by another backward pass; else each layer has its share
-            of that of the step before (`fp8jax.Held.clipped`), and all else is clipped by the step's own.
+            of that of the step before (`fp8jax.FusedBlockState.with_clipping`), and all else is clipped by the step's
+            own.
     """
 
     layers: FusedTransformation

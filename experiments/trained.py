@@ -13,7 +13,7 @@ from experiments import config as configuration
 from experiments import scoring, start
 from experiments.adapters import of_base
 from experiments.checkpoint import Checkpoints, DamagedError
-from experiments.config import Config, UserError, check_same, flatten_fields
+from experiments.config import Config, UserError, check_same, flatten_fields, with_new_names
 from experiments.optimizer import make_optimizer, with_head, with_master
 from experiments.reading import parse_json, read_text
 from experiments.task import Task
@@ -121,7 +121,7 @@ def load(folder: Path, name: str) -> Trained:
             raise UserError(f"--run {folder}: {name} has no complete checkpoint")
         now = json.loads(json.dumps(flatten_fields("recipe", recipe), default=str))
         try:
-            saved = checkpoints.read_meta(step)["config"]
+            saved = with_new_names(checkpoints.read_meta(step)["config"])
             check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
             state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
         except DamagedError as error:

@@ -46,9 +46,9 @@ import fp8jax
 # %%
 for name, capability in {"T4": 75, "A100": 80, "L4": 89, "H100": 90, "RTX PRO 6000": 120}.items():
     device = fp8jax.recipes.device(capability)
-    print(f"{name}: {device.recipe}; {device.computed}")
+    print(f"{name}: {device.recipe}; {device.description}")
 here = fp8jax.recipes.device()
-print(f"here, {jax.devices()[0].device_kind}: {here.recipe}; {here.computed}")
+print(f"here, {jax.devices()[0].device_kind}: {here.recipe}; {here.description}")
 
 # %% [markdown]
 # A model with no word of 8 bits in it.
@@ -157,4 +157,4 @@ plt.show()
 
 # %% [markdown]
 # `other` of `fp8_lm` holds the master weights in 16 bits: parameters themselves may then be bf16. `moss` and automatic
-# weight scales need `fp8jax.track_weights` last in the optimizer's chain; their docstrings show it.
+# weight scales need `fp8jax.track_weight_amax` last in the optimizer's chain; their docstrings show it.

@@ -112,5 +112,5 @@ plt.show()
 # %%
 params = {"layers": jax.ShapeDtypeStruct((32, 4096, 16384), jnp.float32)}
 for name in ("bf16", "coat", "fp8_lm_two_phase"):
-    plan = fp8jax.dist.plan(params, name, {"fsdp": 8}, stacked=1)
+    plan = fp8jax.dist.plan(params, name, {"fsdp": 8}, layer_axes=1)
     print(f"{name}: {sum(plan.memory.values()) / 1e9:.1f} GB a device, at its peak in the {plan.peak}")

@@ -12,7 +12,7 @@ from typing import Any
 import fp8jax
 from fp8jax.modules.report import Report
 from fp8jax.optim.compressed_adamw import FusedTransformation
-from fp8jax.optim.fused_backward import Released
+from fp8jax.optim.fused_backward import FusedBackwardBlock
 from fp8jax.rewrite.transform import Transformed
 
 from . import names
@@ -23,7 +23,7 @@ RETURNED = {
     "fp8jax.transform": Transformed,
     "fp8jax.compressed_adamw": FusedTransformation,
     "fp8jax.explain": Report,
-    "fp8jax.release": Released,
+    "fp8jax.fused_backward": FusedBackwardBlock,
 }
 _SECTIONS = {"Args": "param", "Attributes": "attribute", "Returns": "returns", "Raises": "raises", "Yields": "yields"}
 _PLAIN = {"Warns": "Warns", "Examples": "Examples", "Example": "Examples", "References": "References"}
@@ -53,7 +53,7 @@ def _arguments(node: ast.FunctionDef, drop: int = 0) -> str:
     node.args.args = node.args.args[drop:]
     # How fp8jax's own layers tell functions where values come from; of no use to a caller.
     for i, argument in reversed(list(enumerate(node.args.kwonlyargs))):
-        if argument.arg == "known":
+        if argument.arg == "input_facts":
             del node.args.kwonlyargs[i], node.args.kw_defaults[i]
     if not node.args.kwonlyargs:
         node.args.kw_defaults = []
@@ -84,8 +84,8 @@ def markdown(docstring: str, known: set[str], here: str) -> str:
 def _fields(kind: str, body: str, known: set[str], here: str) -> Iterator[str]:
     for entry in re.split(r"\n(?=\S)", body.strip("\n")):
         name, colon, told = entry.partition(":")
-        if colon and kind == "param":  # `known` is no argument of a user's: see `_arguments`
-            name = ", ".join(one for one in name.split(", ") if one != "known")
+        if colon and kind == "param":  # `input_facts` is no argument of a user's: see `_arguments`
+            name = ", ".join(one for one in name.split(", ") if one != "input_facts")
             if not name:
                 continue
         if not colon:

@@ -106,7 +106,7 @@ def stored(recipe: str) -> str:
 def device(capability: str) -> str:
     """What `recipe="auto"` takes for a compute capability."""
     found = fp8jax.recipes.device(int(capability))
-    return f"`{found.recipe}`: {' '.join(found.computed.split())}."
+    return f"`{found.recipe}`: {' '.join(found.description.split())}."
 
 
 class Choice(NamedTuple):

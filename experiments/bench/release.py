@@ -1,7 +1,7 @@
 """A whole Llama trained on one card or few: its memory and its speed, with the optimizer inside the backward pass.
 
 All parameters are trained; layers run in a loop and compute all but their inputs again. An arm is a recipe;
-", released" updates each layer inside the backward pass (`fp8jax.release`), others hold all gradients first;
+", released" updates each layer inside the backward pass (`fp8jax.fused_backward`), others hold all gradients first;
 ", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments

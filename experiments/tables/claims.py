@@ -102,7 +102,7 @@ CLAIMS: list[Claim] = [
     Claim("The same in NNX with blocks checkpointed by `dots_with_no_batch_dims_saveable`: `coat`, `coat_fast`",
           "models_llama1b_dots", several(*(ratio(name, "step", "bf16") for name in ("coat", "coat_fast")))),
     Claim("Memory to train all of a Llama-2-7B on one GPU, 1 x 2,048 tokens: `coat`; updated in the backward pass "
-          "(`fp8jax.release`); that with weights in bf16", "release",
+          "(`fp8jax.fused_backward`); that with weights in bf16", "release",
           several(*(value(f"coat{how}", "memory", "GB") for how in ("", ", released")),
                   value("coat_fast, released, bf16 weights", "memory", "GB")),
           "79.3 GB (COAT, Table 11)", beside("bf16", value("bf16", "memory", "GB"))),

@@ -100,7 +100,7 @@ def store(how: fp8jax.QuantSpec | str, tree: Any) -> Any:
             kind = jnp.finfo(formats.get(how).dtype)
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
         stacked = int("layers" in jax.tree_util.keystr(path)) if how.granularity == "tensor" else 0
-        return fp8jax.quantize(x, fp8jax.QuantSpec(**{**vars(how), "stacked": stacked})).dequantize()
+        return fp8jax.quantize(x, fp8jax.QuantSpec(**{**vars(how), "layer_axes": stacked})).dequantize()
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 

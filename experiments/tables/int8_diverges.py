@@ -65,12 +65,12 @@ def arms(block: int) -> dict[str, fp8jax.Recipe]:
     stochastic = f"{spec}+stochastic"
 
     def of(recipe: fp8jax.Recipe, **how: Any) -> fp8jax.Recipe:
-        linear = dataclasses.replace(recipe.linear, x=spec, w=spec, dy=stochastic, saved=stochastic, **how)
+        linear = dataclasses.replace(recipe.linear, x=spec, w=spec, dy=stochastic, x_residual=stochastic, **how)
         return dataclasses.replace(recipe, linear=linear)
 
     whole = fp8jax.recipes.int8_fallback()
     recipes = {BASE: fp8jax.recipes.bf16(), "int8_block": of(fp8jax.recipes.int8_block()), "int8_fallback": of(whole)}
-    return recipes | {name: of(whole, fallback_rates=(0.0, most)) for name, most in RATES.items()}
+    return recipes | {name: of(whole, fallback_fraction_range=(0.0, most)) for name, most in RATES.items()}
 
 
 def amplified(params: Any, block: int, factor: float) -> Any:

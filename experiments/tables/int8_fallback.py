@@ -227,9 +227,7 @@ def table(
         both = with_fallback(down, levels(bits / 2), (128, 128), 1.0, 0)
         note("Figure 3(b)", "fallback, two halves of so many bits", bits, "RMSE", rmse(both))
     pair, _ = fallback.quantize(down, "int8:block128", 0.0)
-    rows.append(
-        Row("fp8jax.ops.quantization.fallback, all blocks", "RMSE", rmse(pair.dequantize()), table="Figure 3(b)")
-    )
+    rows.append(Row("fp8jax.ops.fallback, all blocks", "RMSE", rmse(pair.dequantize()), table="Figure 3(b)"))
     picked = top_share(measures(down, pair.base.dequantize(), (128, 128))[0], 0.2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=3)

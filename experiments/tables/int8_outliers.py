@@ -42,7 +42,10 @@ def population(count: int, ratio: float, side: int = WIDTH, seed: int = 0) -> np
 
 
 def over_sixteen(x: Any, side: int) -> float:
-    """Error of `fp8jax.ops.quantization.fallback`, all blocks falling back, over that of 16-bit integers: below 1 in Figure 3(b)."""
+    """Error of `fp8jax.ops.quantization.fallback`, all blocks falling back, over that of 16-bit integers.
+
+    It is below 1 in Figure 3(b).
+    """
     x = jnp.asarray(x)
     pair, _ = fallback.quantize(x, QuantSpec("int8", "block", side), 0.0)
     whole = rounded(x, levels(16), (side, side))

@@ -220,6 +220,8 @@ def train_arm(
               "text": text.fingerprint, "device": jax.devices()[0].device_kind}  # fmt: skip
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else header | {"runs": {}}
     # Files of before recipes were written have none.
+    if "recipe" in content:
+        content["recipe"] = config.with_new_names(content["recipe"])
     changed = [key for key, value in header.items() if content.get(key, value if key == "recipe" else None) != value]
     if changed:
         raise config.UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")

@@ -172,8 +172,8 @@ QUOTES = (
           (value("step_two", "coat, 8-bit gradients, one phase", "step", ".0f", lookup.DATA),
            value("step_two", "coat", "step", ".0f", lookup.DATA))),
     Quote("A step of a Llama-2-7B on one {card}, 1 x 2,048 tokens, layers checkpointed, needs {} GB in `coat` without "
-          "and {} GB with it; with weights in bf16, which `release(..., key=jax.random.key(0))` rounds stochastically, "
-          "{} GB in `coat_fast`",
+          "and {} GB with it; with weights in bf16, which `fused_backward(..., key=jax.random.key(0))` rounds "
+          "stochastically, {} GB in `coat_fast`",
           (value("release", "coat", "memory", ".1f"), value("release", "coat, released", "memory", ".1f"),
            value("release", "coat_fast, released, bf16 weights", "memory", ".1f"))),
     Quote("With as many sequences as fit, {} with masters by parts, one {card} trains at {} tokens a second in `coat`, "

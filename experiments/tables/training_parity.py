@@ -65,7 +65,7 @@ ARMS: dict[str, ParityArm] = {
     "master_bf16_stochastic": ParityArm(fp8jax.recipes.bf16(), master="bf16+stochastic"),
     "released_by_shares": ParityArm(fp8jax.recipes.bf16(), release="previous"),
     "coat_fp8_head": ParityArm(dataclasses.replace(fp8jax.recipes.coat(), head=fp8jax.recipes.HEAD)),
-    **{f"moss_interval_{steps}": ParityArm(_moss(interval=steps)) for steps in (1, 100, 2000)},
+    **{f"moss_interval_{steps}": ParityArm(_moss(weight_amax_interval=steps)) for steps in (1, 100, 2000)},
 }
 SEEDS = 8
 # The share of the steps, the last ones, that a training loss is the mean of.

@@ -27,7 +27,7 @@ def small_on_meshes() -> Iterator[None]:
     """Small parameters are cut over devices, too, and noise depends on no order of sums."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
+        patch.setattr("fp8jax.rewrite.run.key_from_data", lambda x: jax.random.key(x.size))
         yield
 
 

@@ -42,7 +42,7 @@ def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA, comput
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
     monkeypatch.setattr(mesh, "SMALLEST", 4096)
-    monkeypatch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
+    monkeypatch.setattr("fp8jax.rewrite.run.key_from_data", lambda x: jax.random.key(x.size))
 
 
 def gathers(step):

@@ -117,7 +117,7 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
         jax.debug.callback(lambda *found: seen.append(found), jax.lax.axis_index("data"), jax.random.key_data(key))
         return key
 
-    monkeypatch.setattr("fp8jax.rewrite.run.content_key", noted)
+    monkeypatch.setattr("fp8jax.rewrite.run.key_from_data", noted)
     args = task.gradients, recipe, devices, state.params, state.model_state
     run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0])
     for _ in range(2):

@@ -14,7 +14,7 @@ import fp8jax
 from experiments import peft_files
 from experiments.config import UserError
 from fp8jax.lora import Adapter, merge_adapter
-from fp8jax.ops.products import peft_files
+from fp8jax.ops.products.peft_files import CONFIG, WEIGHTS
 
 safetensors = pytest.importorskip("safetensors.numpy")
 # Written by peft 0.21.2 (`save_pretrained`) of a Llama of 2 layers, rank-stabilised; what its `merge_and_unload` added
@@ -185,9 +185,9 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
     before = adapters("layers/mlp/up", "layers/attention/q", layers=2, rank=2)
     peft_files.save(tmp_path / "whole", before)
     assert set(peft_files.load(tmp_path / "whole")) == set(before)
-    config, weights = ((tmp_path / "whole" / name).read_bytes() for name in (peft_files.CONFIG, peft_files.WEIGHTS))
+    config, weights = ((tmp_path / "whole" / name).read_bytes() for name in (CONFIG, WEIGHTS))
     found = {}
-    for name, raw, step in ((peft_files.CONFIG, config, 1), (peft_files.WEIGHTS, weights, 7)):
+    for name, raw, step in ((CONFIG, config, 1), (WEIGHTS, weights, 7)):
         found[name], folder = [], shutil.copytree(tmp_path / "whole", tmp_path / name)
         for at in range(0, len(raw), step):
             changed = bytearray(raw)
@@ -197,30 +197,30 @@ def test_a_bit_that_changes_in_the_files_is_found_or_changes_nothing(tmp_path):
                 after = peft_files.load(folder)
             except UserError as error:
                 found[name].append(at)
-                assert peft_files.CONFIG in str(error) or peft_files.WEIGHTS in str(error)  # noqa: PT017
+                assert CONFIG in str(error) or WEIGHTS in str(error)  # noqa: PT017
                 continue
             assert jax.tree.all(jax.tree.map(np.array_equal, after, before)), (name, at)
             assert {x.alpha for x in after.values()} == {6.0}
     header = 8 + int.from_bytes(weights[:8], "little")
-    assert set(range(0, len(weights), 7)) - set(found[peft_files.WEIGHTS]) <= set(range(header))
-    assert len(found[peft_files.CONFIG]) > 100
+    assert set(range(0, len(weights), 7)) - set(found[WEIGHTS]) <= set(range(header))
+    assert len(found[CONFIG]) > 100
 
 
 def test_damage_names_the_tensor_and_an_intended_change_is_read(tmp_path):
     before = adapters("layers/mlp/up", layers=2)
     peft_files.save(tmp_path, before)
-    raw = (tmp_path / peft_files.WEIGHTS).read_bytes()
-    (tmp_path / peft_files.WEIGHTS).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    raw = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(UserError, match=r"adapter_model\.safetensors is damaged: the values of base.*up_proj\.lora_"):
         peft_files.load(tmp_path)
     assert fp8jax.lora.load(tmp_path, peft_files.NAMES, verify=False)["layers/mlp/up"].alpha == 6.0
-    (tmp_path / peft_files.WEIGHTS).write_bytes(raw)
-    config = json.loads((tmp_path / peft_files.CONFIG).read_text()) | {"lora_alpha": 12}
-    (tmp_path / peft_files.CONFIG).write_text(json.dumps(config))
+    (tmp_path / WEIGHTS).write_bytes(raw)
+    config = json.loads((tmp_path / CONFIG).read_text()) | {"lora_alpha": 12}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"adapter_config\.json has .*12.* was written with .*6\.0.*verify=False"):
         peft_files.load(tmp_path)
     assert fp8jax.lora.load(tmp_path, peft_files.NAMES, verify=False)["layers/mlp/up"].alpha == 12.0
     # Files of other programs have no digests.
-    tensors = safetensors.load_file(tmp_path / peft_files.WEIGHTS)
-    safetensors.save_file(tensors, tmp_path / peft_files.WEIGHTS, metadata={"format": "pt"})
+    tensors = safetensors.load_file(tmp_path / WEIGHTS)
+    safetensors.save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     assert peft_files.load(tmp_path)["layers/mlp/up"].alpha == 12.0

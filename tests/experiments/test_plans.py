@@ -166,9 +166,9 @@ def test_devices_that_share_sequences_send_activations_twice_a_layer_and_microba
     recipe, recompute, gathered, counted, monkeypatch
 ):
     asked, llama = [], sizes.get("5m", 512)
-    monkeypatch.setattr(fp8jax.dist, "crossings", lambda *args, **how: asked.append((args[:3], how)) or [])
+    monkeypatch.setattr(fp8jax.dist, "sequence_collectives", lambda *args, **how: asked.append((args[:3], how)) or [])
     plan.of(llama, fp8jax.recipes.get(recipe), {"tensor": 2}, 256, microbatches=3, recompute=recompute)
-    assert asked == [((512, llama.dim, 2), {"times": 2 * llama.layers * 3, "gathered": gathered})]
+    assert asked == [((512, llama.dim, 2), {"times": 2 * llama.layers * 3, "forward_gathers": gathered})]
     layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
     assert counted[0]["activations"] == 1000.0 * 512 * llama.layers
     assert counted[0]["unsharded"] == layer + 2 * llama.dim, "of a layer in 16 bits, half"

@@ -261,7 +261,7 @@ def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_
     assert chosen(*every) == {False}  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(form, "missing_triton", lambda kernel: None)
-    monkeypatch.setattr(form.kernels, "missing", lambda: None)
+    monkeypatch.setattr(form.missing_kernels, "missing_kernels_reason", lambda: None)
     assert chosen("moss", "te_current", "fp8_lm", "coat", "fast") == {False}
     assert chosen("bf16", "deepseek", "int8_block", "te_delayed") == {"products"}
     assert chosen(*every, how="products") == {"products"}
@@ -269,7 +269,7 @@ def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_
     monkeypatch.setattr(form, "missing_triton", lambda kernel: "no jax-triton")
     assert chosen("moss", "te_current", "fp8_lm", "bf16") == {"products"}
     assert chosen("coat", "fast") == {False}
-    monkeypatch.setattr(form.kernels, "missing", lambda: "no jax-triton")
+    monkeypatch.setattr(form.missing_kernels, "missing_kernels_reason", lambda: "no jax-triton")
     assert chosen("coat", "fast") == {"products"}  # contexts are as written
 
 
@@ -307,21 +307,21 @@ def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
 def test_bounds_of_weights_follow_the_settings_of_the_optimizer(plain, monkeypatch):
     given = {}
     for module in (fp8jax, from_recipe):
-        for name in {"adam_limit", "tracked", "track_weights"} & vars(module).keys():
+        for name in {"max_adam_step", "with_weight_bounds", "track_weight_amax"} & vars(module).keys():
             real = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *a, name=name, real=real: given.update({name: a}) or real(*a))
     linear = dataclasses.replace(fp8jax.recipes.moss().linear, weight_amax_interval=7)
     recipe = dataclasses.replace(fp8jax.recipes.fp8_lm() if plain else fp8jax.recipes.moss(), linear=linear)
     # b1 is above b2 and its square below: the limit is known.
     optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92, weight_decay=0.3)), recipe)
-    assert given["adam_limit"][1:] == (0.95, 0.92, 0.3)
-    assert (given["track_weights"][0] if plain else given["tracked"][2]) == 7
-    assert ("tracked" in given) != plain
+    assert given["max_adam_step"][1:] == (0.95, 0.92, 0.3)
+    assert (given["track_weight_amax"][0] if plain else given["with_weight_bounds"][2]) == 7
+    assert ("with_weight_bounds" in given) != plain
     given.clear()
     optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.97, b2=0.92)), recipe)
-    assert given == {"track_weights": (7, None)}
+    assert given == {"track_weight_amax": (7, None)}
     noisy = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master="bf16+stochastic"))
     if not plain:
         given.clear()
         optimizer.make_optimizer(config.Config(optim=config.Optim(b1=0.95, b2=0.92)), noisy)
-        assert set(given) == {"adam_limit", "track_weights"}
+        assert set(given) == {"max_adam_step", "track_weight_amax"}
