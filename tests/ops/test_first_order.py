@@ -167,10 +167,10 @@ class Watched(GradientFacts):
         super().__init__()
         self.asked, self.noted = [], []
 
-    def find(self, x):
+    def pop(self, x):
         self.asked.append(x)
 
-    def note(self, x, origin):
+    def attach(self, x, facts):
         self.noted.append(x)
 
 
@@ -223,11 +223,11 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
 def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypatch):
     known, operand = Watched(), CodesResidual.operand
 
-    def foreseeing(self, side, gradient):
-        gradient.foreseen = CotangentPrediction()
-        return operand(self, side, gradient)
+    def predicting(self, side, cotangent_facts):
+        cotangent_facts.predicted = CotangentPrediction()
+        return operand(self, side, cotangent_facts)
 
-    monkeypatch.setattr(CodesResidual, "operand", foreseeing)
+    monkeypatch.setattr(CodesResidual, "operand", predicting)
     monkeypatch.setattr(gradient_facts, "current", lambda: known)
 
     @jax.jit
@@ -270,7 +270,7 @@ def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
 
     own, saved = program(), kept()
     without = []
-    monkeypatch.setattr(derivatives, "token", lambda *_: without.append(True))
+    monkeypatch.setattr(derivatives, "second_order_guard", lambda *_: without.append(True))
     trace_cache.clear_cache()
     assert program() == own
     assert kept() == saved

@@ -96,7 +96,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(partition, "on_one_device", lambda: True)  # else kernels are traced more than once
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
-    monkeypatch.setattr(hopper, "_kernels", hopper._call_kernel.__wrapped__)  # traced anew each time
+    monkeypatch.setattr(hopper, "_call_kernel", hopper._call_kernel.__wrapped__)  # traced anew each time
     return given
 
 

@@ -94,7 +94,7 @@ def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of
 def test_what_cannot_be_folded_afterwards_is_refused():
     x = jnp.ones((4, 64))
     for spec in ("e4m3:mx16", "e5m2:mx32", "e4m3:mx32+ocp", "e4m3"):
-        with pytest.raises(ValueError, match="refold takes e4m3 codes"):
+        with pytest.raises(ValueError, match="fold_microscales takes e4m3 codes"):
             fold_microscales(fp8jax.quantize(x, spec))
     with pytest.raises(ValueError, match="unknown impl 'mosaic'"):
         fold_microscales(fp8jax.quantize(x, "e4m3:mx32"), impl="mosaic")
@@ -111,7 +111,7 @@ def test_folding_afterwards_says_what_does_it_and_works_in_shard_map():
     q = fp8jax.quantize(jnp.ones((4, 64)), "e4m3:mx32+token")
     with choice.record_choices() as told:
         want = fold_microscales(q)
-    assert [(name, c.impl) for name, c in told] == [("refold", "xla")]
+    assert [(name, c.impl) for name, c in told] == [("fold_microscales", "xla")]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = jax.sharding.PartitionSpec("x")
     mapped = jax.jit(jax.shard_map(fold_microscales, mesh=mesh, in_specs=spec, out_specs=spec))

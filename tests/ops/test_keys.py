@@ -68,13 +68,13 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
 
 def test_a_key_is_used_neither_twice_nor_as_it_is(monkeypatch):
     spec = fp8jax.QuantSpec.parse(NOISY)
-    keys = [KEY, *(operands.derive_key(KEY, spec, use) for use in ("saved", "dy"))]
+    keys = [KEY, *(operands.derive_key(KEY, spec, use) for use in ("x_residual", "dy"))]
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
     assert operands.derive_key(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
     uses, found = [], operands.derive_key
-    monkeypatch.setattr(operands, "key_for", lambda key, spec, use: uses.append(use) or found(key, spec, use))
+    monkeypatch.setattr(operands, "derive_key", lambda key, spec, use: uses.append(use) or found(key, spec, use))
     fp8jax.linear(HALVES[None], jnp.eye(N), recipe=ALL, key=KEY)
-    assert sorted(uses) == ["dy", "saved"]
+    assert sorted(uses) == ["dy", "x_residual"]
 
 
 def test_one_gradient_of_two_products_is_rounded_twice_unless_it_is_the_same():
@@ -215,8 +215,8 @@ def test_layers_of_a_transformer_hand_their_key_on():
     x, w = HALVES[None], jnp.eye(N)
     functions = {
         "norm_linear": lambda x, key: fp8jax.norm_linear(x, None, [w], recipe=recipe, key=key)[0],
-        "attention_output": lambda x, key: fp8jax.attention_out_proj(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
-        "glu_linear": lambda x, key: fp8jax.glu_down_proj(x, None, w, recipe=recipe, key=key),
+        "attention_out_proj": lambda x, key: fp8jax.attention_out_proj(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
+        "glu_down_proj": lambda x, key: fp8jax.glu_down_proj(x, None, w, recipe=recipe, key=key),
         "linear": lambda x, key: fp8jax.linear(x, w, recipe=recipe, key=key),
         "einsum": lambda x, key: fp8jax.einsum("td,dh->th", x, w, recipe=recipe, key=key),
     }

@@ -52,7 +52,7 @@ def test_products_are_as_near_as_their_formats_allow(name):
     got = jax.jit(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))()
     exact = gradients(lambda x, w: x @ w)
     for a, b, (left, right) in zip(got, exact, recipe.linear.products().values(), strict=True):
-        saved = [recipe.linear.spec("saved")] if left and recipe.linear.x_residual != "same" else []
+        saved = [recipe.linear.spec("x_residual")] if left and recipe.linear.x_residual != "same" else []
         bound = expected_error(left, right, *saved)
         assert relative(a, b) <= 1.3 * bound + 4e-3
         if left is not None:
@@ -197,7 +197,7 @@ def test_vmap_gives_what_a_loop_gives(name):
 def test_stochastic_recipes_ask_for_a_key_and_repeat_with_it():
     x, w, _ = problem()
     recipe = fp8jax.recipes.int8_block()
-    with pytest.raises(ValueError, match=r"rounds saved stochastically.*pass key"):
+    with pytest.raises(ValueError, match=r"rounds x_residual stochastically.*pass key"):
         fp8jax.linear(x, w, recipe=recipe)
     grad = jax.jit(jax.grad(lambda w, key: (fp8jax.linear(x, w, recipe=recipe, key=key) ** 2).sum()))
     a, b, c = grad(w, KEY), grad(w, KEY), grad(w, jax.random.key(6))
@@ -207,7 +207,7 @@ def test_stochastic_recipes_ask_for_a_key_and_repeat_with_it():
 
 def test_stochastically_rounded_gradients_are_unbiased():
     x, w, target = problem()
-    recipe = dataclasses.replace(fp8jax.recipes.int8_block().linear, saved="same")
+    recipe = dataclasses.replace(fp8jax.recipes.int8_block().linear, x_residual="same")
     fixed = dataclasses.replace(recipe, dy="int8:block128")
     dx = jax.jit(jax.vmap(lambda key: jax.vjp(lambda x: fp8jax.linear(x, w, recipe=recipe, key=key), x)[1](target)[0]))
     draws = dx(jax.random.split(KEY, 64))
@@ -234,7 +234,7 @@ def test_stochastically_rounded_gradients_are_unbiased():
         ({"scaling": "auto"}, "unknown linear.scaling 'auto'"),
         ({"scaling": "delayed"}, "delayed scaling needs x, w and dy quantized"),
         ({"x": "e4m3:block32", "w": "e4m3", "dy": "e4m3", "scaling": "delayed"}, "delayed scaling is per tensor"),
-        ({"history": 0}, "linear.history must be positive"),
+        ({"amax_history_length": 0}, "linear.amax_history_length must be positive"),
     ],
 )
 def test_contradictory_recipes_are_refused(settings, message):

@@ -174,7 +174,7 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
     monkeypatch.setattr(hopper, "capability", lambda: 90)
     for module, name in (("matmul_mosaic", "matmul"), ("matmul_block_mosaic", "matmul_block"),
                          ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
-        monkeypatch.setattr(f"pallas_kernels.{module}.{name}", getattr(matmul_reference, name))
+        monkeypatch.setattr(f"pallas_kernels.matmul.{module}.{name}", getattr(matmul_reference, name))
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
     got = hopper.run(hopper.find_kernel(a, b), True, True, jnp.float32, a, b)
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T

@@ -14,7 +14,7 @@ from tests.distance import relative
 
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
-FIELDS = ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved")
+FIELDS = ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "x_residual")
 # Columns of an orthogonal array of strength two: of any two each pair of the numbers 0, 1, 2 stands in three rows.
 COLUMNS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (1, 0, 1), (0, 1, 1), (1, 1, 1))
 # Of x, w and dy the first forms; of the others what stands for the same codes, too.
@@ -26,12 +26,12 @@ PAIRS = [
 BLOCKS = [
     dict(x="e4m3:group16", w="e5m2:block32", dy="e5m2:group32", x_wgrad="e5m2:group32", dy_wgrad="e4m3:group16"),
     dict(x="e5m2:token", w="e4m3:token", dy="e4m3:token", w_dgrad="e5m2:token", x_wgrad="e4m3:token", dy_wgrad="e5m2"),
-    dict(x="e4m3:token", w="e4m3:group16", dy="e5m2:block16", w_dgrad="e4m3:group8", saved="e5m2:block16",
+    dict(x="e4m3:token", w="e4m3:group16", dy="e5m2:block16", w_dgrad="e4m3:group8", x_residual="e5m2:block16",
          x_wgrad="e4m3:token"),
-    dict(x="e5m2", w="e4m3", dy="e5m2", saved=None, x_wgrad="e4m3", dy_wgrad="e4m3"),
-    dict(x="e4m3", w="e5m2", dy="e4m3", saved=None, x_wgrad="e5m2", dy_wgrad="e5m2", w_dgrad="e4m3"),
+    dict(x="e5m2", w="e4m3", dy="e5m2", x_residual=None, x_wgrad="e4m3", dy_wgrad="e4m3"),
+    dict(x="e4m3", w="e5m2", dy="e4m3", x_residual=None, x_wgrad="e5m2", dy_wgrad="e5m2", w_dgrad="e4m3"),
     dict(x="int8", w="int8", dy="e4m3", w_dgrad="e5m2", x_wgrad="e4m3"),
-    dict(x="int8:token", w="int8:group16", dy="int8:block16", w_dgrad="int8:token", saved="int8:block32"),
+    dict(x="int8:token", w="int8:group16", dy="int8:block16", w_dgrad="int8:token", x_residual="int8:block32"),
     dict(x="e4m3", w="e5m2", dy="int8", w_dgrad="int8", x_wgrad="int8", dy_wgrad="int8:token"),
     dict(x="e4m3:mx32", w="e4m3:mx32", dy="e5m2:mx32", w_dgrad="e5m2:mx32", x_wgrad="e5m2:token",
          dy_wgrad="e4m3:token"),
@@ -81,7 +81,7 @@ def want(part, x, w, dy, largest):
     x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
     own = {name: getattr(part, name) for name in FIELDS}
     second = {name: own[of] if own[name] == SAME else own[name] for name, of in (("w_dgrad", "w"), ("dy_wgrad", "dy"))}
-    saved = own["x"] if own["saved"] == SAME else own["saved"]
+    saved = own["x"] if own["x_residual"] == SAME else own["x_residual"]
     x_wgrad = saved if own["x_wgrad"] == SAME else own["x_wgrad"]
     y = rounded(x, own["x"], largest.get("x")) @ rounded(w.T, own["w"], largest.get("w")).T
     dx = rounded(dy, own["dy"], largest.get("dy")) @ rounded(w, second["w_dgrad"], largest.get("w")).T

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.autodiff import residuals
+from fp8jax.ops.autodiff.residuals import dequantize_residual, quantize_residual
 from fp8jax.ops.quantization.quantize import quantize
 from tests.distance import relative
 from tests.programs import residuals
@@ -117,7 +117,7 @@ def test_a_group_has_as_many_octaves_as_the_format():
 
 @pytest.mark.parametrize("make", [
     lambda x: fp8jax.save_quantized(x, "x", "e4m3:group128+expand"),
-    lambda x: residuals.dequantize_residual(residuals.quantize_residual(x, fp8jax.QuantSpec.parse("e4m3:group128+expand"))),
+    lambda x: dequantize_residual(quantize_residual(x, fp8jax.QuantSpec.parse("e4m3:group128+expand"))),
     lambda x: quantize(x, "e4m3:group128+expand")[0].dequantize(),
 ])  # fmt: skip
 def test_a_tiny_member_takes_no_codes_from_the_others_of_its_group(make):

@@ -42,7 +42,7 @@ def test_every_operand_has_the_scale_of_its_strategy(quantized):
     np.testing.assert_allclose(products(own, quantized), coarse, rtol=1e-6)
 
 
-@pytest.mark.parametrize("saved", [{}, {"saved": "e4m3"}], ids=["the same codes", "saved apart"])
+@pytest.mark.parametrize("saved", [{}, {"x_residual": "e4m3"}], ids=["the same codes", "saved apart"])
 def test_every_operand_has_the_scale_of_its_own_history(saved):
     part = dataclasses.replace(PART, scaling="delayed", amax_history_length=2, **saved)
     state = fp8jax.init_scaling(part)
@@ -87,7 +87,7 @@ def test_rounding_of_an_input_that_is_saved_in_another_format_is_that_of_both():
     x, w, dy = jnp.array([[448.0, 26.0]]), jnp.eye(2), jnp.array([[1.0, 0.0]])
     cases = [("same", "e4m3", 26.0), ("e5m2", "e4m3", 24.0), ("same", "e5m2", 24.0), ("e4m3:group1", "e4m3", 26.0)]
     for saved, x_wgrad, want in cases:
-        part = dataclasses.replace(PART, saved=saved, x_wgrad=x_wgrad)
+        part = dataclasses.replace(PART, x_residual=saved, x_wgrad=x_wgrad)
         y, back = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)
         assert float(back(dy)[0][1, 0]) == pytest.approx(want, rel=1e-6)
         assert float(y[0, 1]) == pytest.approx(26.0, rel=1e-6)

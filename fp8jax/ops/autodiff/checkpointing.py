@@ -44,7 +44,7 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
 
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
         def block(x, w1, w2):
-            h = fp8jax.saveable(x @ w1, "hidden")
+            h = fp8jax.save_quantized(x @ w1, "hidden")
             return jax.nn.gelu(h) @ w2
 
     Forward and backward pass see the same rounded values. Gradients of all orders pass to `x` unchanged, as if nothing
@@ -67,14 +67,14 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
     if isinstance(spec, str) and parsed_spec.scale_format == "fp32":
         parsed_spec = dataclasses.replace(parsed_spec, scale_format="bf16")
     if parsed_spec.rounding != "nearest":
-        raise ValueError(f"saveable takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
+        raise ValueError(f"save_quantized takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"saveable takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
+        raise ValueError(f"save_quantized takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
     codes = with_checkpoint_name(
         to_bytes(quantize(encoding.limit_group_range(lax.stop_gradient(x), parsed_spec, 1.0), parsed_spec)), name
     )
     return derivatives.check_differentiable_dtypes(
-        "saveable", _straight_through(x, from_bytes(codes).dequantize(x.dtype)), x
+        "save_quantized", _straight_through(x, from_bytes(codes).dequantize(x.dtype)), x
     )
 
 

@@ -62,7 +62,7 @@ def dequantize_residual(residual: QTensor | Array) -> Array:
 
 
 def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
-    """The key for codes of one use, "saved" or "dy"; None where their spec rounds to nearest.
+    """The key for codes of one use, "x_residual" or "dy"; None where their spec rounds to nearest.
 
     Raises:
         ValueError: it rounds stochastically, and there is no key.
@@ -71,7 +71,7 @@ def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
         return None
     if key is None:
         raise ValueError(f"the recipe rounds {use} stochastically ({spec}): pass key=jax.random.key(...)")
-    return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
+    return jax.random.fold_in(key, {"x_residual": 0, "dy": 1}[use])
 
 
 Layout = Callable[[Any], Array]
@@ -299,7 +299,8 @@ def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any,
     predicted = (config.gradient_facts.pop(dy) or NO_FACTS).predicted
     cotangents_in, facts = config.operation.backward(operation_residuals, values[0], dtypes, values[1], predicted)
     input_cotangents = tuple(
-        None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(cotangents_in, kinds, strict=True)
+        None if ct is None or kind is None else kind.cast_cotangent(ct)
+        for ct, kind in zip(cotangents_in, kinds, strict=True)
     )
     input_cotangents = derivatives.differentiable_once(
         config.name, input_cotangents, (dy, passthrough_cotangent, token)

@@ -490,7 +490,7 @@ def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | Non
     # Layers whose scales come from states of their own share codes under that of the first one.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = facts.scale_for(recipe) if scale is None else scale
-    subkey = None if side.residual is None else derive_key(key, side.residual, "saved")
+    subkey = None if side.residual is None else derive_key(key, side.residual, "x_residual")
 
     def get_or_compute(make: Callable[[], Any]) -> Any:
         dependencies = scale if given_scale is None else None, None if subkey is None else key
@@ -526,7 +526,7 @@ def fallback_input_source(
     spec, residual_spec = side.forward, side.residual
     assert spec is not None
     assert residual_spec is not None
-    subkey = derive_key(key, residual_spec, "saved")
+    subkey = derive_key(key, residual_spec, "x_residual")
     quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
     fallback_tensors: list[FallbackTensor] = []
 

@@ -114,7 +114,7 @@ def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | Non
     if residual_spec is None:
         values = input_facts.get_or_compute((None, side.strategy, x.shape), lambda: lax.stop_gradient(x), None, None)
         return _Source(None, values if recompute_rule is None else _recompute_residual(recompute_rule, x))
-    subkey = derive_key(key, residual_spec, "saved")
+    subkey = derive_key(key, residual_spec, "x_residual")
 
     def make_residual() -> QTensor:
         segments = Segments(x.shape[0], group_sizes)

@@ -1,12 +1,13 @@
 """Microscaled operands of the three products of a linear layer (MOSS, section 3.1), each rounded once.
 
-Forward and for the input's gradient a row of an operand is contracted, so its powers of two go into its codes (`fold`)
-and its scale comes after the sum. The weight's gradient sums over tokens, where each row of both operands has a scale
-of its own. Neither is quantized a second time for it: the gradient's codes are transposed as they are, and its scales,
-together with the input's, go into the input's operand. Where the input is kept as codes these are shifted: a row's
-scale of the gradient is chosen as a power of two over the input's, so that the product of both is a power of two, and
-a code changes by its exponent alone. Where the input is made again its values take the gradient's scales before they
-are rounded. Either way the operands of the weight's gradient have one scale each, which no sum needs inside.
+Forward and for the input's gradient a row of an operand is contracted, so its powers of two go into its codes
+(`fold_rows`) and its scale comes after the sum. The weight's gradient sums over tokens, where each row of both operands
+has a scale of its own. Neither is quantized a second time for it: the gradient's codes are transposed as they are, and
+its scales, together with the input's, go into the input's operand. Where the input is kept as codes these are shifted:
+a row's scale of the gradient is chosen as a power of two over the input's, so that the product of both is a power of
+two, and a code changes by its exponent alone. Where the input is made again its values take the gradient's scales
+before they are rounded. Either way the operands of the weight's gradient have one scale each, which no sum needs
+inside.
 
 A shifted code stays exact while it is normal. In e4m3 those lie within 2^-14.8 of the largest that any token adds;
 below, codes lose a bit each octave, and are zero under 2^-18.8: what such a token adds to the sum is as much smaller.
@@ -64,7 +65,7 @@ def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
         )
     empty = f"shape {q.shape} is empty" if 0 in q.shape else None
     choice = choose_impl(impl, lambda: empty or missing_triton("quantization.fold_triton"))
-    record_choice("refold", choice)
+    record_choice("fold_microscales", choice)
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
     codes, scale = run(choice, impl, *operands, kernel=_fold_kernel, reference=_fold_reference)
@@ -90,7 +91,8 @@ def _fold_kernel(codes: Array, powers: Array, outer_scale: Array) -> tuple[Array
 
     scale = "m -" if outer_scale.shape[0] > 1 else "- -"
     folded: tuple[Array, Array] = run_partitioned(
-        "refold", None, fold_shard, (codes, powers, outer_scale), ("m -", "m -", scale), ("m -", "m -"))  # fmt: skip
+        "fold_microscales", None, fold_shard, (codes, powers, outer_scale), ("m -", "m -", scale), ("m -", "m -")
+    )
     return folded
 
 
