@@ -62,7 +62,7 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
     dy = normal(3, *x.shape)
     f = lambda x, s, b: layer_norm(x, s, b, recipe=context, eps=eps)  # noqa: E731
     y, back = jax.vjp(f, x, scale, bias)
-    kept = context if context.saved else None
+    kept = context if context.residual else None
     wanted = reference_norm(x, scale, bias, eps, True, dy, kept)
     for given, got, want in zip((x, x, scale, bias), (y, *back(dy)), wanted, strict=True):
         assert (got is None) == (given is None)
@@ -77,7 +77,7 @@ def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled,
     x, dy = normal(0, TOKENS, CHANNELS), normal(3, TOKENS, CHANNELS)
     scale = 1 + 0.3 * normal(1, CHANNELS) if scaled else None
     y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
-    kept = context if context.saved else None
+    kept = context if context.residual else None
     wanted = reference_norm(x, scale, None, eps, False, dy, kept)[:3]
     for given, got, want in zip((x, x, scale), (y, *back(dy)), wanted, strict=True):
         assert (got is None) == (given is None)
@@ -109,7 +109,7 @@ def reference_activation(name, x):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_have_the_gradient_of_the_stored_input(name, context):
     x, u, dy = (3 * normal(i, TOKENS, CHANNELS) for i in range(3))
-    keep = (lambda a: stored(a, context)) if context.saved else np.asarray
+    keep = (lambda a: stored(a, context)) if context.residual else np.asarray
     y, back = jax.vjp(lambda x: activation(x, recipe=context, activation=name), x)
     steps = 256 if name == "gelu_tanh" else 64  # XLA's tanh is a ratio of polynomials, off by 2^-17 near its ends
     near(y, reference_activation(name, x)[0], steps)

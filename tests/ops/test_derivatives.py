@@ -47,7 +47,7 @@ def test_the_cast_to_codes_is_not_differentiated(spec, how):
     def f(x):
         return total(fp8jax.quantize(x, spec).dequantize())
 
-    with pytest.raises(ValueError, match=r"fp8jax.saveable.*fp8jax.linear.*stop_gradient"):
+    with pytest.raises(ValueError, match=r"fp8jax.save_quantized.*fp8jax.linear.*stop_gradient"):
         differentiate(how, f, X)
     assert np.isfinite(f(X))
     # Where the value is no part of what is differentiated, nothing is lost.
@@ -115,7 +115,7 @@ def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
 ])  # fmt: skip
 def test_so_does_a_result_in_8_bits(dtype, f):
     assert f(X, dtype).dtype == dtype
-    with pytest.raises(ValueError, match=r"gradients in 8 bits would be 0 or NaN. Cast to bf16.*fp8jax.saveable"):
+    with pytest.raises(ValueError, match=r"gradients in 8 bits would be 0 or NaN. Cast to bf16.*fp8jax.save_quantized"):
         jax.grad(lambda x: total(f(x, dtype)))(X)
 
 
@@ -136,7 +136,7 @@ def test_fp8_arrays_are_taken_where_nothing_is_differentiated():
 )  # fmt: skip
 def test_a_gradient_of_a_gradient_of_a_product_raises(recipe, argument):
     recipe = getattr(fp8jax.recipes, recipe)()
-    key = jax.random.key(2) if recipe.linear.stochastic else None
+    key = jax.random.key(2) if recipe.linear.is_stochastic else None
     inner = jax.grad(lambda x, w: total(fp8jax.linear(x, w, recipe=recipe, key=key)), argument)
     assert np.all(np.isfinite(inner(X, W)))
     for outer in (0, 1):

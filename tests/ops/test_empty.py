@@ -22,7 +22,7 @@ def outputs(recipe, x, w, many, weights, scale):
         return
     yield fp8jax.linear(x, w, **how)
     yield fp8jax.einsum("eti,eio->eto", many, weights, **how)
-    if recipe.linear.quantized:
+    if recipe.linear.is_quantized:
         yield fp8jax.linear(x, w, quantized=fp8jax.quantize_weight(w, recipe=recipe), **how)
     if x.size:
         return

@@ -49,7 +49,7 @@ def perceptron(params, x, recipe, mesh_is_explicit):
     if recipe.linear.states:
 
         def linear(x, w, slot, **how):
-            key = key_from_data(x) if recipe.linear.stochastic else None
+            key = key_from_data(x) if recipe.linear.is_stochastic else None
             state = fp8jax.init_scaling(recipe, w)
             return fp8jax.scaled_linear(x, w, state, slot, recipe=recipe, key=key, **how)[0]
 
@@ -57,7 +57,7 @@ def perceptron(params, x, recipe, mesh_is_explicit):
         gate, up = (linear(h, params[name], params["slots"][i]) for i, name in enumerate(("gate", "up")))
         h = fp8jax.glu(gate, up, recipe=recipe)
         return x + linear(h, params["down"], params["slots"][2], out_sharding=whole(mesh_is_explicit))
-    how = {"recipe": recipe, "key": key_from_data(x) if recipe.linear.stochastic else None}
+    how = {"recipe": recipe, "key": key_from_data(x) if recipe.linear.is_stochastic else None}
     weights = params["gate"], params["up"]
     x, gate, up = fp8jax.norm_linear(x, params["scale"], weights, residual=True, **how)
     return fp8jax.glu_down_proj(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **how)
@@ -170,7 +170,7 @@ def scanned(x, w, recipe, out=None):
 
 
 def held(x, w, recipe, out=None):
-    if not recipe.linear.quantized:
+    if not recipe.linear.is_quantized:
         return fp8jax.linear(x, w, recipe=recipe)
     return fp8jax.linear(x, w, recipe=recipe, key=KEY, quantized=fp8jax.quantize_weight(w, recipe=recipe))
 

@@ -30,7 +30,7 @@ RECIPES = ("te_current", "coat_fast", "moss", "int8_block", "switchback")
 
 def loss(w, x, recipe="coat"):
     recipe = getattr(fp8jax.recipes, recipe)()
-    key = jax.random.key(2) if recipe.linear.stochastic else None
+    key = jax.random.key(2) if recipe.linear.is_stochastic else None
     y = fp8jax.rms_norm(x, w["scale"], recipe=recipe)
     with jax.named_scope("mlp/up"):
         y = fp8jax.linear(y, w["up"], recipe=recipe, key=key)

@@ -98,7 +98,7 @@ def found(part, x, w, dy, largest, held):
         return y, *back(dy)
     state = fp8jax.init_scaling(part, w)
     histories = {name: jnp.array([value, 0], jnp.float32) for name, value in largest.items()}
-    state = state._replace(**histories | ({"w": jnp.float32(largest["w"])} if part.tracked else {}))
+    state = state._replace(**histories | ({"w": jnp.float32(largest["w"])} if part.needs_weight_bounds else {}))
     scale = fp8jax.weight_scale(w, state, recipe=part)
     quantized = fp8jax.quantize_weight(w, recipe=part, scale=scale) if held else None
     run = lambda x, w: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part, quantized=quantized)[0]  # noqa: E731
