@@ -68,7 +68,7 @@ def call(
         kernel: of the operands; a `plgpu.kernel`.
         operands: arrays, the first one a matrix, which no `jax.shard_map` that checks what varies knows to vary.
         out: shape and dtype of the result.
-        static: all that the kernel is compiled for, beside the shapes and dtypes of the operands and the result.
+        static_key: all that the kernel is compiled for, beside the shapes and dtypes of the operands and the result.
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = name, static_key, tuple((x.shape, str(x.dtype)) for x in (*shapes, out))

@@ -46,12 +46,12 @@ def call(
     Args:
         inputs: arrays, and integers for arguments that the kernel is not compiled for.
         kernel: function under `triton.jit`; its parameters are the inputs, then the results.
-        results: shapes and dtypes.
-        programs: their number.
-        warps: of a program.
+        out_shapes: shapes and dtypes.
+        num_programs: their number.
+        num_warps: of a program.
         compute_capability: of the GPU, as 90; None asks the one there is.
         aliases: by input the result that takes its place in memory; these are the first results.
-        stages: of the pipelines that loops of loads and products become.
+        num_stages: of the pipelines that loops of loads and products become.
         static: what the kernel is compiled for.
 
     Returns:

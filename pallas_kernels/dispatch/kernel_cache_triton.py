@@ -45,11 +45,11 @@ def cache_folder() -> pathlib.Path | None:
 
 
 def load_or_compile(key: Any, compile_kernel: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returns, from the file for these parts, or made now and written there.
+    """What `compile_kernel` returns, from the file for these parts, or made now and written there.
 
     Args:
-        parts: all that the result depends on, by their `repr`.
-        make: returns what JSON can hold.
+        key: all that the result depends on, by their `repr`.
+        compile_kernel: returns what JSON can hold.
     """
     folder_path = cache_folder()
     if folder_path is None:

@@ -77,7 +77,7 @@ def _intercept(original: Callable[..., Any], replacement: Callable[..., Any]) ->
 
 
 def install() -> None:
-    """Lets `launch` see what jax-triton's lowering makes; calls of others are made as before."""
+    """Lets `capture_launch` see what jax-triton's lowering makes; calls of others are made as before."""
     jaxlib_module = triton_lib.triton_kernel_call_lib
     replacements: dict[str, Any] = {
         "create_array_parameter": lambda *_: KernelParameter(_ARRAY_KIND),
@@ -159,7 +159,7 @@ def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RedeclaredKernel:
-    """PTX whose parameters are a call's operands, then its integers where it reads any (`numbers`), then results."""
+    """PTX whose parameters are a call's operands, then its integers where it reads any (`has_integers`), then results."""
 
     code: str
     has_integers: bool
@@ -175,11 +175,11 @@ def redeclare_parameters(
     """A kernel's code with its parameters declared anew; None where it is not of the form known here.
 
     Args:
-        code: PTX of one kernel, as `stored_triton.bare` makes it.
+        code: PTX of one kernel, as `kernel_cache_triton.strip_debug_info` makes it.
         threads: of a program.
         kinds: of the parameters, without those that Triton adds.
-        operands: the number of arrays that the call is given.
-        in_place: for each result whether it takes an operand's place. It has a parameter of its own in kernels of
+        num_operands: the number of arrays that the call is given.
+        is_in_place: for each result whether it takes an operand's place. It has a parameter of its own in kernels of
             jax-triton 0.3, none since 0.4.
     """
     entry, block_size = _ENTRY_POINT.search(code), re.search(r"^\.reqntid (\d+)\b", code, re.MULTILINE)
@@ -239,7 +239,7 @@ _failure_reasons: list[str] = []
 
 
 def check_launch(run_small_kernel: Callable[[], None]) -> None:
-    """Takes jax-triton's calls from now on where XLA's would be slow or do not work, and warns; by `small`, a kernel.
+    """Takes jax-triton's calls from now on where XLA's would be slow or do not work, and warns; by `run_small_kernel`, a kernel.
 
     Nothing is tried where the environment variable is set: what it says holds.
     """

@@ -27,7 +27,7 @@ def _exponentials(
     z_ptr: tl.tensor, max_ptr: tl.tensor, sums_ptr: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of WIDE columns of HIGH rows the largest logit of each row, and the sum of exponentials below that."""
+    """Of BLOCK_N columns of BLOCK_M rows the largest logit of each row, and the sum of exponentials below that."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -75,7 +75,7 @@ def _cotangents(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_CODING: tl.constexpr,
     COLUMN_CODING: tl.constexpr, DTYPE: tl.constexpr, TWO_Z_LOSS: tl.constexpr, LABEL_WEIGHT: tl.constexpr, OTHER_WEIGHT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of HIGH rows, every fourth of which a slice has, as of the kernel that quantizes, and WIDE columns."""
+    """A tile of BLOCK_M rows, every fourth of which a slice has, as in the kernel that quantizes, and BLOCK_N columns."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -124,7 +124,7 @@ def quantize_cotangents(
     other_weight: float = 0.0,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
-    """Codes of weights (exp(z - lse) (1 + steeper lse) - hit [label] - rest), rounded to the dtype of `z` before.
+    """Codes of weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight), rounded to the dtype of `z` before.
 
     Args:
         z: logits (M, N), fp32, bf16 or fp16. lse: fp32 (M,). labels: int32 (M,); one outside of [0, N) is no column's.

@@ -44,12 +44,12 @@ FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 Interpret = plgpu.InterpretGPUParams | None
 
 
-# How many multiprocessors kernels leave to others, within `with left(count):`; JAX traces anew where it is another.
+# How many multiprocessors kernels leave to others, within `with reserved_sms(count):`; JAX traces anew where it is another.
 reserved_sms: Any = jax.make_user_context(0)
 
 
 def available_sms() -> int:
-    """Multiprocessors of the device compiled for, the mesh's, the default GPU's, or an H200's 132; less `left`."""
+    """Multiprocessors of the device compiled for, the mesh's, the default GPU's, or an H200's 132; less `reserved_sms`."""
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
         count = int(abstract.num_cores or 132)
     else:
@@ -111,11 +111,11 @@ def pipelined_matmul(
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
             with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the
             same rows from left to right.
-        streams: scales that travel with the operands; `Share.scales` reads them.
-        own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
+        streams: scales that travel with the operands; `WarpgroupPipeline.load_scales` reads them.
+        use_inline_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
             Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
-        walk: a second left operand, some slices of which are multiplied as well.
-        static: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
+        second_operand: a second left operand, some slices of which are multiplied as well.
+        static_key: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
     """
     if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
@@ -154,9 +154,9 @@ def pipelined_matmul(
     if epilogue.scale is not None:
         vectors["scale"] = epilogue.scale.reshape(1)
     if epilogue.row_scale is not None:
-        vectors["row"] = pad_axis(epilogue.row_scale, 0, rows)
+        vectors["row_scale"] = pad_axis(epilogue.row_scale, 0, rows)
     if epilogue.column_scale is not None:
-        vectors["column"] = pad_axis(epilogue.column_scale, 0, cols)
+        vectors["column_scale"] = pad_axis(epilogue.column_scale, 0, cols)
     if epilogue.bias is not None:
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
@@ -182,7 +182,7 @@ def pipelined_matmul(
     for n_stream, stream in enumerate(streams):
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.num_stages, *stream.window), stream.array.dtype)
     if tile.lead_slices and k_steps > tile.num_stages:
-        shared["ahead"] = plgpu.Barrier()
+        shared["lead_barrier"] = plgpu.Barrier()
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * num_slots)
 
@@ -207,7 +207,7 @@ def pipelined_matmul(
         epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
         residual_ref = other_refs[-1] if has_residual else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
-        lead_barrier = scratch_refs.pop("ahead", None)
+        lead_barrier = scratch_refs.pop("lead_barrier", None)
         stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(stream_windows))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
@@ -252,11 +252,11 @@ def pipelined_matmul(
 
                 def fetch_slice(_: jax.Array, state: Any) -> Any:
                     slot, slice_position, second_scale = state
-                    next_slice = slice_position.following(second_scale)
+                    next_slice = slice_position.next_position(second_scale)
                     # Read one slice ahead, so that its latency passes in the wait below.
-                    second_scale = get_second_scale(row, next_slice.part)
+                    second_scale = get_second_scale(row, next_slice.k_index)
                     full_barrier = full.at[barrier_base + slot]
-                    k_window = pl.ds(slice_position.part * K_STEP, K_STEP)
+                    k_window = pl.ds(slice_position.k_index * K_STEP, K_STEP)
                     plgpu.barrier_wait(empty.at[slot])
 
                     def copy(ref: Any, target: Any, start: jax.Array, size: int, shared_along: str) -> None:
@@ -272,13 +272,13 @@ def pipelined_matmul(
                         copy(ref, a_ring, row, tile.block_rows, "N")
 
                     if has_second_operand:
-                        lax.cond(slice_position.of_second == 1, lambda: copy_a(second_ref), lambda: copy_a(a_ref))
+                        lax.cond(slice_position.is_second == 1, lambda: copy_a(second_ref), lambda: copy_a(a_ref))
                     else:
                         copy_a(a_ref)
                     copy(b_ref, b_ring, col, tile.block_cols, "M")
                     for offsets, ref, target in zip(stream_windows, stream_refs, stream_rings, strict=True):
                         plgpu.copy_gmem_to_smem(
-                            ref.at[offsets(slice_position.part, row, col)], target.at[slot], full_barrier
+                            ref.at[offsets(slice_position.k_index, row, col)], target.at[slot], full_barrier
                         )
                     slot = lax.select(slot == tile.num_stages - 1, jnp.int32(0), slot + 1)
                     return slot, next_slice, second_scale

@@ -20,7 +20,7 @@ class Epilogue:
     """What happens to the accumulator in fp32: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
 
     Attributes:
-        scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
+        scale: fp32, shape (). row_scale: fp32 (M,). column_scale: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
     """
 
     scale: jax.Array | None = None
@@ -49,7 +49,7 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
 
 
 def swizzle_transforms(swizzle: int) -> tuple[Any, ...]:
-    """Shared-memory transforms of a matrix as wide as the swizzle: it lies as with `tiling`, TMA sees plain rows."""
+    """Shared-memory transforms of a matrix as wide as the swizzle: it lies as with `tiling_transforms`, TMA sees plain rows."""
     transforms: Any = plgpu
     return (transforms.SwizzleTransform(swizzle),)
 
@@ -85,7 +85,7 @@ class Writer:
 
     @property
     def slot_count(self) -> int:
-        return min(self.tile.slots, len(self.pieces))
+        return min(self.tile.store_slots, len(self.pieces))
 
     def window(self, piece: int) -> tuple[Any, Any]:
         (i, j), (height, width) = self.pieces[piece], self.piece_shape
@@ -99,8 +99,8 @@ class Writer:
                 self._fetch_residual(piece)
         scale = self.epilogue_refs["scale"][0] if "scale" in self.epilogue_refs else None
         row = (
-            self._load_vector("row", self.pipeline.row, self.tile.rows, ROW_LAYOUT)
-            if "row" in self.epilogue_refs
+            self._load_vector("row_scale", self.pipeline.row, self.tile.rows, ROW_LAYOUT)
+            if "row_scale" in self.epilogue_refs
             else None
         )
         return scale, row
@@ -149,7 +149,7 @@ class Writer:
             value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
         elif scale is not None:
             value = value * scale
-        for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
+        for name, term in (("column_scale", jnp.multiply), ("bias", jnp.add)):
             if name in self.epilogue_refs:
                 vector = self._load_vector(name, self.pipeline.col + j, width, COLUMN_LAYOUT)
                 value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))

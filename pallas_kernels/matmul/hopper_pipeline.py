@@ -22,12 +22,12 @@ class Tile:
         rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 32 up to 256.
         split: the dimension along which the warpgroups divide a block's tile. None: two take turns, each with a whole
             tile of its own, so that one multiplies while the other writes.
-        stages: depth of the shared-memory ring, at least 2.
-        raster: width of the band of tiles, along N, that blocks walk together (locality in L2).
+        num_stages: depth of the shared-memory ring, at least 2.
+        band_width: width of the band of tiles, along N, that blocks walk together (locality in L2).
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
-        lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
+        lead_slices: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
-        slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory. A
+        store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory. A
             tile of no more pieces, without residual or groups, is stored at once.
     """
 
@@ -70,12 +70,12 @@ class WarpgroupPipeline:
 
     Attributes:
         row, col: where the part starts in the product. group: the warpgroup's index.
-        first: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the compiler
+        first_slice: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the compiler
             but where a walk says how many there are.
-        fenced: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases the
+        needs_fence: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases the
             stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
             interpreter knows only fences between a read and a write by TMA.
-        ahead: completes when the first warpgroup leads by `tile.lead` slices; None where neither waits.
+        lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None where neither waits.
     """
 
     row: jax.Array
@@ -113,7 +113,7 @@ class WarpgroupPipeline:
     ) -> Any:
         """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
 
-        `slots` are the stages of slices i, i + 1, and so on; with `following` also that of the slice which follows
+        `slots` are the stages of slices i, i + 1, and so on; with `with_next` also that of the slice which follows
         them, or None after the last. They are carried from slice to slice: a stage derived from `i` makes the compiler
         keep every stage's addresses in registers, which an unrolled body does not have.
         """
@@ -142,28 +142,28 @@ class WarpgroupPipeline:
         plgpu.barrier_wait(self.full.at[base + slot])
 
     def release(self, slot: Any, slice_count: jax.Array | int) -> None:
-        """Hands the stage of the tile's `slices`-th slice back to the memory warpgroup: nothing reads it any more."""
+        """Hands the stage of the tile's `slice_count`-th slice back to the memory warpgroup: nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
         if self.lead_barrier is not None:
             leads = (self.group == 0) & (slice_count == self.tile.lead_slices)
             pl.when(leads)(lambda: plgpu.barrier_arrive(self.lead_barrier))
 
     def load_scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
-        """Values of a stream that came with this stage; call `scales_read` before the stage is released."""
+        """Values of a stream that came with this stage; call `fence_scale_reads` before the stage is released."""
         window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
         return plgpu.load(window, layout=layout, optimized=False)
 
     def load_slice_scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
-        """The scale of a stream of rows for slice `i`; call `scales_read` before the stage is released."""
+        """The scale of a stream of rows for slice `i`; call `fence_scale_reads` before the stage is released."""
         return self.streams[stream][slot, row, lax.rem(i, 4)]
 
     def fence_scale_reads(self) -> None:
-        """Orders the reads of `scales` before the TMA write that follows the stage's release."""
+        """Orders the reads of `load_scales` before the TMA write that follows the stage's release."""
         if self.needs_fence:
             plgpu.commit_smem()
 
     def a(self, slot: Any, first_row: int = 0, rows: int | None = None) -> Any:
-        """The part's rows of a, or `rows` of them from the `first` on, (rows, 128), in shared memory."""
+        """The part's rows of a, or `rows` of them from the `first_row` on, (rows, 128), in shared memory."""
         return self.a_ring.at[slot, pl.ds(self.stage_row + first_row, rows or self.tile.rows)]
 
     def b(self, slot: Any, transposed: bool = True) -> Any:
@@ -207,14 +207,14 @@ class Stream:
 class SecondOperand(NamedTuple):
     """A second left operand, some of whose slices are multiplied as well, each after that of the first.
 
-    Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `order`, the
+    Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `row_order`, the
     longest first, and every other turn of the thread blocks takes them backwards.
 
     Attributes:
-        second: the operand, of the shape of the first.
-        again: fp32 (rows of tiles, slices of K): not zero where the slice of the second is multiplied.
-        counts: int32 (rows of tiles,): how many slices of both there are.
-        order: int32 (rows of tiles,): the rows in the order in which they are computed.
+        codes: the operand, of the shape of the first.
+        scale: fp32 (rows of tiles, slices of K): not zero where the slice of the second is multiplied.
+        slice_counts: int32 (rows of tiles,): how many slices of both there are.
+        row_order: int32 (rows of tiles,): the rows in the order in which they are computed.
     """
 
     codes: jax.Array
@@ -230,7 +230,7 @@ class SlicePosition(NamedTuple):
     is_second: jax.Array
 
     def next_position(self, scale: jax.Array) -> "SlicePosition":
-        """The step after, where `again` is this part's."""
+        """The step after, where `scale` is this part's."""
         is_second_next = ((scale != 0) & (self.is_second == 0)).astype(jnp.int32)
         return SlicePosition(self.k_index + 1 - is_second_next, is_second_next)
 

@@ -34,13 +34,13 @@ fragmented_array: Any = importlib.import_module("jax.experimental.mosaic.gpu.fra
 def start_product(
     a: Any, b: Any, k_parts: Sequence[int] = ALL_K_PARTS, reused_sums: jax.Array | None = None
 ) -> jax.Array:
-    """Starts `a[:, at] @ b[:, at].T` over `parts` of 32 of K, and returns the sums before they are there.
+    """Starts `a[:, at] @ b[:, at].T` over `k_parts` of 32 of K, and returns the sums before they are there.
 
     Args:
-        a: (64, 128) 8-bit reference in shared memory, of a ring for `own_wgmma`: FP8 or int8.
+        a: (64, 128) 8-bit reference in shared memory, of a ring for `use_inline_wgmma`: FP8 or int8.
         b: (cols, 128), likewise; cols a multiple of 8 up to 256; int8 where a is.
-        parts: which of the four parts of K to add.
-        before: (64, cols) as returned, of any values, not needed any more: gives its registers.
+        k_parts: which of the four parts of K to add.
+        reused_sums: (64, cols) as returned, of any values, not needed any more: gives its registers.
 
     Returns:
         (64, cols) float32, of int8 int32, in the wgmma layout: only `finish_product` may read it.
@@ -114,18 +114,18 @@ def multiply_rows(
     *,
     is_interpreted: bool,
 ) -> tuple[jax.Array, Any]:
-    """Products of 64 rows of a slice, and what `beside` returns, called while they are computed.
+    """Products of 64 rows of a slice, and what `run_meanwhile` returns, called while they are computed.
 
     Args:
-        share: the warpgroup's part of a tile.
+        pipeline: the warpgroup's part of a tile.
         slot: the stage where the slice lies.
-        top: the first of the rows, within the part.
-        before: (64, cols) sums of earlier products, which have been read: gives its registers and its dtype.
-        beside: what is read and awaited meanwhile.
-        interpreted: whether Pallas's interpreter runs, which knows no registers.
+        first_row: the first of the rows, within the part.
+        reused_sums: (64, cols) sums of earlier products, which have been read: gives its registers and its dtype.
+        run_meanwhile: what is read and awaited meanwhile.
+        is_interpreted: whether Pallas's interpreter runs, which knows no registers.
 
     Returns:
-        (64, cols) sums of 128 products, and what `beside` returned.
+        (64, cols) sums of 128 products, and what `run_meanwhile` returned.
     """
     a = pipeline.a(slot, first_row, 64)
     if not is_interpreted:

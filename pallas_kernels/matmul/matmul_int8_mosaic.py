@@ -21,7 +21,7 @@ class FallbackResidual(NamedTuple):
     Attributes:
         codes: int8, of the operand's shape; those of other blocks are not read.
         scale: fp32, one for each block, of those that fall back.
-        used: bool, one for each block: whether it falls back.
+        is_fallback: bool, one for each block: whether it falls back.
     """
 
     codes: jax.Array
@@ -79,7 +79,7 @@ def matmul_int8_block(
     if residual is not None:
         hopper.check_array("residual.codes", residual.codes, a.shape, (jnp.int8,))
         hopper.check_array("residual.scale", residual.scale, blocks, (jnp.float32,))
-        hopper.check_array("residual.used", residual.is_fallback, blocks, (jnp.bool_,))
+        hopper.check_array("residual.is_fallback", residual.is_fallback, blocks, (jnp.bool_,))
         residual_scale = jnp.where(residual.is_fallback, residual.scale, 0)
         counts = blocks[1] + jnp.sum(residual_scale != 0, 1, dtype=jnp.int32)
         second_operand = hopper.SecondOperand(
@@ -109,13 +109,13 @@ def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
                 is_last = top == row_starts[-1]
 
                 def load_scale(is_last: bool = is_last) -> tuple[jax.Array, hopper.SlicePosition]:
-                    k_index = position.part if has_residual else i
+                    k_index = position.k_index if has_residual else i
                     scale, next_position = pipeline.load_slice_scale(0, slot, 0, k_index), position
                     if has_residual:
                         residual_scale = pipeline.load_slice_scale(2, slot, 0, k_index)
                         scale, next_position = (
-                            lax.select(position.of_second == 1, residual_scale, scale),
-                            position.following(residual_scale),
+                            lax.select(position.is_second == 1, residual_scale, scale),
+                            position.next_position(residual_scale),
                         )
                     scale = scale * pipeline.load_slice_scale(1, slot, b_block, k_index)
                     if is_last:

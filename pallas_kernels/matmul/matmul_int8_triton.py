@@ -8,13 +8,10 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.quantization import quantize_triton
+from pallas_kernels.dispatch import call_triton
 from pallas_kernels.quantization import scaling_triton as device
-from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-BLOCK = 128
-# A tile is a block of the result.
-LAUNCH = QuantizeLaunch(BLOCK, BLOCK, 8, 3)
+BLOCK = 128  # also a tile of the result
 FP8_CAPABILITY = 80  # of the kernel: it multiplies no FP8 codes
 
 
@@ -29,30 +26,30 @@ def _multiply(
     out_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OUT_COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     GROUP_M: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns, a block's, of (M, COLUMNS); N is the length of the contraction."""
-    STEPS: tl.constexpr = (N + 127) // 128
+    """A tile of BLOCK_M rows and BLOCK_N columns, a block's, of (M, N)."""
+    STEPS: tl.constexpr = (K + 127) // 128
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    TILES_N: tl.constexpr = (OUT_COLUMNS + BLOCK_N - 1) // BLOCK_N
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    # Bands of BAND rows of tiles, whose operands stay in the cache.
+    # Bands of GROUP_M rows of tiles, whose operands stay in the cache.
     first_tile_m = program // (GROUP_M * TILES_N) * GROUP_M
     group_m = tl.minimum(TILES_M - first_tile_m, GROUP_M)
     program_in_group = program % (GROUP_M * TILES_N)
     top, left = (first_tile_m + program_in_group % group_m) * BLOCK_M, program_in_group // group_m * BLOCK_N
     m, n, k = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N), tl.arange(0, 128)
-    a_offsets = m.to(tl.int64)[:, None] * N + k[None, :]
-    b_offsets = n.to(tl.int64)[None, :] * N + k[:, None]
+    a_offsets = m.to(tl.int64)[:, None] * K + k[None, :]
+    b_offsets = n.to(tl.int64)[None, :] * K + k[:, None]
     a_row, b_row = top // 128 * STEPS, left // 128 * STEPS
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(STEPS):
-        k_mask = k + step * 128 < N
-        a_mask, b_mask = (m < M)[:, None] & k_mask[None, :], (n < OUT_COLUMNS)[None, :] & k_mask[:, None]
+        k_mask = k + step * 128 < K
+        a_mask, b_mask = (m < M)[:, None] & k_mask[None, :], (n < N)[None, :] & k_mask[:, None]
         a = tl.load(a_ptr + a_offsets + step * 128, mask=a_mask, other=0)
         b = tl.load(b_ptr + b_offsets + step * 128, mask=b_mask, other=0)
         scale = tl.load(b_scale_ptr + b_row + step)
@@ -62,8 +59,8 @@ def _multiply(
             if residual_scale != 0:
                 residual = tl.load(residual_ptr + a_offsets + step * 128, mask=a_mask, other=0)
                 acc += tl.dot(residual, b, out_dtype=tl.int32).to(tl.float32) * (residual_scale * scale)
-    out_offsets = m.to(tl.int64)[:, None] * OUT_COLUMNS + n[None, :]
-    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=device.tile_mask(m, n, M, OUT_COLUMNS))
+    out_offsets = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=device.tile_mask(m, n, M, N))
 
 
 def matmul_int8_block(
@@ -96,10 +93,14 @@ def matmul_int8_block(
         dtype = jnp.float32 if name.endswith("scale") else jnp.int8
         if arrays[name].shape != shape or arrays[name].dtype != dtype or 0 in shape:
             raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, not {jnp.dtype(dtype)}{shape}")
-    residual_scale = jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.used, residual.scale, 0)
+    residual_scale = (
+        jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.is_fallback, residual.scale, 0)
+    )
     residual_codes = jnp.zeros((1, 1), jnp.int8) if residual is None else residual.codes
-    (out,) = quantize_triton.call(
-        _multiply, [a, b, a_scale, b_scale, residual_codes, residual_scale], [jax.ShapeDtypeStruct((m, n), out_dtype)],
-        rows * columns, LAUNCH, compute_capability, OUT_COLUMNS=n, HAS_RESIDUAL=residual is not None, GROUP_M=8,
+    (out,) = call_triton.call(
+        a, b, a_scale, b_scale, residual_codes, residual_scale, kernel=_multiply,
+        out_shapes=[jax.ShapeDtypeStruct((m, n), out_dtype)], num_programs=rows * columns, num_warps=8, num_stages=3,
+        compute_capability=compute_capability, M=m, N=n, K=k, BLOCK_M=BLOCK, BLOCK_N=BLOCK,
+        HAS_RESIDUAL=residual is not None, GROUP_M=8,
     )  # fmt: skip
     return out  # type: ignore[no-any-return]

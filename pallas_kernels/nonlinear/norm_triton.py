@@ -79,7 +79,7 @@ def _backward(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     RESIDUAL: tl.constexpr, ROWS_PER_STEP: tl.constexpr, NUM_STAGES: tl.constexpr, CODING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """HIGH rows, AT_ONCE at a time, the next STAGES - 1 on their way."""
+    """BLOCK_M rows, ROWS_PER_STEP at a time, the next NUM_STAGES - 1 on their way."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     GROUP: tl.constexpr = OPERATION.group
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP

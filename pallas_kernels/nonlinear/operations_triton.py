@@ -188,7 +188,7 @@ def load_cotangent_operands(
 
 @triton.jit
 def compute_cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Those of an activation's gate and up from `operands`, rounded to DTYPE, and its result as `result` has it.
+    """Those of an activation's gate and up from `load_cotangent_operands`, rounded to DTYPE, and its result as `compute_result` has it.
 
     Where there is no up, the gate's twice.
     """
@@ -250,7 +250,7 @@ def round_amax(amax: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def row_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """`peak_of_finite` of each row."""
+    """`tile_amax_or_nonfinite` of each row."""
     amax = round_amax(tl.reduce(tl.abs(y), 1, larger_or_nan), DTYPE)
     return tl.where(amax < device.TINY, 0.0, amax)
 

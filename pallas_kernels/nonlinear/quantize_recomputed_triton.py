@@ -107,7 +107,7 @@ def _store_all_codes(
     MASKED: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr, STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr,
     RESULT_CODING: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`_put` of the cotangents that are asked for, and of the result again."""
+    """`_store_codes` of the cotangents that are asked for, and of the result again."""
     offsets, mask = (
         ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :],
         device.tile_mask(top + 4 * i + j, n, M, N),
@@ -140,7 +140,7 @@ def _quantize_results(
 ) -> None:  # fmt: skip
     """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them.
 
-    With cotangents also transposed ones of the result, as AGAIN says, and sums of the tile's columns.
+    With cotangents also transposed ones of the result, as RESULT_CODING says, and sums of the tile's columns.
     """
     p = Operands(
         first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
@@ -224,7 +224,7 @@ def _quantize_and_predict(
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, CODING: tl.constexpr,
     BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The transposed codes of an activation's result, as `_codes` makes them, and the peaks of its cotangents.
+    """The transposed codes of an activation's result, as `_quantize_results` makes them, and the peaks of its cotangents.
 
     BY_ROW, under a scale for each row, and peaks of each row's part.
     """

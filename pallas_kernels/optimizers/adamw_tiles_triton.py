@@ -59,7 +59,7 @@ def _group_noise(
     group: tl.tensor, element: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor,
     GROUP_SIZE: tl.constexpr, HAS_RUNS: tl.constexpr, WORDS_OFFSET: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Noise by the group's number in the whole array and the place in the group; see `codec.noise_of_pairs`."""
+    """Noise by the group's number in the whole array and the place in the group; see `codec.pair_noise`."""
     number = group.to(tl.uint32)
     if HAS_RUNS:
         run = group // run_length
@@ -307,7 +307,7 @@ def update_tile_fast(
     nu_scale, nu_exponent = tl.load(nu_scale_ptr + group), tl.load(nu_exponent_ptr + group)
     mu_scale, mu_exponent = tl.load(mu_scale_ptr + group), tl.load(mu_exponent_ptr + group)
 
-    # A weight that is not finite makes its tile one for `careful`, where noise is added to NaN with care.
+    # A weight that is not finite makes its tile one for `update_tile_general`, where noise is added to NaN with care.
     MARKS_NONFINITE: tl.constexpr = STOCHASTIC and g.dtype == tl.bfloat16
     g = codec.to_fp32(codec.nan_where_not_finite(g, w) if MARKS_NONFINITE else g)
     # Looked up, since the unit that computes log2, exp2 and roots is close to its limit.

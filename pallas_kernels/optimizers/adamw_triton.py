@@ -34,9 +34,9 @@ class AdamWScalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar; `correction` is 1 - b^t.
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
-    v are the moments over `correction1` and `correction2`. Gradients count times `factor`. Where `applied` is False
+    v are the moments over `correction1` and `correction2`. Gradients count times `grad_scale`. Where `apply_if` is False
     nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut to
-    it; None cuts nothing. `drawn`, in (0, 1), is for first moments that are `codec.faded`.
+    it; None cuts nothing. `dither`, in (0, 1), is for first moments that are `codec.add_dither`.
     """
 
     rate: Any
@@ -67,7 +67,7 @@ class AdamWScalars(NamedTuple):
         moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. The last of these takes the
         second moment of a member without a gradient to what it was. Then come, where the step has them, the factor and
         whether it is applied; the largest direction over what takes either kind of moments to it; two words for noise,
-        as they are; and `drawn`: so all that a step needs is made at once.
+        as they are; and `dither`: so all that a step needs is made at once.
         """
         rate, weight_decay, b1, one_minus_b1, b2, one_minus_b2, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self[:10]
@@ -300,7 +300,7 @@ def adamw(
             an update is undefined.
         mu_storage: how the codes of the first moment are made; None for plain values.
         nu_storage: likewise of the second moment.
-        members: what is stored of members that no longer matter: no first moment and another second one, in codes with
+        dead_elements: what is stored of members that no longer matter: no first moment and another second one, in codes with
             range expansion.
         group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
         form: "update" returns the change of the weight, "step" the new weight.
@@ -416,7 +416,7 @@ def adamw(
 
 
 _MAX_RESULTS = 8
-_scalars_to_vector = jax.jit(lambda scalars, words: scalars.vector(words))  # traced once for all parameters alike
+_scalars_to_vector = jax.jit(lambda scalars, words: scalars.to_vector(words))  # traced once for all parameters alike
 
 
 def log2_code_magnitudes(dtype: Any) -> np.ndarray:

@@ -39,10 +39,10 @@ _FP16_MAX, _FP16_SMALLEST = tl.constexpr(65504.0), tl.constexpr(2.0**-24)
 class FP8LMScalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar, in the order that the kernel reads them.
 
-    m = b1_rest * g + b1 * mu and v = b2_rest * g^2 + b2 * nu, g the gradient times `factor`;
+    m = b1_rest * g + b1 * mu and v = b2_rest * g^2 + b2 * nu, g the gradient times `grad_scale`;
     w - rate * (direction + weight_decay * w), with direction = m * correction1 / (sqrt(v * correction2 + eps_root) +
-    eps), is the new weight. `drawn`, in (0, 1), rounds an m whose decay would be lost to nearest. Where `applied` is
-    0 nothing is written. A step that has neither `factor` nor `applied` leaves both None.
+    eps), is the new weight. `dither`, in (0, 1), rounds an m whose decay would be lost to nearest. Where `apply_if` is
+    0 nothing is written. A step that has neither `grad_scale` nor `apply_if` leaves both None.
     """
 
     rate: Any
@@ -73,7 +73,7 @@ class FP8LMLaunch(NamedTuple):
     """How the work is cut: tuning only, never the result.
 
     Attributes:
-        warps: warps of a program.
+        num_warps: warps of a program.
         elements: elements of a program.
     """
 
@@ -120,7 +120,7 @@ def _fp8lm(
 ) -> None:
     """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes.
 
-    Of KEPT arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the remainder.
+    Of NUM_CODES arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the remainder.
     """
     WEIGHT_IS_MASTER: tl.constexpr = NUM_CODES == 2
     if GATED:  # noqa: SIM102 (one is known at compile time)

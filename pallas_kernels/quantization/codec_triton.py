@@ -28,9 +28,9 @@ class Noise:
     """How codes are rounded stochastically; static.
 
     Attributes:
-        mantissa: mantissa bits of the codes' format.
+        mantissa_bits: mantissa bits of the codes' format.
         smallest_normal: of the format.
-        ratios: ratios of largest to smallest code between which a group keeps its exponent.
+        span_bounds: ratios of largest to smallest code between which a group keeps its exponent.
     """
 
     mantissa_bits: int
@@ -50,7 +50,7 @@ class Storage:
             range expansion no value rounds to zero.
         signed: whether values may be negative.
         noise: for codes that are rounded stochastically; None rounds to nearest.
-        fading: mantissa bits and smallest normal number of the format of codes that are `faded` before they are rounded
+        dither_format: mantissa bits and smallest normal number of the format of codes that `add_dither` changes before they are rounded
             to nearest; None are not.
     """
 
@@ -189,7 +189,7 @@ def from_bits(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_fp32(x: tl.tensor, IS_PURE: tl.constexpr = True) -> tl.tensor:
-    """fp32 values; not KEPT, they are made anew where an earlier use has them, which would take twice the registers."""
+    """fp32 values; not IS_PURE, they are made anew where an earlier use has them, which would take twice the registers."""
     if x.dtype == tl.bfloat16:
         # Two at a time: Triton takes a pair apart before it shifts each.
         y = tl.inline_asm_elementwise(
@@ -326,7 +326,7 @@ def pair_noise(octets: tl.tensor, element: tl.tensor, word1: tl.tensor, word2: t
     """Noise for stochastic rounding: of each element's pair of neighbours in the flat array, one half for each.
 
     A multiple of a hash: of two words, and of the number of the element's eight neighbours, whose four pairs take
-    different multiples. `place` is the element's among the eight, or differs from it by a multiple of eight.
+    different multiples. `element` is the element's among the eight, or differs from it by a multiple of eight.
     """
     noise = octets.to(tl.uint32) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
@@ -352,7 +352,7 @@ def round_stochastically(
 ) -> tl.tensor:
     """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
-    PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`. NAN: there may be some.
+    PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`. MAY_HAVE_NAN: there may be some.
     """
     x = float_bits(x)
     if MAY_HAVE_NAN:

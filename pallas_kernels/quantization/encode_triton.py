@@ -160,7 +160,7 @@ def fast_exponents(
     largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, inverse_unit: tl.tensor, previous: tl.tensor,
     STORAGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Exponents, in fp32, of groups with these `ordinary_extremes` in units of `unit`."""
+    """Exponents, in fp32, of groups with these `fast_extremes` in units of `unit`."""
     log2_top = codec.log2_abs_approx(
         codec.from_bits(largest) * (unit * (1 / STORAGE.max)) * (inverse_unit * STORAGE.max)
     )
@@ -173,7 +173,7 @@ def encode_fast(
     x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, inverse_unit: tl.tensor, noise: tl.tensor,
     one_bits: tl.tensor, CODE: tl.constexpr, STORAGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """As `encode`, with range expansion, of values in units of `unit`, of which there are `per_unit` in one.
+    """As `encode`, with range expansion, of values in units of `unit`, of which there are `inverse_unit` in one.
 
     Given largest magnitudes and exponents. Without zeros, Inf and NaN, and no scale is subnormal. Neighbours are pairs
     of `noise`.
@@ -205,9 +205,9 @@ def encode(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
 
-    Given `peak` of each group, and magnitudes of which the smallest are to have codes. Of codes that are rounded
-    stochastically `previous` are the exponents until now, and `noise`, `place` and PAIRED are as of
-    `round_stochastically`; `decay` and `drawn` are as of `codec.faded`, for codes that are.
+    Given `amax_bits` of each group, and magnitudes of which the smallest are to have codes. Of codes that are rounded
+    stochastically `previous` are the exponents until now, and `noise`, `element` and PAIRED are as of
+    `round_stochastically`; `decay` and `dither` are as of `codec.add_dither`, for codes that are.
     """
     largest = codec.from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / STORAGE.max), _TINY), 1.0)

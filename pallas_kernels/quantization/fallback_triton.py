@@ -23,8 +23,8 @@ class FallbackCodes(NamedTuple):
         base: int8 codes. base_scale: fp32, of blocks.
         residual: int8 codes of what the base leaves; of blocks that do not fall back nothing is written.
         residual_scale: fp32, of blocks; 1 where a block does not fall back.
-        used: bool, of blocks: those that fall back.
-        drawn: int8 codes under the scales of the base, rounded stochastically; or None.
+        is_fallback: bool, of blocks: those that fall back.
+        stochastic: int8 codes under the scales of the base, rounded stochastically; or None.
     """
 
     base: Array
@@ -74,7 +74,7 @@ def _fallback(
     HAS_STOCHASTIC: tl.constexpr,
     STOCHASTIC_CODING: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns, of whole blocks, as four slices of every fourth row."""
+    """A tile of BLOCK_M rows and BLOCK_N columns, of whole blocks, as four slices of every fourth row."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     SIDE: tl.constexpr = CODING.size
     SEVERAL_BLOCKS: tl.constexpr = MASKED or BLOCK_M > SIDE or BLOCK_N > SIDE
@@ -160,7 +160,7 @@ def quantize(
         x: (M, N), fp32, bf16 or fp16.
         threshold: fp32 scalar.
         side: of a block, 32 or 128.
-        words: two uint32 words, for `Codes.drawn`; None leaves it out.
+        words: two uint32 words, for `FallbackCodes.stochastic`; None leaves it out.
         place: as of `quantize_triton.quantize`.
         launch: how the work is cut; sides of a tile are multiples of a block's.
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.

@@ -42,7 +42,7 @@ def _fold(
     GROUPS_POW2: tl.constexpr,
     BY_ROW: tl.constexpr,
 ) -> None:
-    """HIGH rows, WIDE columns at a time; ALL groups of a row, or more, have their largest power found first."""
+    """BLOCK_M rows, BLOCK_N columns at a time; GROUPS_POW2 groups of a row, or more, have their largest power found first."""
     GROUPS: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     top = tl.program_id(0) * BLOCK_M
@@ -82,10 +82,10 @@ def fold_codes(
 
     Args:
         codes: (M, N) float8_e4m3fn.
-        powers: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
-        level: positive fp32 scales above them, (1, 1) or (M, 1). Where one times the largest power is below fp32's
+        exponents: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
+        outer_scale: positive fp32 scales above them, (1, 1) or (M, 1). Where one times the largest power is below fp32's
             smallest normal number, its row keeps it, and its powers go into the codes whole.
-        warps: tuning only. compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        num_warps: tuning only. compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
     Returns:
         Codes (M, N) and fp32 scales (M, 1).

@@ -20,7 +20,7 @@ MAX_COLUMNS, ELEMENTS_PER_PROGRAM, GROUP = 32768, 4096, 32
 @triton.jit
 def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, M: tl.constexpr,
             N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Where in a program's rows the WIDE elements from LEFT on are, and which of them there are."""
+    """Where in a program's rows the BLOCK_N elements from LEFT on are, and which of them there are."""
     n = LEFT + tl.arange(0, BLOCK_N)
     return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], device.tile_mask(
         program * BLOCK_M + tl.arange(0, BLOCK_M), n, M, N
@@ -54,7 +54,7 @@ def _quantize_rows(
     BY_ROW: tl.constexpr,
     CODING: tl.constexpr,
 ) -> None:
-    """HIGH rows of at most WIDE + REST columns."""
+    """BLOCK_M rows of at most BLOCK_N + TAIL_N columns."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     program = tl.program_id(0)
     first = program.to(tl.int64) * (BLOCK_M * N)
@@ -101,9 +101,9 @@ def quantize_rows(
     Args:
         x: (M, N), fp32, bf16 or fp16, N at most 32768.
         coding: of kind "token", to nearest.
-        level: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for the
+        outer_scale: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for the
             rows' own.
-        warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
+        num_warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
 
     Returns:
         Codes (M, N) and fp32 scales (M, 1).

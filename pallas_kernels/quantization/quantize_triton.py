@@ -66,7 +66,7 @@ def _quantize(
     SUMS: tl.constexpr,
     COLUMN_OFFSETS: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns."""
+    """A tile of BLOCK_M rows and BLOCK_N columns."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -255,9 +255,9 @@ def quantize(
         columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
         column_scale: likewise of `columns`, (N, 1) for each row of x.T.
-        maxima: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all: the
+        partial_amax: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all: the
             largest gives the scales of kind "tensor" that are not given, which are returned.
-        up: whether that one is rounded up to bf16 before.
+        round_up_bf16: whether that one is rounded up to bf16 before.
         words: two uint32 words, random and new at every call, for stochastic rounding.
         place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
             element, whose row is a multiple of 4, a quarter of its row times these columns plus its column.

@@ -123,7 +123,7 @@ def magnitude_key(x: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def magnitude_key_bf16x2(x: tl.tensor, bias: tl.constexpr) -> tl.tensor:
-    """`ordered` of bf16, two at a time; the bias is of both."""
+    """`magnitude_key` of bf16, two at a time; the bias is of both."""
     return tl.inline_asm_elementwise(
         """{.reg .b32 pair;
         and.b32 pair, $2, 0x7fff7fff;
@@ -150,7 +150,7 @@ def max_along_columns(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def slice_amax_keys(
     x: tl.tensor, running_key: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`ordered` maxima of the groups in a slice's rows, where they are asked for; and of it and what is `below`."""
+    """`magnitude_key` maxima of the groups in a slice's rows, where they are asked for; and of it and what is `running_key`."""
     row_keys = running_key
     if ROWS.kind == "group" or ROWS.kind == "mx":
         row_keys = max_along_rows(magnitude_key(x, ROWS), ROWS.size)
@@ -175,7 +175,7 @@ def repeat_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def magnitude_from_key(key: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """The magnitude whose `ordered` bits are given; 0 where no value was finite and non-zero."""
+    """The magnitude whose `magnitude_key` is given; 0 where no value was finite and non-zero."""
     magnitude = key
     if CODING.integer:
         magnitude = tl.where(magnitude >= _INF_BITS, _INF_BITS + 1, magnitude)
@@ -281,7 +281,7 @@ def rotate_noise(random: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 def encode(
     x: tl.tensor, y: tl.tensor, noise: tl.tensor, CODING: tl.constexpr, FINITE: tl.constexpr = False
 ) -> tl.tensor:  # fmt: skip
-    """Codes, as uint8, of values x that are y when `scaled`.
+    """Codes, as uint8, of values x that are y after `apply_inverse_scale`.
 
     Under a given scale y may be infinite where x is not, and saturates; under a computed one y will do for x.
 
@@ -346,7 +346,7 @@ def scale_rows(
 ) -> tl.tensor:  # fmt: skip
     """The values of a slice, from column `left` on, in units of their scales, which are stored where made here.
 
-    `largest` are the `ordered` maxima of groups.
+    `keys` are the `magnitude_key` maxima of groups.
     """
     SIZE: tl.constexpr = CODING.size
     if CODING.kind == "group" or CODING.kind == "mx":

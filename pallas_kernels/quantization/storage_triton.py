@@ -30,7 +30,7 @@ def load_codes(
 ) -> tl.tensor:  # fmt: skip
     """Codes of a tile, or values if exact; of ten bits the low bytes, and for each eight the word with their high bits.
 
-    The first of the columns `n` is `left`. Copied AHEAD of time, the words are of sixteen, and each is read twice: such
+    The first of the columns `n` is `left`. Copied ahead of time, the words are of sixteen, and each is read twice: such
     a copy takes four bytes or more.
     """
     if OPERATION.format == "int10" and not OPERATION.exact:

@@ -94,12 +94,15 @@ def call_any(
     num_programs: int,
     aliases: dict[int, int] | None = None,
     num_warps: int = 0,
+    num_stages: int = 1,
     compute_capability: int | None = None,
     **static: Any,
 ) -> Any:
     """`call_triton.call`, with guards around what it writes."""
     given = [np.array(x) for x in inputs]
-    buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in out_shapes]
+    buffers = [
+        np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in out_shapes
+    ]
     outputs = [b[GUARD:-GUARD].view(s.dtype).reshape(s.shape) for b, s in zip(buffers, out_shapes, strict=True)]
     for source, i in (aliases or {}).items():
         outputs[i][:] = given[source]
