@@ -225,7 +225,7 @@ class QTensor:
 
 
 def _is_compatible_shape(shape: tuple[Any, ...], expected: tuple[Any, ...], must_match: bool) -> bool:
-    """Whether an array of this shape has an entry for each block; unless `must_match`, one for all along an axis will do."""
+    """Whether an array of this shape has an entry a block; unless `must_match`, one for all along an axis will do."""
     if not all(isinstance(n, int) for n in (*shape, *expected)):
         return True  # of jax.export, whose dimensions may have no number
     if len(shape) != len(expected):
