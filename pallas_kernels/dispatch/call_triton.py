@@ -95,8 +95,8 @@ def _add(x_ptr: tl.tensor, n: tl.tensor, unused: tl.tensor, sum_ptr: tl.tensor, 
 
 def _run_add(x: Array, compute_capability: int | None) -> Sequence[Array]:
     return call(
-        x, 3, kernel=_add, out_shapes=[jax.typeof(x)] * 2, num_programs=1, num_warps=1, compute_capability=compute_capability,
-        aliases={0: 0}, SIZE=x.size,
+        x, 3, kernel=_add, out_shapes=[jax.typeof(x)] * 2, num_programs=1, num_warps=1,
+        compute_capability=compute_capability, aliases={0: 0}, SIZE=x.size,
     )  # fmt: skip
 
 

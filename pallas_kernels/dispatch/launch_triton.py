@@ -159,7 +159,7 @@ def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RedeclaredKernel:
-    """PTX whose parameters are a call's operands, then its integers where it reads any (`has_integers`), then results."""
+    """PTX whose parameters are a call's operands, its integers if it reads any (`has_integers`), and results."""
 
     code: str
     has_integers: bool
@@ -239,7 +239,7 @@ _failure_reasons: list[str] = []
 
 
 def check_launch(run_small_kernel: Callable[[], None]) -> None:
-    """Takes jax-triton's calls from now on where XLA's would be slow or do not work, and warns; by `run_small_kernel`, a kernel.
+    """Takes jax-triton's calls from now on, and warns, where XLA's would be slow or fail; tries `run_small_kernel`.
 
     Nothing is tried where the environment variable is set: what it says holds.
     """

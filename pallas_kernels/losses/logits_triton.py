@@ -73,9 +73,10 @@ def _cotangents(
     z_ptr: tl.tensor, lse_ptr: tl.tensor, labels_ptr: tl.tensor, weights_ptr: tl.tensor, row_scale_ptr: tl.tensor,
     column_scale_ptr: tl.tensor, row_codes_ptr: tl.tensor, column_codes_ptr: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_CODING: tl.constexpr,
-    COLUMN_CODING: tl.constexpr, DTYPE: tl.constexpr, TWO_Z_LOSS: tl.constexpr, LABEL_WEIGHT: tl.constexpr, OTHER_WEIGHT: tl.constexpr,
+    COLUMN_CODING: tl.constexpr, DTYPE: tl.constexpr, TWO_Z_LOSS: tl.constexpr, LABEL_WEIGHT: tl.constexpr,
+    OTHER_WEIGHT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of BLOCK_M rows, every fourth of which a slice has, as in the kernel that quantizes, and BLOCK_N columns."""
+    """A tile of BLOCK_M rows, every fourth of which a slice has, as when quantizing, and BLOCK_N columns."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -124,7 +125,9 @@ def quantize_cotangents(
     other_weight: float = 0.0,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
-    """Codes of weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight), rounded to the dtype of `z` before.
+    """Codes of the cotangents of logits, rounded to the dtype of `z` before.
+
+    They are weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight).
 
     Args:
         z: logits (M, N), fp32, bf16 or fp16. lse: fp32 (M,). labels: int32 (M,); one outside of [0, N) is no column's.

@@ -44,12 +44,13 @@ FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 Interpret = plgpu.InterpretGPUParams | None
 
 
-# How many multiprocessors kernels leave to others, within `with reserved_sms(count):`; JAX traces anew where it is another.
+# How many multiprocessors kernels leave to others, within `with reserved_sms(count):`; JAX traces anew where it is
+# another.
 reserved_sms: Any = jax.make_user_context(0)
 
 
 def available_sms() -> int:
-    """Multiprocessors of the device compiled for, the mesh's, the default GPU's, or an H200's 132; less `reserved_sms`."""
+    """Multiprocessors of the device compiled for, the mesh's, the default GPU's or an H200's, less `reserved_sms`."""
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
         count = int(abstract.num_cores or 132)
     else:
@@ -112,8 +113,8 @@ def pipelined_matmul(
             with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the
             same rows from left to right.
         streams: scales that travel with the operands; `WarpgroupPipeline.load_scales` reads them.
-        use_inline_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
-            Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
+        use_inline_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two
+            dimensions. Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
         second_operand: a second left operand, some slices of which are multiplied as well.
         static_key: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
     """
@@ -322,7 +323,8 @@ def pipelined_matmul(
                     None if residual_barrier is None else (lambda slot: residual_barrier.at[group * num_slots + slot])
                 )
                 writer = Writer(
-                    out_ref, residual_ref, out_ring.at[group], residual_arrived, epilogue_refs, pipeline, tile, store_shape, out_dtype,
+                    out_ref, residual_ref, out_ring.at[group], residual_arrived, epilogue_refs, pipeline, tile,
+                    store_shape, out_dtype,
                 )  # fmt: skip
                 factors = writer.prefetch()
                 pipeline.wait_for_lead()

@@ -20,7 +20,8 @@ class Epilogue:
     """What happens to the accumulator in fp32: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
 
     Attributes:
-        scale: fp32, shape (). row_scale: fp32 (M,). column_scale: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
+        scale: fp32, shape (). row_scale: fp32 (M,). column_scale: fp32 (N,). bias: (N,). residual: (M, N). None leaves
+            a term out.
     """
 
     scale: jax.Array | None = None
@@ -49,7 +50,7 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
 
 
 def swizzle_transforms(swizzle: int) -> tuple[Any, ...]:
-    """Shared-memory transforms of a matrix as wide as the swizzle: it lies as with `tiling_transforms`, TMA sees plain rows."""
+    """Those of a matrix as wide as the swizzle: it lies as with `tiling_transforms`, but TMA sees plain rows."""
     transforms: Any = plgpu
     return (transforms.SwizzleTransform(swizzle),)
 

@@ -25,10 +25,10 @@ class Tile:
         num_stages: depth of the shared-memory ring, at least 2.
         band_width: width of the band of tiles, along N, that blocks walk together (locality in L2).
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
-        lead_slices: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
-            what one does beside its products (promotions, the epilogue) meets products of the other.
-        store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory. A
-            tile of no more pieces, without residual or groups, is stored at once.
+        lead_slices: slices of K by which the second of two warpgroups that share a tile starts it after the first, so
+            that what one does beside its products (promotions, the epilogue) meets products of the other.
+        store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
+            A tile of no more pieces, without residual or groups, is stored at once.
     """
 
     rows: int = 64
@@ -70,10 +70,10 @@ class WarpgroupPipeline:
 
     Attributes:
         row, col: where the part starts in the product. group: the warpgroup's index.
-        first_slice: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the compiler
-            but where a walk says how many there are.
-        needs_fence: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases the
-            stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
+        first_slice: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the
+            compiler but where a walk says how many there are.
+        needs_fence: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases
+            the stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
             interpreter knows only fences between a read and a write by TMA.
         lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None where neither waits.
     """
@@ -142,7 +142,7 @@ class WarpgroupPipeline:
         plgpu.barrier_wait(self.full.at[base + slot])
 
     def release(self, slot: Any, slice_count: jax.Array | int) -> None:
-        """Hands the stage of the tile's `slice_count`-th slice back to the memory warpgroup: nothing reads it any more."""
+        """Hands the stage of slice number `slice_count` back to the memory warpgroup: nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
         if self.lead_barrier is not None:
             leads = (self.group == 0) & (slice_count == self.tile.lead_slices)

@@ -65,8 +65,9 @@ def matmul_block(
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
         streams.append(hopper.Stream.from_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
     return hopper.pipelined_matmul(
-        _make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block", tile=tile,
-        epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales, interpret=interpret,
+        _make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
+        tile=tile, epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
+        interpret=interpret,
     )  # fmt: skip
 
 

@@ -87,8 +87,9 @@ def matmul_int8_block(
         )
         streams.append(a_block_stream(residual_scale))
     return hopper.pipelined_matmul(
-        _make_compute(tile, second_operand is not None, interpret is not None), a, b, streams, name="int8_matmul_block", tile=tile,
-        epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True, second_operand=second_operand, interpret=interpret,
+        _make_compute(tile, second_operand is not None, interpret is not None), a, b, streams,
+        name="int8_matmul_block", tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True,
+        second_operand=second_operand, interpret=interpret,
     )  # fmt: skip
 
 

@@ -122,8 +122,8 @@ def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) ->
     """The tile with the least estimated time: waves of tiles times what a tile costs.
 
     A 128-deep step costs a tile its tensor-core cycles, and 1 to 8 % more in the narrower ones. Where warpgroups take
-    turns, each with a tile of 128 rows and at most `max_cols` columns, one's epilogue hides behind the other's products;
-    a shared tile adds it, about 2000 cycles. Measured on an H200 at its power limit.
+    turns, each with a tile of 128 rows and at most `max_cols` columns, one's epilogue hides behind the other's
+    products; a shared tile adds it, about 2000 cycles. Measured on an H200 at its power limit.
     """
     steps = hopper.ceil_div(k, hopper.K_STEP)
 

@@ -25,10 +25,10 @@ from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 def _compute_chunk(
     gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
     up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, first: tl.tensor, row: tl.tensor, m: tl.tensor,
-    left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr,
-    STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
+    left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    RESIDUAL_CODING: tl.constexpr, STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A part of some rows of the result, rounded to the operation's dtype; with STORE_RESIDUALS, also writes what is kept of it."""
+    """A part of some rows of the result, rounded to the operation's dtype; STORE_RESIDUALS also writes what is kept."""
     MASKED: tl.constexpr = True
     n = left + tl.arange(0, BLOCK_N)
     offsets, start = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], first + left
@@ -78,8 +78,8 @@ def _encode_residuals_by_row(
     # As if all were finite, and again if not: then what is added up here is not 0.
     row_amax = tl.zeros((BLOCK_M,), tl.float32)
     for left in range(0, N, BLOCK_N):
-        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
-                   M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, True)  # fmt: skip
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
+                   m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, True)  # fmt: skip
         row_amax = on.larger_or_nan(row_amax, tl.reduce(tl.abs(y), 1, on.larger_or_nan))
     finite = tl.reduce(row_amax, 0, on.larger_or_nan) < float("inf")
     if finite:
@@ -87,8 +87,8 @@ def _encode_residuals_by_row(
     else:
         amax_keys = tl.zeros((BLOCK_M,), tl.int32)
         for left in range(0, N, BLOCK_N):
-            y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m,
-                       left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, False)  # fmt: skip
+            y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first,
+                       row, m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, False)  # fmt: skip
             n = left + tl.arange(0, BLOCK_N)
             amax_keys = tl.maximum(amax_keys, tl.max(on.masked_magnitude_key(y, m, n, M, N, True, OUT_CODING), 1))
         row_amax = device.magnitude_from_key(amax_keys, OUT_CODING)
@@ -97,8 +97,8 @@ def _encode_residuals_by_row(
     factor = device.reciprocal(scale)[:, None]
     for left in range(0, N, BLOCK_N):
         n = left + tl.arange(0, BLOCK_N)
-        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
-                   M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, False, True)  # fmt: skip
+        y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
+                   m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, False, True)  # fmt: skip
         offsets = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
         encoded = device.encode(y, device.apply_inverse_scale(y, factor, OUT_CODING), 0, OUT_CODING)
         device.store(result_ptr + first + left, offsets, encoded, device.tile_mask(m, n, M, N), True)
@@ -129,8 +129,9 @@ def encode_activation_residuals(
     shapes = [shape for here in is_saved for shape in storage.code_shapes((m, n), coding if here else None)]
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     outputs = quantize_triton.call(
-        _encode_residuals_by_row, [gate, gate if up is None else up], shapes, -(-m // launch.block_m), launch, compute_capability,
-        OPERATION=operation, RESIDUAL_CODING=coding.constants if coding else device.NO_CODING, OUT_CODING=device.Coding("token", dtype).constants,
+        _encode_residuals_by_row, [gate, gate if up is None else up], shapes, -(-m // launch.block_m), launch,
+        compute_capability, OPERATION=operation, RESIDUAL_CODING=coding.constants if coding else device.NO_CODING,
+        OUT_CODING=device.Coding("token", dtype).constants,
     )  # fmt: skip
     residuals = [
         (storage.bytes_to_codes(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and is_saved[i] else None

@@ -63,7 +63,7 @@ def cotangents(
     dtype = quantize_triton.PLAIN_DTYPES[operation.dtype]
     shapes = [jax.ShapeDtypeStruct((m, n) if mask else (1, 1), dtype) for mask in (True, operation.gated)]
     outputs = quantize_triton.call(
-        _cotangents, quantize_recomputed_triton.operand_arrays(operands)[:7], shapes, tiles, launch, compute_capability, shape=(m, n),
-        OPERATION=operation,
+        _cotangents, quantize_recomputed_triton.operand_arrays(operands)[:7], shapes, tiles, launch,
+        compute_capability, shape=(m, n), OPERATION=operation,
     )  # fmt: skip
     return list(outputs[: 1 + operation.gated])

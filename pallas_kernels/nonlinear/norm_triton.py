@@ -28,7 +28,8 @@ def _forward(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, result_scale: tl.tensor, codes_ptr: tl.tensor,
     scales_ptr: tl.tensor, rstd_ptr: tl.tensor, mean_ptr: tl.tensor, amax_ptr: tl.tensor, result_ptr: tl.tensor,
     row_scale_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    EPS: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr, BY_ROW: tl.constexpr,
+    EPS: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     program = device.reversed_program_id()

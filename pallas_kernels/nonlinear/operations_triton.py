@@ -188,7 +188,7 @@ def load_cotangent_operands(
 
 @triton.jit
 def compute_cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Those of an activation's gate and up from `load_cotangent_operands`, rounded to DTYPE, and its result as `compute_result` has it.
+    """An activation's cotangents of gate and up, rounded to DTYPE, and its result as of `compute_result`.
 
     Where there is no up, the gate's twice.
     """

@@ -104,8 +104,8 @@ def _store_all_codes(
     y0: tl.tensor, y1: tl.tensor, y2: tl.tensor, factor0: tl.tensor, factor1: tl.tensor, factor2: tl.tensor,
     words0: tl.tensor, words1: tl.tensor, words2: tl.tensor, j: tl.tensor, rows0: tl.tensor, rows1: tl.tensor,
     columns2: tl.tensor, i: tl.tensor, top: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr,
-    MASKED: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr, STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr,
-    RESULT_CODING: tl.constexpr, FINITE: tl.constexpr,
+    MASKED: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr, STORE_ROWS: tl.constexpr,
+    STORE_COLUMNS: tl.constexpr, RESULT_CODING: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """`_store_codes` of the cotangents that are asked for, and of the result again."""
     offsets, mask = (
@@ -135,8 +135,8 @@ def _quantize_results(
     bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, scale2: tl.tensor, rows0: tl.tensor, columns0: tl.tensor,
     rows1: tl.tensor, columns1: tl.tensor, columns2: tl.tensor, sums0: tl.tensor, sums1: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr,
-    CODING: tl.constexpr, STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, RESULT_CODING: tl.constexpr, BY_ROW: tl.constexpr,
-    SUMS: tl.constexpr,
+    CODING: tl.constexpr, STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, RESULT_CODING: tl.constexpr,
+    BY_ROW: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them.
 
@@ -220,11 +220,11 @@ def _quantize_results(
 def _quantize_and_predict(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, scale: tl.tensor, transposed_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, CODING: tl.constexpr,
-    BY_ROW: tl.constexpr,
+    bias: tl.tensor, scale: tl.tensor, transposed_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
+    CODING: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The transposed codes of an activation's result, as `_quantize_results` makes them, and the peaks of its cotangents.
+    """The transposed codes of an activation's result, as of `_quantize_results`, and the peaks of its cotangents.
 
     BY_ROW, under a scale for each row, and peaks of each row's part.
     """
@@ -317,8 +317,8 @@ def quantize(
         launch, compute_capability: as of `quantize_triton.quantize`.
 
     Returns:
-        A list, of each result codes and transposed codes, last those of `result_coding`; None for what is not wanted. With
-        `sums` a pair: this list, and that of the sums, fp32 (N,).
+        A list, of each result codes and transposed codes, last those of `result_coding`; None for what is not wanted.
+        With `sums` a pair: this list, and that of the sums, fp32 (N,).
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = launch or _best_launch(kinds, n, rows, result_coding is not None)
@@ -339,7 +339,8 @@ def quantize(
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, result_coding and result_coding[1])
     codes = [jax.lax.bitcast_convert_type(x, d) if w else None
-              for x, d, w in zip(outputs[:5], types, (rows, columns, rows, columns, result_coding), strict=True)]  # fmt: skip
+              for x, d, w in zip(outputs[:5], types, (rows, columns, rows, columns, result_coding),
+                  strict=True)]  # fmt: skip
     pairs: list[Any] = [(codes[2 * i], codes[2 * i + 1]) for i in range(len(kinds))]
     pairs += [(None, codes[4])] if result_coding else []
     return (pairs, [jnp.sum(x, 0) for x in outputs[5 : 5 + len(kinds)]]) if sums else pairs
@@ -365,8 +366,8 @@ def quantize_and_predict(
 ) -> tuple[Array, list[Array]]:
     """Codes (N, M) of an activation's result under a given scale, and the peaks of its cotangents, in one pass.
 
-    Peaks are those of `sampled_amax_triton.peaks`, arguments as of `quantize`; `operands.gradient` is that of the result. Under a
-    scale for each row, (M,), the peaks are of each row, (M,), too.
+    Peaks are those of `sampled_amax_triton.peaks`, arguments as of `quantize`; `operands.gradient` is that of the
+    result. Under a scale for each row, (M,), the peaks are of each row, (M,), too.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch, by_row = launch or QuantizeLaunch(32, 128, 4), scale.ndim > 0
@@ -376,8 +377,9 @@ def quantize_and_predict(
     shapes = [jax.ShapeDtypeStruct((n, m), jnp.uint8)]
     shapes += [jax.ShapeDtypeStruct(shape if present else (1,), jnp.float32) for present in (True, is_pair)]
     codes, *tile_amax = quantize_triton.call(
-        _quantize_and_predict, [*operand_arrays(operands), scale.reshape(-1, 1)], shapes, tiles, launch, compute_capability, shape=(m, n),
-        OPERATION=operation, CODING=device.Coding("tensor", dtype).constants, BY_ROW=by_row,
+        _quantize_and_predict, [*operand_arrays(operands), scale.reshape(-1, 1)], shapes, tiles, launch,
+        compute_capability, shape=(m, n), OPERATION=operation, CODING=device.Coding("tensor", dtype).constants,
+        BY_ROW=by_row,
     )  # fmt: skip
     axis = 0 if by_row else None
     return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in tile_amax[: 1 + is_pair]]

@@ -24,9 +24,9 @@ _TRUE = np.ones(1, np.int32)
 def _peaks(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, compute_if_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr,
-    SAMPLE_STRIDE: tl.constexpr, CONDITIONAL: tl.constexpr,
+    bias: tl.tensor, compute_if_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr,
+    CODING: tl.constexpr, SAMPLE_STRIDE: tl.constexpr, CONDITIONAL: tl.constexpr,
 ) -> None:  # fmt: skip
     p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
@@ -57,10 +57,10 @@ def peaks(
     compute_if: Array | None = None,
     compute_capability: int | None = None,
 ) -> list[Array]:
-    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize_recomputed_triton.quantize`.
+    """Largest finite magnitudes of results of an operation, fp32 scalars.
 
-    Of the rows it takes the first SAMPLE_ROWS of `every` so many times that number. Where `compute_if`, a boolean scalar, is
-    False, it reads nothing and returns 0.
+    Arguments are as of `quantize_recomputed_triton.quantize`. Of the rows it takes the first SAMPLE_ROWS of `every` so
+    many times that number. Where `compute_if`, a boolean scalar, is False, it reads nothing and returns 0.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = QuantizeLaunch(SAMPLE_ROWS, 128, 4)
@@ -69,7 +69,8 @@ def peaks(
     flag = _TRUE if compute_if is None else compute_if.reshape(1).astype(jnp.int32)
     outputs = quantize_triton.call(
         _peaks, [*operand_arrays(operands), flag], shapes, tiles, launch, compute_capability, shape=(m, n),
-        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.NO_CODING, SAMPLE_STRIDE=every, CONDITIONAL=compute_if is not None,
+        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.NO_CODING, SAMPLE_STRIDE=every,
+        CONDITIONAL=compute_if is not None,
     )  # fmt: skip
     amax = [jnp.max(x) for x in outputs[: len(kinds)]]
     return amax if compute_if is None else [jnp.where(compute_if, peak, 0.0) for peak in amax]

@@ -56,8 +56,8 @@ def _clip_change(change: tl.tensor, limit_ptr: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _group_noise(
-    group: tl.tensor, element: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor,
-    GROUP_SIZE: tl.constexpr, HAS_RUNS: tl.constexpr, WORDS_OFFSET: tl.constexpr,
+    group: tl.tensor, element: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, run_length: tl.tensor,
+    run_stride: tl.tensor, GROUP_SIZE: tl.constexpr, HAS_RUNS: tl.constexpr, WORDS_OFFSET: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Noise by the group's number in the whole array and the place in the group; see `codec.pair_noise`."""
     number = group.to(tl.uint32)
@@ -73,9 +73,9 @@ def _group_noise(
 
 @triton.jit
 def _store_moment(
-    x: tl.tensor, code_magnitudes: tl.tensor, max_bits: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor,
-    offsets: tl.tensor, mask: tl.tensor, group: tl.tensor, group_mask: tl.tensor, previous: tl.tensor, noise: tl.tensor,
-    element: tl.tensor, decay: tl.tensor, dither: tl.tensor, one_bits: tl.tensor,
+    x: tl.tensor, code_magnitudes: tl.tensor, max_bits: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor,
+    exponent_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, group: tl.tensor, group_mask: tl.tensor,
+    previous: tl.tensor, noise: tl.tensor, element: tl.tensor, decay: tl.tensor, dither: tl.tensor, one_bits: tl.tensor,
     MASKED: tl.constexpr, STORAGE: tl.constexpr, FAST_PATH: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
@@ -119,10 +119,10 @@ def update_tile_general(
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, remainder_ptr: tl.tensor, groups: tl.tensor,
     groups_of_row: tl.tensor, vectors_of_row: tl.tensor, salt: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor,
     one_bits: tl.tensor, result_ptr: tl.tensor,
-    GROUP_SIZE: tl.constexpr, LANES: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTIAL_GROUPS: tl.constexpr, MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr, HAS_RUNS: tl.constexpr, VECTOR: tl.constexpr, IS_STEP: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr, CLIP: tl.constexpr, MU: tl.constexpr,
-    NU: tl.constexpr, DEAD_ELEMENTS: tl.constexpr, FAST_PATH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, LANES: tl.constexpr, TILE_GROUPS: tl.constexpr, PARTIAL_GROUPS: tl.constexpr,
+    MASKED: tl.constexpr, ALIGNED: tl.constexpr, HAS_RUNS: tl.constexpr, VECTOR: tl.constexpr, IS_STEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr,
+    CLIP: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, DEAD_ELEMENTS: tl.constexpr, FAST_PATH: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
@@ -233,8 +233,8 @@ def update_tile_general(
         nu_exponent, noise, element, b2, dither, one_bits, MASKED, NU, FAST_PATH, ALIGNED,
     )  # fmt: skip
     _store_moment(
-        m, m_code_magnitudes, m_amax_bits, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, group_mask,
-        mu_exponent, noise, element, b1, dither, one_bits, MASKED, MU, FAST_PATH, ALIGNED,
+        m, m_code_magnitudes, m_amax_bits, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group,
+        group_mask, mu_exponent, noise, element, b1, dither, one_bits, MASKED, MU, FAST_PATH, ALIGNED,
     )  # fmt: skip
 
 
@@ -277,9 +277,10 @@ def update_tile_fast(
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, remainder_ptr: tl.tensor,
     salt: tl.tensor, run_length: tl.tensor, run_stride: tl.tensor, one_bits: tl.tensor, result_ptr: tl.tensor,
-    GROUP_SIZE: tl.constexpr, LANES: tl.constexpr, TILE_GROUPS: tl.constexpr, HAS_RUNS: tl.constexpr, VECTOR: tl.constexpr,
-    IS_STEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr,
-    CLIP: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, DEAD_ELEMENTS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, LANES: tl.constexpr, TILE_GROUPS: tl.constexpr, HAS_RUNS: tl.constexpr,
+    VECTOR: tl.constexpr, IS_STEP: tl.constexpr, HAS_WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr, CLIP: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    DEAD_ELEMENTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -341,8 +342,8 @@ def update_tile_fast(
             if CLIP:
                 change = _clip_change(change, scalars_ptr + _FAST_LIMIT + 2 * GATED)
             _store_result(
-                change, w, rate, decay, pointer, offsets, octets, seed_ptr, remainder, remainder_ptr + base, IS_STEP, HAS_WEIGHT,
-                STOCHASTIC, not MARKS_NONFINITE, REMAINDER_BITS,
+                change, w, rate, decay, pointer, offsets, octets, seed_ptr, remainder, remainder_ptr + base, IS_STEP,
+                HAS_WEIGHT, STOCHASTIC, not MARKS_NONFINITE, REMAINDER_BITS,
             )  # fmt: skip
         else:
             change = m * codec.reciprocal_approx(codec.sqrt_approx(v + eps_root) + eps)
@@ -351,8 +352,8 @@ def update_tile_fast(
             if CLIP:
                 change = _clip_change(change, scalars_ptr + _FAST_LIMIT + 2 * GATED)
             _store_result(
-                change, w, rate, decay, pointer, offsets, octets, seed_ptr, remainder, remainder_ptr + base, IS_STEP, HAS_WEIGHT,
-                STOCHASTIC, not MARKS_NONFINITE, REMAINDER_BITS,
+                change, w, rate, decay, pointer, offsets, octets, seed_ptr, remainder, remainder_ptr + base, IS_STEP,
+                HAS_WEIGHT, STOCHASTIC, not MARKS_NONFINITE, REMAINDER_BITS,
             )  # fmt: skip
         m_k = encode.fast_exponents(m_largest, m_smallest, one_minus_b1, inverse_one_minus_b1, mu_exponent, MU)
         _store_moment_fast(

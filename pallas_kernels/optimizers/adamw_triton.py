@@ -34,9 +34,9 @@ class AdamWScalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar; `correction` is 1 - b^t.
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
-    v are the moments over `correction1` and `correction2`. Gradients count times `grad_scale`. Where `apply_if` is False
-    nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut to
-    it; None cuts nothing. `dither`, in (0, 1), is for first moments that are `codec.add_dither`.
+    v are the moments over `correction1` and `correction2`. Gradients count times `grad_scale`. Where `apply_if` is
+    False nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut
+    to it; None cuts nothing. `dither`, in (0, 1), is for first moments that are `codec.add_dither`.
     """
 
     rate: Any
@@ -221,17 +221,18 @@ def _adamw(
     if FAST_PATH and (not MASKED or (program + 1) * TILE_GROUPS <= groups):
         needs_general_path = tiles.update_tile_fast(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt, run_length, run_stride, one,
-            result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, remainder_ptr, salt, run_length, run_stride,
+            one, result_ptr, GROUP_SIZE, LANES, TILE_GROUPS, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC,
+            REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
         )  # fmt: skip
     if not FAST_PATH or needs_general_path > 0:
         for subtile in range(SUBTILES):
             tiles.update_tile_general(
                 program * SUBTILES + subtile, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
                 nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, remainder_ptr, groups, groups_of_row,
-                vectors_of_row, salt, run_length, run_stride, one, result_ptr, GROUP_SIZE, LANES * SUBTILES, TILE_GROUPS // SUBTILES, PARTIAL_GROUPS, MASKED,
-                ALIGNED, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT, STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS,
-                not PARTIAL_GROUPS and not FAST_PATH,
+                vectors_of_row, salt, run_length, run_stride, one, result_ptr, GROUP_SIZE, LANES * SUBTILES,
+                TILE_GROUPS // SUBTILES, PARTIAL_GROUPS, MASKED, ALIGNED, HAS_RUNS, VECTOR, IS_STEP, HAS_WEIGHT,
+                STOCHASTIC, REMAINDER_BITS, GATED, CLIP, MU, NU, DEAD_ELEMENTS, not PARTIAL_GROUPS and not FAST_PATH,
             )  # fmt: skip
 
 
@@ -300,8 +301,8 @@ def adamw(
             an update is undefined.
         mu_storage: how the codes of the first moment are made; None for plain values.
         nu_storage: likewise of the second moment.
-        dead_elements: what is stored of members that no longer matter: no first moment and another second one, in codes with
-            range expansion.
+        dead_elements: what is stored of members that no longer matter: no first moment and another second one, in codes
+            with range expansion.
         group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
         form: "update" returns the change of the weight, "step" the new weight.
         dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.

@@ -120,7 +120,8 @@ def _fp8lm(
 ) -> None:
     """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes.
 
-    Of NUM_CODES arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the remainder.
+    Of NUM_CODES arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the
+    remainder.
     """
     WEIGHT_IS_MASTER: tl.constexpr = NUM_CODES == 2
     if GATED:  # noqa: SIM102 (one is known at compile time)

@@ -38,7 +38,7 @@ def _amax(
     OUTPUTS: tl.constexpr,
     CODING: tl.constexpr,
 ) -> None:
-    """The largest magnitudes of a strip of TILES_PER_STRIP tiles, one below the other, of each of its rows and of its columns."""
+    """Largest magnitudes of a strip of TILES_PER_STRIP tiles, one below the other, of its rows and of its columns."""
     MASKED: tl.constexpr = M % (BLOCK_M * TILES_PER_STRIP) > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = device.reversed_program_id()
@@ -80,8 +80,8 @@ def compute_amax(
         integers: NaN where a value is NaN or Inf, which integer codes cannot show.
         launch, compute_capability: as of `quantize_triton.quantize`.
         tiles_per_strip: tiles that a program takes, one below the other; tuning only.
-        num_partials: about how many largest magnitudes of parts of it, (n,), are asked for of the tensor, `MAX_PARTIALS` at most; 0
-            asks for the one of all of it.
+        num_partials: about how many largest magnitudes of parts of it, (n,), are asked for of the tensor,
+            `MAX_PARTIALS` at most; 0 asks for the one of all of it.
 
     Returns:
         fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.

@@ -50,8 +50,8 @@ class Storage:
             range expansion no value rounds to zero.
         signed: whether values may be negative.
         noise: for codes that are rounded stochastically; None rounds to nearest.
-        dither_format: mantissa bits and smallest normal number of the format of codes that `add_dither` changes before they are rounded
-            to nearest; None are not.
+        dither_format: mantissa bits and smallest normal number of the format of codes that `add_dither` changes before
+            they are rounded to nearest; None are not.
     """
 
     max: float
@@ -189,7 +189,7 @@ def from_bits(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_fp32(x: tl.tensor, IS_PURE: tl.constexpr = True) -> tl.tensor:
-    """fp32 values; not IS_PURE, they are made anew where an earlier use has them, which would take twice the registers."""
+    """fp32 values; not IS_PURE, they are made anew: an earlier use would keep twice the registers."""
     if x.dtype == tl.bfloat16:
         # Two at a time: Triton takes a pair apart before it shifts each.
         y = tl.inline_asm_elementwise(

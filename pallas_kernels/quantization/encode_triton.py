@@ -199,8 +199,8 @@ def encode_fast(
 
 @triton.jit
 def encode(
-    x: tl.tensor, code_magnitudes: tl.tensor, largest_bits: tl.tensor, previous: tl.tensor, noise: tl.tensor, element: tl.tensor,
-    decay: tl.tensor, dither: tl.tensor, one_bits: tl.tensor,
+    x: tl.tensor, code_magnitudes: tl.tensor, largest_bits: tl.tensor, previous: tl.tensor, noise: tl.tensor,
+    element: tl.tensor, decay: tl.tensor, dither: tl.tensor, one_bits: tl.tensor,
     CODE: tl.constexpr, STORAGE: tl.constexpr, FAST_PATH: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.

@@ -42,7 +42,10 @@ def _fold(
     GROUPS_POW2: tl.constexpr,
     BY_ROW: tl.constexpr,
 ) -> None:
-    """BLOCK_M rows, BLOCK_N columns at a time; GROUPS_POW2 groups of a row, or more, have their largest power found first."""
+    """BLOCK_M rows, BLOCK_N columns at a time.
+
+    GROUPS_POW2 groups of a row, that is all or more, have their largest power found first.
+    """
     GROUPS: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     top = tl.program_id(0) * BLOCK_M
@@ -83,8 +86,8 @@ def fold_codes(
     Args:
         codes: (M, N) float8_e4m3fn.
         exponents: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
-        outer_scale: positive fp32 scales above them, (1, 1) or (M, 1). Where one times the largest power is below fp32's
-            smallest normal number, its row keeps it, and its powers go into the codes whole.
+        outer_scale: positive fp32 scales above them, (1, 1) or (M, 1). Where one times the largest power is below
+            fp32's smallest normal number, its row keeps it, and its powers go into the codes whole.
         num_warps: tuning only. compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
     Returns:

@@ -101,8 +101,8 @@ def quantize_rows(
     Args:
         x: (M, N), fp32, bf16 or fp16, N at most 32768.
         coding: of kind "token", to nearest.
-        outer_scale: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for the
-            rows' own.
+        outer_scale: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for
+            the rows' own.
         num_warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
 
     Returns:

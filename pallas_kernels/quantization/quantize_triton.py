@@ -255,8 +255,8 @@ def quantize(
         columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
         column_scale: likewise of `columns`, (N, 1) for each row of x.T.
-        partial_amax: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all: the
-            largest gives the scales of kind "tensor" that are not given, which are returned.
+        partial_amax: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all:
+            the largest gives the scales of kind "tensor" that are not given, which are returned.
         round_up_bf16: whether that one is rounded up to bf16 before.
         words: two uint32 words, random and new at every call, for stochastic rounding.
         place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
@@ -339,7 +339,8 @@ def quantize(
     )
     *outputs, partial_sums = call(
         _quantize, [matrices[0], *other_matrices, *scales, noise], shapes, tiles_m * -(-n // launch.block_n), launch,
-        compute_capability, shape=(m, n), ROW_CODING=constants[0], COLUMN_CODING=constants[1], SUMS=sums, COLUMN_OFFSETS=column_offsets,
+        compute_capability, shape=(m, n), ROW_CODING=constants[0], COLUMN_CODING=constants[1], SUMS=sums,
+        COLUMN_OFFSETS=column_offsets,
     )  # fmt: skip
     first, second = (
         _to_quantized(rows, outputs[:3], has_computed_scale[0]),
@@ -395,8 +396,9 @@ def _to_quantized(coding: Coding | None, outputs: Any, has_computed_scale: bool)
 
 
 def call(
-    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch, compute_capability: int | None,
-    aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None, **constexprs: Any,
+    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch,
+    compute_capability: int | None, aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None,
+    **constexprs: Any,
 ) -> Any:  # fmt: skip
     """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs.
 

@@ -58,8 +58,8 @@ class Coding:
     @property
     def constants(self) -> "CodingConstants":
         largest_code = _MAX_INTEGER.get(self.format) or float(jnp.finfo(self.dtype).max)
-        return CodingConstants(self.kind, self.size, float(np.float32(1 / largest_code)), int(np.log2(largest_code)), self.format,
-                      self.ocp, self.stochastic, integer=self.format in _MAX_INTEGER)  # fmt: skip
+        return CodingConstants(self.kind, self.size, float(np.float32(1 / largest_code)), int(np.log2(largest_code)),
+                      self.format, self.ocp, self.stochastic, integer=self.format in _MAX_INTEGER)  # fmt: skip
 
 
 class CodingConstants(NamedTuple):
@@ -150,7 +150,7 @@ def max_along_columns(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def slice_amax_keys(
     x: tl.tensor, running_key: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`magnitude_key` maxima of the groups in a slice's rows, where they are asked for; and of it and what is `running_key`."""
+    """`magnitude_key` maxima of the groups in a slice's rows, if asked for; and of it and `running_key`."""
     row_keys = running_key
     if ROWS.kind == "group" or ROWS.kind == "mx":
         row_keys = max_along_rows(magnitude_key(x, ROWS), ROWS.size)

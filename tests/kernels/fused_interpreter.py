@@ -226,7 +226,9 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 
         return watched
 
-    by_rows = {name: getattr(fused_codes, name) for name in ("cached_row_codes", "quantize_columns", "quantize_cotangent")}
+    by_rows = {
+        name: getattr(fused_codes, name) for name in ("cached_row_codes", "quantize_columns", "quantize_cotangent")
+    }
     for name, make in by_rows.items():
         setattr(fused_codes, name, counted(make))
 

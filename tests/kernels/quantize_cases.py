@@ -147,7 +147,8 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     (want, _), (got, drawn) = run("xla"), run("triton")
     assert drawn is not None
     side = want.base.spec.group_size or 0
-    spread = lambda x: np.kron(np.asarray(x), np.ones((side, side), bool))[: case.shape[0], : case.shape[1]]  # noqa: E731
+    m, n = case.shape
+    spread = lambda x: np.kron(np.asarray(x), np.ones((side, side), bool))[:m, :n]  # noqa: E731
     finite = spread(np.isfinite(np.asarray(want.base.scale)))
     used = np.asarray(want.fallback_mask)
     found = {
@@ -296,7 +297,9 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     kept = {
         "norm": norm_triton.forward(Operation(format="int10"), x, None, None, 1e-5, coding)[:2],
         "activation": activation_triton.encode_activation_residuals(operation, x, None, coding)[0][0],
-        "activation, rows": activation_rows_triton.encode_activation_residuals(operation, x, None, coding, jnp.float8_e4m3fn)[0][0],
+        "activation, rows": activation_rows_triton.encode_activation_residuals(
+            operation, x, None, coding, jnp.float8_e4m3fn
+        )[0][0],
     }
     wrong = {
         name: _differ(np.asarray(codes), np.asarray(want.codes))

@@ -80,6 +80,7 @@ def odd(*which: str) -> None:
         activation_triton,
         norm_triton,
         quantize_recomputed_triton,
+        requantize_triton,
     )
     from pallas_kernels.nonlinear.operations_triton import Operation
     from pallas_kernels.quantization.scaling_triton import Coding
@@ -106,7 +107,7 @@ def odd(*which: str) -> None:
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         (first, second, _), *_ = fused_reference.encode_activation_residuals(silu, inner, 2 * inner, kept)
         operands, scale = quantize_recomputed_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
-        again, exact = (scale, jnp.float8_e4m3fn), Operation(exact=True)
+        result_coding, exact = (scale, jnp.float8_e4m3fn), Operation(exact=True)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1e30, 1e30), rows)
         itself = quantize_recomputed_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
@@ -127,7 +128,12 @@ def odd(*which: str) -> None:
                 on_activation.encode_activation_residuals(silu, gate, up, kept, result=twice),
                 [unsigned(on_mend.requantize_if(*to_mend, twice[0], jnp.bool_(wrong))) for wrong in (False, True)],
                 on.quantize_and_predict(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
-                [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, result_coding=result_coding))],
+                [
+                    unsigned(a)
+                    for a in jax.tree.leaves(
+                        on.quantize(*cotangents, rows=True, columns=True, result_coding=result_coding)
+                    )
+                ],
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=(None, jnp.float8_e4m3fn)),
                 rows_of(silu, gate, up, kept, jnp.float8_e4m3fn),
                 on.quantize_and_predict(Operation(), operands, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
@@ -156,7 +162,13 @@ def odd(*which: str) -> None:
                 ],
             )
             for on_norm, on_activation, on_mend, on, rows_of in (
-                (norm_triton, activation_triton, requantize_triton, quantize_recomputed_triton, activation_rows_triton.encode_activation_residuals),
+                (
+                    norm_triton,
+                    activation_triton,
+                    requantize_triton,
+                    quantize_recomputed_triton,
+                    activation_rows_triton.encode_activation_residuals,
+                ),
                 (fused_reference, fused_reference, fused_reference, fused_reference, by_rows),
             )
         ]
@@ -213,7 +225,9 @@ def odd_ten_bits() -> None:
         found = [
             (
                 unsigned_last(on_norm.forward(norm, rows, 2 * ones, None, 1e-5, kept, result=(None, jnp.float32))),
-                unsigned_last(on_activation.encode_activation_residuals(silu, gate, up, kept, result=(None, jnp.float32))),
+                unsigned_last(
+                    on_activation.encode_activation_residuals(silu, gate, up, kept, result=(None, jnp.float32))
+                ),
                 [unsigned(a) for a in on.cotangents(silu, operands)],
                 [unsigned(a) for a in on_norm.backward(norm, *parts[0], inverse, ones, dy, jnp.float32, least)[:2]],
             )
@@ -314,14 +328,15 @@ def registers() -> None:
     kept_of = (codes, scales, codes, scales)
     of_norm = ("first", "first_scale", "inverse", "weight")
     programs = {
-        "kept of silu": (lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, **options), wide, wide),
+        "kept of silu": (lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, **options), wide,
+            wide),
         "kept of silu, codes": (
             lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=(one, e4m3), **options),
             wide, wide),
         "mended": (lambda g, u, y: requantize_if(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
                    wide, wide, codes),
-        "mended norm": (lambda x, i, w, y: requantize_if(norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), y,
-                                                one, one > 0, **options), narrow, inverse, weight, few),
+        "mended norm": (lambda x, i, w, y: requantize_if(norm._replace(exact=True), (NORM,), Operands(x, inverse=i,
+                                                weight=w), y, one, one > 0, **options), narrow, inverse, weight, few),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
         "silu again, peaks": (ahead, *kept_of, wide),
@@ -340,7 +355,8 @@ def registers() -> None:
             lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(None, e4m3), **options),
             narrow, weight),
         "kept of silu, rows": (
-            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, kept, e4m3, **options), wide, wide),
+            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, kept, e4m3, **options), wide,
+            wide),
         "silu again, peaks of rows": (
             lambda *a: quantize_recomputed_triton.quantize_and_predict(
                 silu, Operands(**dict(zip(activation, a[:5], strict=True))), a[5], e4m3, **options),
@@ -354,12 +370,15 @@ def registers() -> None:
             lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, None, result=(None, e4m3), **options),
             narrow, weight),
         "silu, rows alone": (
-            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, None, e4m3, **options), wide, wide),
+            lambda g, u: activation_rows_triton.encode_activation_residuals(silu, g, u, None, e4m3, **options), wide,
+            wide),
         "exact, peaks of rows": (
-            lambda g, u, dy, s: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
+            lambda g, u, dy, s: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy),
+                s, e4m3, **options),
             wide, wide, wide, inverse),
         "exact, peaks": (
-            lambda g, u, dy: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
+            lambda g, u, dy: quantize_recomputed_triton.quantize_and_predict(exact, Operands(g, up=u, gradient=dy),
+                one, e4m3, **options),
             wide, wide, wide),
         "cotangents, sums": (
             lambda *a: quantize_recomputed_triton.quantize(

@@ -72,9 +72,11 @@ def registers(arch: str = "sm_90a") -> None:
             for name, operation, n in (("rms", norm, 2048), ("layer", layer, 2048), ("rms", norm, 8192))
         },
         "kept of silu": (
-            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=itself, **options), wide, wide),
+            lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, result=itself, **options),
+            wide, wide),
         "kept of gelu": (
-            lambda g: activation_triton.encode_activation_residuals(gelu, g, None, kept, result=itself, **options), wide),
+            lambda g: activation_triton.encode_activation_residuals(gelu, g, None, kept, result=itself, **options),
+            wide),
         "cotangents of silu": (
             lambda *a: cotangents_triton.cotangents(silu, of(*a, count=3), **options), *codes, *codes, *codes, wide),
         "cotangents of gelu": (
@@ -83,7 +85,8 @@ def registers(arch: str = "sm_90a") -> None:
     if arch != "sm_80":
         programs |= {
             "silu again, peaks": (
-                lambda *a: quantize_recomputed_triton.quantize_and_predict(lean, of(*a, count=2), one, e4m3, **options), *codes, *codes, wide),
+                lambda *a: quantize_recomputed_triton.quantize_and_predict(lean, of(*a, count=2), one, e4m3,
+                    **options), *codes, *codes, wide),
             "cotangents' codes": (
                 lambda *a: quantize_recomputed_triton.quantize(
                     lean, (GATE, UP), of(*a, count=2), (one, one), e4m3, rows=True, columns=True, **options),
