@@ -18,7 +18,7 @@ from fp8jax.ops.quantization.fallback import FallbackTensor
 
 def is_unpacked_quantized(*operands: Any) -> bool:
     """Whether all are quantized, in codes that lie as the matrix does."""
-    return all(isinstance(q, QTensor | FallbackTensor) and not strip_residual(q).spec.packed for q in operands)
+    return all(isinstance(q, QTensor | FallbackTensor) and not strip_residual(q).spec.is_packed for q in operands)
 
 
 def sharded_matmul(
