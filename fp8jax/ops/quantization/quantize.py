@@ -327,23 +327,26 @@ def _quantize_shard(
         s and _amax_granularity(s, scale)
         for s in (config.rows, None if config.shares_codes else config.transposed_spec)
     ]
-    wanted_maxima: Any = {
-        "tensor": "tensor" in levels and amax is None,
-        "rows": levels[0] == "token",
-        "columns": levels[1] == "token",
-    }
+    needs_tensor_amax = "tensor" in levels and amax is None
+    needs_row_amax, needs_column_amax = levels[0] == "token", levels[1] == "token"
     is_scale_in_kernel = [s is not None and scale is None and _is_scale_in_kernel(s, config) for s in config.specs]
     partial_maxima: Array | None = None if amax is None else amax.reshape(1)
     amaxes: tuple[Array | None, ...] = (amax, None, None)
-    if any(wanted_maxima.values()):
+    if needs_tensor_amax or needs_row_amax or needs_column_amax:
         matrices = x if isinstance(x, tuple) else (x,)
         max_parts = amax_triton.MAX_PARTIALS // len(matrices) if any(is_scale_in_kernel) else 0
-        maxima_options: Any = {
-            "num_partials": max_parts,
-            "integers": config.has_integers,
-            "compute_capability": capability(),
-        }
-        maxima_by_matrix = [amax_triton.compute_amax(y, **wanted_maxima, **maxima_options) for y in matrices]
+        maxima_by_matrix = [
+            amax_triton.compute_amax(
+                y,
+                tensor=needs_tensor_amax,
+                rows=needs_row_amax,
+                columns=needs_column_amax,
+                num_partials=max_parts,
+                integers=config.has_integers,
+                compute_capability=capability(),
+            )
+            for y in matrices
+        ]
         local_maxima = maxima_by_matrix[0]
         if len(matrices) > 1:  # of all together, and of no rows and columns
             local_maxima = (
