@@ -100,17 +100,17 @@ def join_products(graph: Graph, group: Sequence[WeightMatmul], entries: dict[Nod
 
 def _replace_with_joined(products: Sequence[WeightMatmul], linear: Linear, entries: dict[Node, PlanEntry]) -> None:
     nodes = [p.operation_node or p.node for p in products]
-    operations: list[Any] = [member.operation for member in nodes]
+    operations = [operation for node in nodes if isinstance(operation := node.operation, ProductOperation)]
     first, bias_values = operations[0], tuple(o.bias for o in operations if o.bias is not None)
     weights = tuple(o.weight for o in operations)
-    place, results = nodes[0], [result for node in nodes for result in node.results]
-    for joined_node in nodes:
-        joined_node.operation, joined_node.results = None, []
-    place.results = results
+    joined_node, results = nodes[0], [result for node in nodes for result in node.results]
+    for node in nodes:
+        node.operation, node.results = None, []
+    joined_node.results = results
     for result in results:
-        result.node = place
-    place.operands = [first.data, *weights, *bias_values]
-    place.operation = JoinedOperation(
+        result.node = joined_node
+    joined_node.operands = [first.data, *weights, *bias_values]
+    joined_node.operation = JoinedOperation(
         first.recipe, first.data, first.weight, (), first.side, first.canonical_data, params=first.params,
         bias=first.bias, split_sizes=tuple(w.shape[1] for w in weights), weights=weights, bias_values=bias_values,
     )  # fmt: skip
