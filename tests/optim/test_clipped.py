@@ -57,7 +57,7 @@ def test_a_factor_comes_before_clipping(tx, step):
     start = tx.init(PARAMS)
     for factor in (0.5, -0.5):
         want = step(jax.tree.map(lambda g, factor=factor: factor * g, GRADS), start, PARAMS)
-        got = step(GRADS, start, PARAMS, factor=factor)
+        got = step(GRADS, start, PARAMS, grad_scale=factor)
         jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (want, got)))
 
 
@@ -65,13 +65,13 @@ def test_a_factor_comes_before_clipping(tx, step):
 def test_a_step_that_is_not_taken_changes_no_bit(tx, step, bad):
     params, state = step(GRADS, tx.init(PARAMS), PARAMS)
     grads = {"w": GRADS["w"].at[3, 4].set(bad), "b": GRADS["b"]}
-    after = step(grads, state, params, applied=jnp.array(False))
+    after = step(grads, state, params, apply_if=jnp.array(False))
     for x, y in zip(jax.tree.leaves((params, state)), jax.tree.leaves(after), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    taken = step(GRADS, state, params, applied=jnp.array(True))
+    taken = step(GRADS, state, params, apply_if=jnp.array(True))
     want = step(GRADS, state, params)
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, x) for x in (want, taken)))
-    visible, _ = step(grads, state, params, applied=jnp.array(True))
+    visible, _ = step(grads, state, params, apply_if=jnp.array(True))
     assert np.isnan(np.asarray(visible["w"])).any()
 
 

@@ -234,16 +234,16 @@ def test_a_step_that_is_not_applied_leaves_all_bits(make):
     tx, grads = make(1e-2), jax.tree.map(lambda x: x * jnp.linspace(0.1, 1, x.shape[-1]), PARAMS)
     step = jax.jit(tx.step)
     params, state = step(grads, tx.init(PARAMS), PARAMS)
-    left = step(grads, state, params, applied=jnp.bool_(False))
+    left = step(grads, state, params, apply_if=jnp.bool_(False))
     assert bits(left) == bits((params, state))
-    assert bits(step(grads, state, params, applied=jnp.bool_(True))) != bits((params, state))
+    assert bits(step(grads, state, params, apply_if=jnp.bool_(True))) != bits((params, state))
 
 
 @both
 def test_a_factor_multiplies_gradients(make):
     tx, grads = make(1e-2, eps=1.0, weight_decay=0.0), jax.tree.map(lambda x: x * 4, PARAMS)
     state = tx.init(PARAMS)
-    got, _ = tx.step(grads, state, PARAMS, factor=0.25)
+    got, _ = tx.step(grads, state, PARAMS, grad_scale=0.25)
     want, _ = tx.step(PARAMS, state, PARAMS)
     other, _ = tx.step(grads, state, PARAMS)
     for name in PARAMS:

@@ -38,7 +38,7 @@ def masters_of(state, params):
 @functools.cache
 def run(master):
     """Six steps, whose gradients become smaller by decades, in FP8 and with scales for each layer: all states."""
-    tx = TX(stacked={"layers": 1, "w": 0}, master=master)
+    tx = TX(layer_axes={"layers": 1, "w": 0}, master=master)
     params, grads = problem()
     specs = {"layers": fp8jax.QuantSpec("e4m3", layer_axes=1), "w": fp8jax.QuantSpec("e4m3")}
     grads = [{name: fp8jax.quantize(g, specs[name]) for name, g in each.items()} for each in grads]
@@ -166,7 +166,7 @@ def test_a_gradient_of_zeros_leaves_the_bound_of_the_second_moment():
     tx = TX()
     params = {"w": jnp.full((16, 40), 0.5)}
     codes = {"w": fp8jax.quantize(grads["w"], "e4m3")}
-    _, larger = tx.step(codes, tx.init(params), params, factor=jnp.float32(256))
+    _, larger = tx.step(codes, tx.init(params), params, grad_scale=jnp.float32(256))
     params, state = tx.step(codes, tx.init(params), params)
     before = values(state.nu["w"])
     np.testing.assert_allclose(values(larger.nu["w"])[1:], before[1:] * 256**2, rtol=2.0**-10)

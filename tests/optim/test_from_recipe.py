@@ -93,7 +93,7 @@ def test_weights_of_a_recipe_with_automatic_scaling_are_followed():
     chex.assert_trees_all_equal(*found)
     with pytest.raises(ValueError, match="follows no weights"):
         fp8jax.get_weight_amax_bounds(plain.init(PARAMS))
-    advice = "give track=False, and fp8jax.track_weights"
+    advice = "give track_weight_bounds=False, and fp8jax.track_weight_amax"
     with pytest.raises(ValueError, match=rf"b1=0\.95 and b2=0\.9 .*{advice}"):
         fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9)
     assert fp8jax.optimizer("moss", 1e-2, b1=0.95, b2=0.9, track_weight_bounds=False)

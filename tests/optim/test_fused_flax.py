@@ -69,9 +69,9 @@ def test_nnx_optimizer_trains_as_flax_s_own(kind):
 
 def test_nnx_optimizer_hands_arguments_on_to_the_step():
     tx = MADE["compressed_adamw"]()
-    start, after = train(fp8jax.nnx.Optimizer, tx, steps=0), train(fp8jax.nnx.Optimizer, tx, applied=jnp.bool_(False))
+    start, after = train(fp8jax.nnx.Optimizer, tx, steps=0), train(fp8jax.nnx.Optimizer, tx, apply_if=jnp.bool_(False))
     chex.assert_trees_all_equal(nnx.state(after[0]), nnx.state(start[0]))
-    plain, factor = (train(fp8jax.nnx.Optimizer, optax_like(), **how) for how in ({}, {"factor": jnp.float32(0.0)}))
+    plain, factor = (train(fp8jax.nnx.Optimizer, optax_like(), **how) for how in ({}, {"grad_scale": jnp.float32(0.0)}))
     assert not np.array_equal(*(nnx.state(m[0])["layers"][0]["kernel"][...] for m in (plain, factor)))
 
 
@@ -132,7 +132,7 @@ def test_train_state_hands_arguments_on_and_leaves_overwritten_collections_to_gr
     after = state.apply_gradients(grads=grads)
     assert float(after.params["_overwrite_with_gradient"]["scale"]) == 7.0
     assert float(after.params["params"]["w"][0, 0]) < 1.0
-    still = state.apply_gradients(grads=grads, step_arguments={"applied": jnp.bool_(False)})
+    still = state.apply_gradients(grads=grads, step_arguments={"apply_if": jnp.bool_(False)})
     np.testing.assert_array_equal(still.params["params"]["w"], params["params"]["w"])
 
 
@@ -141,10 +141,10 @@ def test_arguments_of_the_step_are_refused_by_a_chain_which_would_ignore_them():
     optimizer, before = fp8jax.nnx.Optimizer(model, chain, wrt=nnx.Param), nnx.as_pure(nnx.state(model))
     state = fp8jax.linen.TrainState.create(apply_fn=None, params=before, tx=chain)
     for update in (
-        lambda: optimizer.update(model, nnx.state(model), applied=jnp.bool_(False)),
-        lambda: state.apply_gradients(grads=before, step_arguments={"applied": jnp.bool_(False)}),
+        lambda: optimizer.update(model, nnx.state(model), apply_if=jnp.bool_(False)),
+        lambda: state.apply_gradients(grads=before, step_arguments={"apply_if": jnp.bool_(False)}),
     ):
-        with pytest.raises(TypeError, match=r"applied is for a transformation with `step`.*clipped\(1.0, tx\)"):
+        with pytest.raises(TypeError, match=r"apply_if is for a transformation with `step`.*with_clipping\(1.0, tx\)"):
             update()
     chex.assert_trees_all_equal(nnx.as_pure(nnx.state(model)), before)
 

@@ -267,11 +267,11 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     state = tx.init(params)
     for form in ("update", "step") if name in WITH_STEP else ("update",):
         apply = jax.jit(getattr(tx, form))
-        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16.*split_masters\(params, 'bf16\+int8'"):
+        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16.*split_master_weights\(params, 'bf16\+int8'"):
             apply(wide, state, wide)
-        with pytest.raises(ValueError, match=r"'norm'\] has dtype bfloat16.*no remainder.*float32.*split_masters"):
+        with pytest.raises(ValueError, match=r"'norm'\] has dtype bfloat16.*no remainder.*float32.*split_master_weights"):
             apply(params, state, narrow)
-    with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_masters"):
+    with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_master_weights"):
         fp8jax.master_weights(state, wide)
     rounded = MADE[name](master="bf16+stochastic")
     with pytest.raises(ValueError, match=r"keeps parameters in bfloat16, and all are in float32: give params.astype"):
@@ -279,7 +279,7 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     if name in WITH_STEP:
         block = fp8jax.fused_backward(lambda p, x: jnp.sum(p["w"] * x) + jnp.sum(p["norm"]), tx)
         held = dataclasses.replace(block.init(params), params=wide)
-        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*split_masters"):
+        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*split_master_weights"):
             fp8jax.value_and_step(block)(held, jnp.float32(1.0))
 
 
@@ -304,7 +304,7 @@ def test_parameters_in_fp32_beside_parts_are_their_own_masters():
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_a_step_that_is_not_applied_changes_nothing(name):
     before = after(stepped, name, "bf16+int8")
-    equal(jax.jit(made(name, "bf16+int8").step)(gradients(0), before[1], before[0], applied=jnp.bool_(False)), before)
+    equal(jax.jit(made(name, "bf16+int8").step)(gradients(0), before[1], before[0], apply_if=jnp.bool_(False)), before)
 
 
 def test_inside_optaxs_wrappers():

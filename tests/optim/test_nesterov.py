@@ -88,7 +88,7 @@ def test_what_is_refused_says_what_to_take():
             tx(RATE, nesterov=True, impl="triton")
     tx = fp8jax.compressed_adamw(RATE, b2=0.95, nesterov=True)
     tracked = fp8jax.with_weight_bounds(tx, fp8jax.max_adam_step(RATE, b2=0.95))
-    with pytest.raises(ValueError, match=r"chain fp8jax.track_weights\(\) without a limit"):
+    with pytest.raises(ValueError, match=r"chain fp8jax.track_weight_amax\(\) without a limit"):
         tracked.update(PARAMS, tracked.init(PARAMS), PARAMS)
 
 

@@ -81,7 +81,7 @@ def given_gradients(step):
 def clipped_by_shares(held, norm, max_norm, gradients, layers=LAYERS):
     """What is held, clipped by the norm before; and the factor of this step, as it is where all layers are alike."""
     now = float(optax.tree.norm(gradients)) * np.sqrt(layers)
-    clip = lambda one: one.clipped(max_norm, before=norm)  # noqa: E731
+    clip = lambda one: one.with_clipping(max_norm, previous_norm=norm)  # noqa: E731
     held = jax.tree.map(clip, held, is_leaf=lambda x: isinstance(x, fp8jax.FusedBlockState))
     return held, now, float(min(1.0, max_norm / (now if norm else now / np.sqrt(layers))))
 
@@ -127,7 +127,7 @@ def test_moments_are_those_of_a_plain_step(name, ways):
         loss = lambda held, gradients: sum(released(one, jnp.float32(0), gradients) for one in held)  # noqa: E731
     state = tx.init({"layers": plain})
     step = jax.jit(fp8jax.value_and_step(loss))
-    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, factor=factor))
+    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, grad_scale=factor))
     norm, factors = 0.0, []
     for i in range(steps):
         gradients = jax.tree.map(lambda g, i=i: SIZES[i] * g, given_gradients(i))
@@ -244,7 +244,7 @@ def test_clipping_in_two_passes_is_that_of_optax():
     _, (new, _) = updated(held.with_clipping(limit, norm), rest, shift, x, y)
     grads = jax.jit(jax.grad(lambda stack: written(block, stack, rest, shift, x, y)))(stack)
     state = tx.init({"layers": stack})
-    step = jax.jit(lambda *args: tx.step(*args, factor=limit / norm))
+    step = jax.jit(lambda *args: tx.step(*args, grad_scale=limit / norm))
     plain, state = step({"layers": grads}, state, {"layers": stack})
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4), new.params, plain["layers"])  # of 3e-3
     moments = new.mu["up"].dequantize(), state.mu["layers"]["up"].dequantize()
@@ -285,8 +285,8 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
     moments = np.zeros(LAYERS)
     for i, size in enumerate(sizes):
         before = norms[i - 1] if i else 0.0
-        _, held = take(held.with_clipping(limit, before=before), jnp.asarray(size, jnp.float32))
-        parts = [one.with_clipping(limit, before=before) for one in parts]
+        _, held = take(held.with_clipping(limit, previous_norm=before), jnp.asarray(size, jnp.float32))
+        parts = [one.with_clipping(limit, previous_norm=before) for one in parts]
         _, parts = one_by_one(parts, jnp.asarray(size, jnp.float32))
         share = [sizes[i - 1][j] / before if i and sizes[i - 1][j] else 1.0 for j in range(LAYERS)]
         clipped = [min(own, limit * part) for own, part in zip(size, share, strict=True)]
@@ -294,14 +294,14 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
         for found in (held.mu["w"][:, 0, 0], [one.mu["w"][0, 0] for one in parts]):
             np.testing.assert_allclose(np.asarray(found), moments, rtol=1e-5)
         np.testing.assert_allclose(held.squares, size**2, rtol=1e-5)
-        assert held.limits is None, "a step's limits are of it alone"
-    wrong = held.with_clipping(limit, before=0.0)
+        assert held.max_norms is None, "a step's limits are of it alone"
+    wrong = held.with_clipping(limit, previous_norm=0.0)
     assert (np.asarray(wrong.max_norms) <= limit).all(), "no layer may have more than all"
-    assert held.with_clipping(limit, before=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
-    assert held.with_clipping(limit, norm=2 * limit).with_clipping(limit, before=norms[-1]).grad_scale == 1
+    assert held.with_clipping(limit, previous_norm=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
+    assert held.with_clipping(limit, norm=2 * limit).with_clipping(limit, previous_norm=norms[-1]).grad_scale == 1
     # Of sums of squares that overflowed no share is known; a layer without a gradient and without a share is not NaN.
-    for one in (held.with_clipping(limit, before=np.inf), dataclasses.replace(held, squares=held.squares + np.inf).with_clipping(
-        limit, before=np.inf)):  # fmt: skip
+    for one in (held.with_clipping(limit, previous_norm=np.inf), dataclasses.replace(held, squares=held.squares + np.inf).with_clipping(
+        limit, previous_norm=np.inf)):  # fmt: skip
         np.testing.assert_array_equal(one.max_norms, np.full(LAYERS, limit, np.float32))
     nothing = dataclasses.replace(held, max_norms=jnp.zeros(LAYERS))
     assert (float(nothing.get_grad_scale(jnp.float32(0.0), 0)), float(nothing.get_grad_scale(jnp.float32(4.0), 0))) == (
@@ -309,12 +309,12 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
         0.0,
     )
     exact = take(held.with_clipping(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
-    assert exact.factor == 1, "a step's factor is of it alone"
-    for how in ({"norm": 1.0}, {"before": 1.0}):
+    assert exact.grad_scale == 1, "a step's scale is of it alone"
+    for how in ({"norm": 1.0}, {"previous_norm": 1.0}):
         with pytest.raises(ValueError, match=r"max_norm must be positive, not -1\.0"):
             held.with_clipping(-1.0, **how)
-    for how in ({}, {"norm": 1.0, "before": 1.0}):
-        with pytest.raises(TypeError, match="takes norm=, of the next step's gradients, or before="):
+    for how in ({}, {"norm": 1.0, "previous_norm": 1.0}):
+        with pytest.raises(TypeError, match="takes norm=, of the next step's gradients, or previous_norm="):
             held.with_clipping(limit, **how)
 
 
@@ -373,11 +373,11 @@ def test_parameters_that_are_used_twice_or_never_are_told():
 
 def test_what_release_refuses():
     stack, *_ = parameters()
-    with pytest.raises(TypeError, match="release takes compressed_adamw"):
+    with pytest.raises(TypeError, match="fused_backward takes compressed_adamw"):
         fp8jax.fused_backward(block, optax.adamw(1e-3))
     with pytest.raises(TypeError, match="without clip"):
         fp8jax.fused_backward(block, fp8jax.optimizer("coat", 1e-3, clip=1.0))
-    with pytest.raises(TypeError, match="with track=False where the recipe scales weights"):
+    with pytest.raises(TypeError, match="with track_weight_bounds=False where the recipe scales weights"):
         fp8jax.fused_backward(block, fp8jax.optimizer("moss", 1e-3))
     released = fp8jax.fused_backward(block, OPTIMIZERS["coat"]())
     with pytest.raises(ValueError, match="along their first axes"):

@@ -54,7 +54,7 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
     held, plain, state = released.init(stack, "layers", has_layer_axis=True), stack, tx.init({"layers": stack})
     assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(held))
     step = jax.jit(fp8jax.value_and_step(lambda held, g: released.scan(held, jnp.float32(0), g)))
-    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, factor=factor))
+    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, grad_scale=factor))
     norm = 0.0
     for i in range(steps):
         gradients = rounded_gradients(i, dtype)

@@ -97,7 +97,7 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
         {"granularity": "mx"},
         {"group_size": 8},
         {"axis": 0},
-        {"stacked": 1},
+        {"layer_axes": 1},
         {"scale_format": "bf16"},
         {"expand": True},
         {"granularity": "mx", "level1": "token"},

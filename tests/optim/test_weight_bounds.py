@@ -214,7 +214,7 @@ def test_parameters_that_are_loaded_are_measured_again():
     state = fp8jax.reset_weight_amax_bounds(state, loaded)
     for path, bound in fp8jax.get_weight_amax_bounds(state).items():
         np.testing.assert_array_equal(bound, Automatic().measure_amax(loaded[path[0]]))
-    with pytest.raises(ValueError, match="v is followed by track_weights and missing"):
+    with pytest.raises(ValueError, match="v is followed by track_weight_amax and missing"):
         fp8jax.reset_weight_amax_bounds(state, {"w": loaded["w"]})
     with pytest.raises(ValueError, match="put fp8jax"):
         fp8jax.get_weight_amax_bounds(optax.adam(1e-3).init(PARAMS))
@@ -233,7 +233,7 @@ def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bo
     applied = optax.apply_updates(PARAMS, updates)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (params, after), (applied, wanted))
     assert after[1].count == 1
-    left = jax.jit(functools.partial(tx.step, applied=False))(grads, state, PARAMS)
+    left = jax.jit(functools.partial(tx.step, apply_if=False))(grads, state, PARAMS)
     jax.tree.map(np.testing.assert_array_equal, left, (PARAMS, state))
 
 
@@ -260,9 +260,9 @@ def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
 
 def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
     limit = fp8jax.max_adam_step(1e-3, 0.9, 0.95)
-    with pytest.raises(TypeError, match="put track_weights last in a chain"):
+    with pytest.raises(TypeError, match="put track_weight_amax last in a chain"):
         fp8jax.with_weight_bounds(optax.adamw(1e-3), limit)
-    with pytest.raises(TypeError, match="track_weights takes any"):
+    with pytest.raises(TypeError, match="track_weight_amax takes any"):
         fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3), lambda count, bounds: bounds)
     tx = fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3, b2=0.95), limit)
     with pytest.raises(ValueError, match="leave out key"):
