@@ -301,7 +301,7 @@ class Task:
             grads, params = jax.lax.with_sharding_constraint((grads, params), (where, where))
         # No branch: its two ends would be copied to one place.
         if isinstance(self.tx, FusedTransformation):
-            params, opt_state = self.tx.step(grads, state.opt_state, params, applied=healthy)
+            params, opt_state = self.tx.step(grads, state.opt_state, params, apply_if=healthy)
         else:
             updates, opt_state = self.tx.update(grads, state.opt_state, params)
             params = keep_or(optax.apply_updates(params, updates), params)

@@ -3,9 +3,9 @@
 "scale" is the time of finding the scale of one weight; "codes" that of the scale and of the codes in both layouts, from
 fp32 masters, in a step of training. Delayed scaling observes the weight for its history. "update" is the pass of the
 optimizer that adds updates to all weights of eight layers, alone and with `track_weight_amax`: with a limit, measuring
-the updates, and in the one step of 500 that measures the weights. Predicted before the first run: a scale just in time at
-0.9 of the memory's bandwidth, so 0.17 ms for 11008 x 16384, automatic ones under 0.02 ms; codes with an automatic scale
-0.75 of the time just in time; the update 1.00 with a limit, 1.0 to 1.3 measured, 1.3 where weights are.
+the updates, and in the one step of 500 that measures the weights. Predicted before the first run: a scale just in time
+at 0.9 of the memory's bandwidth, so 0.17 ms for 11008 x 16384, automatic ones under 0.02 ms; codes with an automatic
+scale 0.75 of the time just in time; the update 1.00 with a limit, 1.0 to 1.3 measured, 1.3 where weights are.
 """
 
 import argparse

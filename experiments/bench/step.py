@@ -234,9 +234,9 @@ def measure(
     table: list[timing.Row] = []
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
-        "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in turns, "
-        "in another order in each round, each from a state made anew, but for thresholds of blocks that fall back, which "
-        f"{SETTLING} steps have settled; steps follow each other without waiting; medians. "
+        "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in "
+        "turns, in another order in each round, each from a state made anew, but for thresholds of blocks that fall "
+        f"back, which {SETTLING} steps have settled; steps follow each other without waiting; medians. "
         "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16. What is "
         "exchanged is of the compiled program, each loop over layers once.",
         "torch's arms, where there are any, come first, in a process of their own; their memory is what torch's "
