@@ -35,7 +35,7 @@ def check_number(name: str, argument: Any, low: float = -np.inf, high: float = n
 
 
 def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
-    """Refuses a constant of Adam's that is not in [0, high), or one that was rounded to 16 bits; raises as `check_number`.
+    """Refuses a constant of Adam's that is not in [0, high), or is rounded to 16 bits; raises as `check_number`.
 
     In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
     """

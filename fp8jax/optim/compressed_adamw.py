@@ -314,7 +314,7 @@ def _make_adam(
     mu_dtype: Any,
     master: Master | None = None,
 ) -> tuple[Callable, Callable]:
-    """Checks the arguments; returns `init(params)` and `update_moments`, which runs a form of the step and counts it."""
+    """Checks the arguments; returns `init(params)` and `update_moments`, which runs a form of the step and counts."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
         checks.check_adam_constant(name, value, high)
     static_group_size, static_min_size = (

@@ -331,6 +331,7 @@ def fused_backward(
         raise TypeError(
             "fused_backward takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, and "
             "with track_weight_bounds=False where the recipe scales weights automatically: their step knows parts of "
-            f"all parameters, not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or with_weight_bounds"
+            f"all parameters, not that of {type(tx).__name__}, which may be of fp8jax.with_clipping or "
+            "with_weight_bounds"
         )
     return FusedBackwardBlock(block, tx, key)

@@ -54,8 +54,8 @@ def track_weight_amax(
     the cost of a reduction over the updates, 2 or 4 bytes a parameter unless XLA fuses it with what makes or adds them.
     With a limit, M comes from that, and updates beyond it are cut to it, element by element, in the pass that adds
     them: no reduction. `max_adam_step` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments
-    in 8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured: they
-    are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
+    in 8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured:
+    they are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
     group may have a tracker, with its own limit.
 
     Parameters must only change by these updates. Where others are loaded, call `reset_weight_amax_bounds`, and that of
@@ -94,8 +94,8 @@ def with_weight_bounds(
 
     `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has lost the `step`
     of `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates parameters
-    and moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and its
-    bounds are those of `step`.
+    and moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and
+    its bounds are those of `step`.
 
     Args:
         tx: `compressed_adamw`, also of masters by parts. Their bounds are those of the masters, and of what rounding to
@@ -190,7 +190,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         max_change: Callable[[int, Array], Array],
         margins: Sequence[MasterRoundingMargin | None] | None = None,
     ) -> WeightBounds:
-        """The state after a step that moved elements of weight i, or its master's, by `max_change(i, bound)` at most."""
+        """The state after a step that moved elements of weight i, or its master's, by up to `max_change(i, bound)`."""
         all_bounds = tree.flatten_up_to(state.bounds)
         tracked_indices = [i for i, p in enumerate(weights) if _is_tracked(p)]
         bounds, margin_list = [all_bounds[i] for i in tracked_indices], margins or [None] * len(weights)

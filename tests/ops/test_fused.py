@@ -28,7 +28,9 @@ def made(monkeypatch):
     found = []
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
-        fused_codes, "_make", lambda *args, make=fused_codes._quantize_group: found.append(args) or make(*args)
+        fused_codes,
+        "_quantize_group",
+        lambda *args, make=fused_codes._quantize_group: found.append(args) or make(*args),
     )
 
     def switch(on):
@@ -114,11 +116,11 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
 @pytest.mark.parametrize(("case", "calls"), [
     ("silu True faithful", {"quantize": 2, "peaks": 1}),
     # What the weight's gradient reads is made with the largest magnitudes of the cotangents, or with their codes.
-    ("silu True lean", {"quantize": 2, "ahead": 1}),
-    # A sample is read first, of results and of cotangents. All is read again only under a flag: by `mend` forward, by
-    # `peaks` backward.
-    ("silu True bound", {"peaks": 3, "mend": 1, "quantize": 1}),
-    ("gelu False bound", {"peaks": 3, "mend": 1, "quantize": 1}),
+    ("silu True lean", {"quantize": 2, "quantize_and_predict": 1}),
+    # A sample is read first, of results and of cotangents. All is read again only under a flag: by
+    # `requantize_if` forward, by `peaks` backward.
+    ("silu True bound", {"peaks": 3, "requantize_if": 1, "quantize": 1}),
+    ("gelu False bound", {"peaks": 3, "requantize_if": 1, "quantize": 1}),
     # Where layers take other codes, results and cotangents are written once.
     ("silu True ten bits", {"cotangents": 1}),
     ("gelu_tanh False ten bits", {"cotangents": 1}),
@@ -129,7 +131,10 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
 
     def run(call, *arrays):
         def watched(on, *arrays):
-            names = ("quantize", "peaks", "ahead", "keep_activation", "mend", "cotangents", "forward", "backward")
+            names = (
+                "quantize", "peaks", "quantize_and_predict", "encode_activation_residuals", "requantize_if",
+                "cotangents", "forward", "backward",
+            )  # fmt: skip
             count = lambda name: lambda *a, **k: counted.update([name]) or getattr(on, name)(*a, **k)  # noqa: E731
             return call(types.SimpleNamespace(**{name: count(name) for name in names}), *arrays)
 
@@ -139,7 +144,7 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
     monkeypatch.setattr(fused_outputs, "run", run)
     f, args = CASES[case]()
     results(f, *args)
-    del counted["keep_activation"]
+    del counted["encode_activation_residuals"]
     assert counted == calls
 
 

@@ -27,22 +27,22 @@ def gradients(x, w, **options):
     return jax.value_and_grad(lambda x, w: fp8jax.linear_cross_entropy(x, w, LABELS, **how), (0, 1))(x, w)
 
 
-def by_origin(seen, z, _, origin, *how):
+def from_facts(seen, z, _, facts, *args):
     """Codes of the cotangents that the kernel makes of logits."""
-    seen.append(origin)
-    root, weights = origin.lse[:, None], origin.weights[:, None]
-    hit = origin.labels[:, None] == jnp.arange(z.shape[1])
-    d = jnp.exp(z - root) * (1 + origin.steeper * root) - origin.hit * hit - origin.rest
-    return logits.quantize_cotangents(z, jnp.where(weights == 0, 0.0, weights * d), None, *how)
+    seen.append(facts)
+    root, weights = facts.lse[:, None], facts.weights[:, None]
+    hit = facts.labels[:, None] == jnp.arange(z.shape[1])
+    d = jnp.exp(z - root) * (1 + facts.two_z_loss * root) - facts.label_weight * hit - facts.other_weight
+    return logits.quantize_cotangents(z, jnp.where(weights == 0, 0.0, weights * d), None, *args)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one device", "a vocabulary that two cut"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_cotangents_are_what_their_origin_says(variant, cut, monkeypatch):
+def test_cotangents_are_what_their_facts_say(variant, cut, monkeypatch):
     step, seen = functools.partial(gradients, **VARIANTS[variant]), []
     x = X * (40 if variant == "steep" else 1)
     wanted = step(x, W)
-    monkeypatch.setattr(head, "cotangent_codes", functools.partial(by_origin, seen))
+    monkeypatch.setattr(head, "quantize_cotangents", functools.partial(from_facts, seen))
     if not cut:
         given = step(x, W)
     else:

@@ -38,7 +38,12 @@ def forget():
 def blocked(monkeypatch):
     """Triton's kernels cannot be imported, as without jax-triton."""
     monkeypatch.setitem(sys.modules, "pallas_kernels.dispatch.call_triton", None)
-    for name in ("nonlinear.quantize_recomputed_triton", "quantization.quantize_triton", "optimizers.adamw_triton", "optimizers.fp8lm_triton"):
+    for name in (
+        "nonlinear.quantize_recomputed_triton",
+        "quantization.quantize_triton",
+        "optimizers.adamw_triton",
+        "optimizers.fp8lm_triton",
+    ):
         monkeypatch.setitem(sys.modules, f"pallas_kernels.{name}", None)
     forget()
     with choice.target(capability=90):

@@ -33,7 +33,7 @@ def block_shape(self: QuantSpec, shape) -> tuple[int, ...]:
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setattr(specs, "GRANULARITIES", (*specs.GRANULARITIES, *KINDS))
-    monkeypatch.setattr(specs, "SIZED", (*specs.SIZED_GRANULARITIES, "tile"))
+    monkeypatch.setattr(specs, "SIZED_GRANULARITIES", (*specs.SIZED_GRANULARITIES, "tile"))
     monkeypatch.setattr(QuantSpec, "block_shape", block_shape)
 
 

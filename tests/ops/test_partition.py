@@ -102,7 +102,7 @@ def test_under_vmap(kind):
 
 def test_programs_are_told_apart_by_their_code(monkeypatch):
     before, read = partition._code_digest.__wrapped__(), pathlib.Path.read_bytes
-    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "fold.py"))
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "microscaling.py"))
     assert partition._code_digest.__wrapped__() != before
 
 
@@ -193,9 +193,11 @@ def test_nan_is_a_maximum():
 def test_a_dimension_may_be_cut_by_two_axes():
     mesh, axes = mesh_of(AxisType.Auto), ("rows", "columns")
     cut = DimSharding({"m": axes})
-    run = lambda x: jnp.stack(
-        [cut.shard_offset("m", 5), cut.num_shards("m"), *cut.rng_offset((40, 3), (4, 3)), cut.shard_offset("n", 5)]
-    )
+
+    def run(x):
+        places = cut.shard_offset("m", 5), cut.num_shards("m"), *cut.rng_offset((40, 3), (4, 3))
+        return jnp.stack([*places, cut.shard_offset("n", 5)])
+
     found = jax.shard_map(
         lambda x: run(x)[None], mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes)
     )
@@ -228,9 +230,9 @@ def test_notation_of_a_spec(spec, wanted):
 
 def test_a_notation_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="do not describe"):
-        run_partitioned("wrong", None, lambda cut, x: x, (draw(0, 4, 4),), ("m",), "m")
+        run_partitioned("wrong", None, lambda _, x: x, (draw(0, 4, 4),), ("m",), "m")
     with pytest.raises(ValueError, match="lengths 4 and 8"):
-        run_partitioned("wrong", None, lambda cut, x, y: x, (draw(0, 4, 4), draw(0, 8, 4)), ("m n", "m n"), "m n")
+        run_partitioned("wrong", None, lambda _, x, y: x, (draw(0, 4, 4), draw(0, 8, 4)), ("m n", "m n"), "m n")
 
 
 # ---- the operations' own calls, with references for kernels
@@ -249,20 +251,33 @@ def stand_ins(monkeypatch):
         def __getattr__(self, name):
             return lambda *args, compute_capability, **options: getattr(fused_reference, name)(*args, **options)
 
-    for name in ("norm_triton", "activation_triton", "mend_triton", "peaks_triton"):
+    for name in ("norm_triton", "activation_triton", "requantize_triton", "sampled_amax_triton"):
         monkeypatch.setattr(fused_kernels, name, Reference())
-    real = fused_kernels.remake_triton
-    monkeypatch.setattr(fused_kernels, "remake_triton", Reference(Operands=real.Operands))
+    real = fused_kernels.quantize_recomputed_triton
+    monkeypatch.setattr(fused_kernels, "quantize_recomputed_triton", Reference(Operands=real.Operands))
 
-    def maxima(x, *, tensor=False, rows=False, columns=False, parts=False, integers=False, compute_capability):
+    def maxima(x, *, tensor=False, rows=False, columns=False, num_partials=0, integers=False, compute_capability):
         y = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32)
-        found = (jnp.max(y.reshape(4, -1), 1) if parts else jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
+        found = (jnp.max(y.reshape(4, -1), 1) if num_partials else jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
         return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
 
-    def quantize(x, rows, columns, *, row_scale, column_scale, maxima, up, words, place, sums, compute_capability):
+    def quantize(
+        x,
+        rows,
+        columns,
+        *,
+        row_scale,
+        column_scale,
+        partial_amax,
+        round_up_bf16,
+        words,
+        place,
+        sums,
+        compute_capability,
+    ):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
-        assert maxima is None or maxima.ndim == 1
-        settle = scaling.find_scaling("two_stage" if up else "current").reduce_amax
+        assert partial_amax is None or partial_amax.ndim == 1
+        settle = scaling.find_scaling("two_stage" if round_up_bf16 else "current").reduce_amax
 
         def one(y, coding, scale):
             if coding is None:
@@ -276,7 +291,7 @@ def stand_ins(monkeypatch):
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
             if coding.kind == "tensor" and scale is None:
-                scale = scaling.to_scale(settle(jnp.max(maxima)), core_formats.get(name)).reshape(1, 1)
+                scale = scaling.to_scale(settle(jnp.max(partial_amax)), core_formats.get(name)).reshape(1, 1)
             q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
             return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
 
@@ -353,18 +368,18 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             norm, x, weight, weight, 1e-6, coding, result=(jnp.float32(0.01), jnp.float8_e4m3fn)
         )
         back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
-        parts, top, _ = on.keep_activation(gated, x, up, coding)
+        parts, top, _ = on.encode_activation_residuals(gated, x, up, coding)
         exact, plain = gated._replace(exact=True), Operands(x, up=up)
         sample = on.peaks(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
         (g, gs), (u, us) = parts[:2]
         kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
-        ahead = on.ahead(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
+        ahead = on.quantize_and_predict(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
         cotangents, totals = on.quantize(
             gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
         )
-        mended = on.mend(exact, (RESULT,), plain, made, jnp.float32(0.02), top > 0)
+        mended = on.requantize_if(exact, (RESULT,), plain, made, jnp.float32(0.02), top > 0)
         of_norm = Operands(x, inverse=inverse, mean=mean, weight=weight, bias=weight)
-        again = on.mend(norm._replace(exact=True), (NORM,), of_norm, made, jnp.float32(0.02), peak > 0)
+        again = on.requantize_if(norm._replace(exact=True), (NORM,), of_norm, made, jnp.float32(0.02), peak > 0)
         exact_parts = (
             codes,
             scales,
@@ -380,7 +395,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             again,
             back[0],
         )
-        asked = [on.peaks(gated, (GATE, UP), kept, wanted=flag) for flag in (top > 0, top < 0)]
+        asked = [on.peaks(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
         return (*exact_parts, asked), [*back[1:], *totals]
 
     wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
@@ -496,7 +511,7 @@ def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(mo
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         assert [run(2.0), run(2.0), run(3.0), run(3.0)] == [False, True, False, True]
-        monkeypatch.setattr(partition, "_sources", lambda: "other code")
+        monkeypatch.setattr(partition, "_code_digest", lambda: "other code")
         assert [run(2.0), run(2.0)] == [False, True]
     finally:
         for name, value in before.items():

@@ -267,9 +267,13 @@ def test_parameters_recast_after_init_are_refused_with_both_dtypes(name):
     state = tx.init(params)
     for form in ("update", "step") if name in WITH_STEP else ("update",):
         apply = jax.jit(getattr(tx, form))
-        with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16.*split_master_weights\(params, 'bf16\+int8'"):
+        with pytest.raises(
+            ValueError, match=r"'w'\] has dtype float32.*bfloat16.*split_master_weights\(params, 'bf16\+int8'"
+        ):
             apply(wide, state, wide)
-        with pytest.raises(ValueError, match=r"'norm'\] has dtype bfloat16.*no remainder.*float32.*split_master_weights"):
+        with pytest.raises(
+            ValueError, match=r"'norm'\] has dtype bfloat16.*no remainder.*float32.*split_master_weights"
+        ):
             apply(params, state, narrow)
     with pytest.raises(ValueError, match=r"'w'\] has dtype float32.*bfloat16 or float16.*split_master_weights"):
         fp8jax.master_weights(state, wide)

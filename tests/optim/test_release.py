@@ -300,14 +300,11 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
     assert held.with_clipping(limit, previous_norm=norms[-1]).with_clipping(limit, norm=1.0).max_norms is None
     assert held.with_clipping(limit, norm=2 * limit).with_clipping(limit, previous_norm=norms[-1]).grad_scale == 1
     # Of sums of squares that overflowed no share is known; a layer without a gradient and without a share is not NaN.
-    for one in (held.with_clipping(limit, previous_norm=np.inf), dataclasses.replace(held, squares=held.squares + np.inf).with_clipping(
-        limit, previous_norm=np.inf)):  # fmt: skip
+    overflowed = dataclasses.replace(held, squares=held.squares + np.inf)
+    for one in (held.with_clipping(limit, previous_norm=np.inf), overflowed.with_clipping(limit, previous_norm=np.inf)):
         np.testing.assert_array_equal(one.max_norms, np.full(LAYERS, limit, np.float32))
     nothing = dataclasses.replace(held, max_norms=jnp.zeros(LAYERS))
-    assert (float(nothing.get_grad_scale(jnp.float32(0.0), 0)), float(nothing.get_grad_scale(jnp.float32(4.0), 0))) == (
-        1.0,
-        0.0,
-    )
+    assert [float(nothing.get_grad_scale(jnp.float32(square), 0)) for square in (0.0, 4.0)] == [1.0, 0.0]
     exact = take(held.with_clipping(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
     assert exact.grad_scale == 1, "a step's scale is of it alone"
     for how in ({"norm": 1.0}, {"previous_norm": 1.0}):

@@ -193,7 +193,9 @@ def test_a_mesh_changes_no_code(kind, spec):
         assert np.mean(np.asarray(q.codes) != np.asarray(got[name].codes)) < 1e-3
 
 
-@pytest.mark.skipif(adamw_kernel.missing_triton("optimizers.adamw_triton") is not None, reason="jax-triton is not installed")
+@pytest.mark.skipif(
+    adamw_kernel.missing_triton("optimizers.adamw_triton") is not None, reason="jax-triton is not installed"
+)
 def test_the_kernel_is_traced_on_a_mesh_and_under_vmap():
     g = jax.random.normal(jax.random.key(0), (8, 512))
     state = fp8jax.scale_by_compressed_adam(min_size=0).init(g)

@@ -208,7 +208,7 @@ def max_logit_cotangent(vocabulary: int | Array, softcap: float | None, z_loss: 
 
 
 def bound_excess(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
-    """How many times as large as `max_logit_cotangent` cotangents of tokens of these lse, not capped, may be; fp32 >= 1."""
+    """How many times as large as `max_logit_cotangent` cotangents of tokens of these lse, not capped, may be; fp32."""
     factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
     return jnp.maximum(jnp.max(factors, initial=1.0) / max_logit_cotangent(vocabulary, None, z_loss), 1.0)
 
