@@ -220,13 +220,11 @@ class ActivationBackward:
             return None
         from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-        names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
         arrays_and_scales = [
             array for q in saved for array in ((None, None) if q is None else fused_outputs.residual_matrices(q))
         ]
-        named_arrays: Any = dict(zip(names, arrays_and_scales, strict=True))
         return operation, quantize_recomputed_triton.Operands(
-            **named_arrays, gradient=None if dy is None else fused_outputs.to_matrix(dy)
+            *arrays_and_scales, gradient=None if dy is None else fused_outputs.to_matrix(dy)
         )
 
 

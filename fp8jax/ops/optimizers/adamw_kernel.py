@@ -128,7 +128,7 @@ class ShardStride(NamedTuple):
 
 
 def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
-    """The fp32 scalars of a step for the kernel, of parameters that decay or not, with dithered first moments or not."""
+    """The fp32 scalars of a step for the kernel, of parameters that decay or not, first moments dithered or not."""
     from pallas_kernels.optimizers import adamw_triton
 
     count = jnp.asarray(adam.count, jnp.float32)
