@@ -71,7 +71,7 @@ def test_the_program_of_a_linen_model(recipe, products):
     assert rest == 6 * LAYERS + 3 + (6 * LAYERS if recipe.name == "switchback" else 0)
     assert report.program.backend == jax.default_backend()
     assert sum(p.occurrences for p in report.program.compiled) >= products
-    kept = f"{recipe.linear.spec('x_residual')}" if recipe.linear.saved else "the input itself"
+    kept = f"{recipe.linear.spec('x_residual')}" if recipe.linear.x_residual else "the input itself"
     assert len(report.program.residuals) >= 4  # a line for each shape
     assert all(kept in line for line in report.program.residuals)
     assert f"  saved {report.program.residuals[0]}" in str(report)
