@@ -269,23 +269,26 @@ def group_scales(q: QTensor, size: int) -> Array:
     return jnp.broadcast_to(row_scales(q), (q.shape[0], -(-q.shape[1] // size)))
 
 
-def _epilogue_scales(a: QTensor, b: QTensor) -> dict[str, Array]:
-    """The scales of two matrices as the epilogue of a kernel takes them."""
+def _epilogue_scales(a: QTensor, b: QTensor) -> tuple[Array | None, Array | None, Array | None]:
+    """The scales of two matrices as the epilogue of a kernel takes them: of all, of rows and of columns."""
     left, right = row_scales(a), row_scales(b)
-    epilogue_scales = {}
     if left.shape[0] == 1 and right.shape[0] == 1:
-        return {"scale": (left * right).reshape(())}
+        return (left * right).reshape(()), None, None
+    row_scale = column_scale = None
     if left.shape[0] > 1:
-        epilogue_scales["row_scale"] = left[:, 0] if right.shape[0] > 1 else left[:, 0] * right[0, 0]
+        row_scale = left[:, 0] if right.shape[0] > 1 else left[:, 0] * right[0, 0]
     if right.shape[0] > 1:
-        epilogue_scales["column_scale"] = right[:, 0] if left.shape[0] > 1 else right[:, 0] * left[0, 0]
-    return epilogue_scales
+        column_scale = right[:, 0] if left.shape[0] > 1 else right[:, 0] * left[0, 0]
+    return None, row_scale, column_scale
 
 
 def _row(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
     from pallas_kernels.matmul.matmul_mosaic import matmul
 
-    return matmul(a.codes, b.codes, **_epilogue_scales(a, b), out_dtype=dtype, fast=fast)  # type: ignore[arg-type]
+    scale, row_scale, column_scale = _epilogue_scales(a, b)
+    return matmul(
+        a.codes, b.codes, scale=scale, row_scale=row_scale, column_scale=column_scale, out_dtype=dtype, fast=fast
+    )
 
 
 def _block(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
@@ -300,7 +303,10 @@ def _mx(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
     from pallas_kernels.matmul.matmul_mx_mosaic import matmul_mx
 
     assert a.microscale is not None
-    return matmul_mx(a.codes, b.codes, a.microscale, **_epilogue_scales(a, b), out_dtype=dtype)  # type: ignore[arg-type]
+    scale, row_scale, column_scale = _epilogue_scales(a, b)
+    return matmul_mx(
+        a.codes, b.codes, a.microscale, scale=scale, row_scale=row_scale, column_scale=column_scale, out_dtype=dtype
+    )
 
 
 def _scaled_matmul(a: QTensor, b: QTensor) -> Array:
