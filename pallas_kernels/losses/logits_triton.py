@@ -13,8 +13,8 @@ from pallas_kernels.dispatch import call_triton
 from pallas_kernels.nonlinear import operations_triton as operations
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
-from pallas_kernels.quantization import strided_tiles_triton as slicing
+from pallas_kernels.quantization import scaling_triton as scaling
+from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
 from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
 from pallas_kernels.quantization.scaling_triton import Coding
 
@@ -35,9 +35,9 @@ def _exponentials(
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     first = top.to(tl.int64) * N + left
     offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    z = codec.to_fp32(device.load_raw(z_ptr + first, offsets, device.tile_mask(m, n, M, N), MASKED))
+    z = codec.to_fp32(scaling.load_raw(z_ptr + first, offsets, scaling.tile_mask(m, n, M, N), MASKED))
     if MASKED:
-        z = tl.where(device.tile_mask(m, n, M, N), z, float("-inf"))
+        z = tl.where(scaling.tile_mask(m, n, M, N), z, float("-inf"))
     largest = tl.reduce(z, 1, operations.larger_or_nan)
     # NaN and infinities come out as they do where nothing is subtracted.
     finite_max = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
@@ -86,10 +86,10 @@ def _cotangents(
     i, n = tl.arange(0, R), left + tl.arange(0, BLOCK_N)
     m0 = top + 4 * i
     slice_offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    zs = slicing.load_slices(z_ptr + first, slice_offsets, N, m0, n, M, N, MASKED)
+    zs = strided_tiles.load_slices(z_ptr + first, slice_offsets, N, m0, n, M, N, MASKED)
     row_inverse_scale, column_inverse_scale = (
-        device.reciprocal(tl.load(row_scale_ptr)),
-        device.reciprocal(tl.load(column_scale_ptr)),
+        scaling.reciprocal(tl.load(row_scale_ptr)),
+        scaling.reciprocal(tl.load(column_scale_ptr)),
     )
     words = tl.zeros((R, BLOCK_N), tl.uint32)
     for j in tl.static_range(4):
@@ -104,11 +104,11 @@ def _cotangents(
         if OTHER_WEIGHT > 0:
             d = d - OTHER_WEIGHT
         d = operations.round_to_dtype(tl.where(weight == 0, 0.0, d * weight), DTYPE)
-        codes = device.encode(d, device.apply_inverse_scale(d, row_inverse_scale, ROW_CODING), 0, ROW_CODING)
-        device.store(row_codes_ptr + first, slice_offsets + j * N, codes, device.tile_mask(m, n, M, N), MASKED)
-        codes = device.encode(d, device.apply_inverse_scale(d, column_inverse_scale, COLUMN_CODING), 0, COLUMN_CODING)
-        words = slicing.insert_byte(words, codes, j, N % 4 == 0)
-    slicing.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
+        codes = scaling.encode(d, scaling.apply_inverse_scale(d, row_inverse_scale, ROW_CODING), 0, ROW_CODING)
+        scaling.store(row_codes_ptr + first, slice_offsets + j * N, codes, scaling.tile_mask(m, n, M, N), MASKED)
+        codes = scaling.encode(d, scaling.apply_inverse_scale(d, column_inverse_scale, COLUMN_CODING), 0, COLUMN_CODING)
+        words = strided_tiles.insert_byte(words, codes, j, N % 4 == 0)
+    strided_tiles.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 def quantize_cotangents(

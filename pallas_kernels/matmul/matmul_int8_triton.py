@@ -9,7 +9,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.dispatch import call_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 
 BLOCK = 128  # also a tile of the result
 FP8_CAPABILITY = 80  # of the kernel: it multiplies no FP8 codes
@@ -60,7 +60,7 @@ def _multiply(
                 residual = tl.load(residual_ptr + a_offsets + step * 128, mask=a_mask, other=0)
                 acc += tl.dot(residual, b, out_dtype=tl.int32).to(tl.float32) * (residual_scale * scale)
     out_offsets = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=device.tile_mask(m, n, M, N))
+    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=scaling.tile_mask(m, n, M, N))
 
 
 def matmul_int8_block(

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
@@ -32,16 +32,16 @@ def _compute_chunk(
     MASKED: tl.constexpr = True
     n = left + tl.arange(0, BLOCK_N)
     offsets, start = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], first + left
-    mask = device.tile_mask(m, n, M, N)
-    gate = codec.to_fp32(device.load_raw(gate_ptr + start, offsets, mask, MASKED))
-    y, _ = on.activation_and_slope(gate, OPERATION.activation)
+    mask = scaling.tile_mask(m, n, M, N)
+    gate = codec.to_fp32(scaling.load_raw(gate_ptr + start, offsets, mask, MASKED))
+    y, _ = ops.activation_and_slope(gate, OPERATION.activation)
     if STORE_RESIDUALS:
-        on.store_group_quantized(
+        ops.store_group_quantized(
             gate, gate_codes, gate_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
         )
         if OPERATION.activated:
-            on.store_group_quantized(
-                on.round_to_dtype(y, OPERATION.dtype),
+            ops.store_group_quantized(
+                ops.round_to_dtype(y, OPERATION.dtype),
                 codes,
                 scales,
                 start,
@@ -56,13 +56,13 @@ def _compute_chunk(
                 FINITE,
             )
     if OPERATION.gated:
-        up = codec.to_fp32(device.load_raw(up_ptr + start, offsets, mask, MASKED))
+        up = codec.to_fp32(scaling.load_raw(up_ptr + start, offsets, mask, MASKED))
         if STORE_RESIDUALS:
-            on.store_group_quantized(
+            ops.store_group_quantized(
                 up, up_codes, up_scales, start, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, FINITE
             )
         y = y * up
-    return on.round_to_dtype(y, OPERATION.dtype)
+    return ops.round_to_dtype(y, OPERATION.dtype)
 
 
 @triton.jit
@@ -80,35 +80,35 @@ def _encode_residuals_by_row(
     for left in range(0, N, BLOCK_N):
         y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
                    m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, True)  # fmt: skip
-        row_amax = on.larger_or_nan(row_amax, tl.reduce(tl.abs(y), 1, on.larger_or_nan))
-    finite = tl.reduce(row_amax, 0, on.larger_or_nan) < float("inf")
+        row_amax = ops.larger_or_nan(row_amax, tl.reduce(tl.abs(y), 1, ops.larger_or_nan))
+    finite = tl.reduce(row_amax, 0, ops.larger_or_nan) < float("inf")
     if finite:
-        row_amax = tl.where(row_amax < device.TINY, 0.0, row_amax)
+        row_amax = tl.where(row_amax < scaling.TINY, 0.0, row_amax)
     else:
         amax_keys = tl.zeros((BLOCK_M,), tl.int32)
         for left in range(0, N, BLOCK_N):
             y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first,
                        row, m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, True, False)  # fmt: skip
             n = left + tl.arange(0, BLOCK_N)
-            amax_keys = tl.maximum(amax_keys, tl.max(on.masked_magnitude_key(y, m, n, M, N, True, OUT_CODING), 1))
-        row_amax = device.magnitude_from_key(amax_keys, OUT_CODING)
-    scale = tl.where(row_amax > 0, tl.maximum(row_amax * OUT_CODING.inverse_max, device.TINY), 1.0)
+            amax_keys = tl.maximum(amax_keys, tl.max(ops.masked_magnitude_key(y, m, n, M, N, True, OUT_CODING), 1))
+        row_amax = scaling.magnitude_from_key(amax_keys, OUT_CODING)
+    scale = tl.where(row_amax > 0, tl.maximum(row_amax * OUT_CODING.inverse_max, scaling.TINY), 1.0)
     tl.store(scale_ptr + m, scale, mask=m < M)
-    factor = device.reciprocal(scale)[:, None]
+    factor = scaling.reciprocal(scale)[:, None]
     for left in range(0, N, BLOCK_N):
         n = left + tl.arange(0, BLOCK_N)
         y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
                    m, left, M, N, BLOCK_N, OPERATION, RESIDUAL_CODING, False, True)  # fmt: skip
         offsets = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-        encoded = device.encode(y, device.apply_inverse_scale(y, factor, OUT_CODING), 0, OUT_CODING)
-        device.store(result_ptr + first + left, offsets, encoded, device.tile_mask(m, n, M, N), True)
+        encoded = scaling.encode(y, scaling.apply_inverse_scale(y, factor, OUT_CODING), 0, OUT_CODING)
+        scaling.store(result_ptr + first + left, offsets, encoded, scaling.tile_mask(m, n, M, N), True)
 
 
 def encode_activation_residuals(
     operation: Operation,
     gate: Array,
     up: Array | None,
-    coding: device.Coding | None,
+    coding: scaling.Coding | None,
     dtype: Any,
     *,
     launch: QuantizeLaunch | None = None,
@@ -130,8 +130,8 @@ def encode_activation_residuals(
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     outputs = quantize_triton.call(
         _encode_residuals_by_row, [gate, gate if up is None else up], shapes, -(-m // launch.block_m), launch,
-        compute_capability, OPERATION=operation, RESIDUAL_CODING=coding.constants if coding else device.NO_CODING,
-        OUT_CODING=device.Coding("token", dtype).constants,
+        compute_capability, OPERATION=operation, RESIDUAL_CODING=coding.constants if coding else scaling.NO_CODING,
+        OUT_CODING=scaling.Coding("token", dtype).constants,
     )  # fmt: skip
     residuals = [
         (storage.bytes_to_codes(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and is_saved[i] else None

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
@@ -28,28 +28,28 @@ def _encode_residuals(
     """The codes that an activation keeps of a tile, those of its result there, and the largest magnitude of that."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = device.reversed_program_id()
+    program = scaling.reversed_program_id()
     top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
     offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-    mask = device.tile_mask(m, n, M, N)
-    gate = codec.to_fp32(device.load_raw(gate_ptr + first, offsets, mask, MASKED))
+    mask = scaling.tile_mask(m, n, M, N)
+    gate = codec.to_fp32(scaling.load_raw(gate_ptr + first, offsets, mask, MASKED))
     up = gate
     if OPERATION.gated:
-        up = codec.to_fp32(device.load_raw(up_ptr + first, offsets, mask, MASKED))
+        up = codec.to_fp32(scaling.load_raw(up_ptr + first, offsets, mask, MASKED))
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
-    on.store_group_quantized(
+    ops.store_group_quantized(
         gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
     )
     if OPERATION.gated:
-        on.store_group_quantized(
+        ops.store_group_quantized(
             up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
         )
-    y, _ = on.activation_and_slope(gate, OPERATION.activation)
+    y, _ = ops.activation_and_slope(gate, OPERATION.activation)
     if OPERATION.activated:
-        on.store_group_quantized(
-            on.round_to_dtype(y, OPERATION.dtype),
+        ops.store_group_quantized(
+            ops.round_to_dtype(y, OPERATION.dtype),
             codes,
             scales,
             first,
@@ -67,20 +67,20 @@ def _encode_residuals(
         y = y * up
     if OUT_CODING.kind != "none":
         if OUT_CODING.kind != "array":
-            y = on.round_to_dtype(y, OPERATION.dtype)
-        on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
-    top = on.tile_amax_or_nonfinite(y, OPERATION.dtype)
+            y = ops.round_to_dtype(y, OPERATION.dtype)
+        ops.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
+    top = ops.tile_amax_or_nonfinite(y, OPERATION.dtype)
     if top < float("inf"):
         tl.store(amax_ptr + program, top)
     else:
-        gate = codec.to_fp32(device.load_raw(gate_ptr + first, offsets, mask, MASKED))
-        on.store_group_quantized(
+        gate = codec.to_fp32(scaling.load_raw(gate_ptr + first, offsets, mask, MASKED))
+        ops.store_group_quantized(
             gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
         )
-        y, _ = on.activation_and_slope(gate, OPERATION.activation)
+        y, _ = ops.activation_and_slope(gate, OPERATION.activation)
         if OPERATION.activated:
-            on.store_group_quantized(
-                on.round_to_dtype(y, OPERATION.dtype),
+            ops.store_group_quantized(
+                ops.round_to_dtype(y, OPERATION.dtype),
                 codes,
                 scales,
                 first,
@@ -95,22 +95,22 @@ def _encode_residuals(
                 False,
             )
         if OPERATION.gated:
-            up = codec.to_fp32(device.load_raw(up_ptr + first, offsets, mask, MASKED))
-            on.store_group_quantized(
+            up = codec.to_fp32(scaling.load_raw(up_ptr + first, offsets, mask, MASKED))
+            ops.store_group_quantized(
                 up, up_codes, up_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, False
             )
             y = y * up
-        y = on.round_to_dtype(y, OPERATION.dtype)
+        y = ops.round_to_dtype(y, OPERATION.dtype)
         if OUT_CODING.kind != "none":
-            on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
-        tl.store(amax_ptr + program, on.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
+            ops.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
+        tl.store(amax_ptr + program, ops.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
 
 
 def encode_activation_residuals(
     operation: Operation,
     gate: Array,
     up: Array | None,
-    coding: device.Coding,
+    coding: scaling.Coding,
     *,
     result: tuple[Array | None, Any] | None = None,
     launch: QuantizeLaunch | None = None,

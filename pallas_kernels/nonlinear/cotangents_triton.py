@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear import quantize_recomputed_triton
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
@@ -35,12 +35,12 @@ def _cotangents(
     first = top.to(tl.int64) * N + left
     offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-    mask = device.tile_mask(m, n, M, N)
-    x = on.load_cotangent_operands(p, first, offsets, m, left, n, M, N, MASKED, OPERATION)
-    dgate, dup, _ = on.compute_cotangents(x, OPERATION, 0)
-    device.store(dgate_ptr + first, offsets, dgate.to(dgate_ptr.dtype.element_ty), mask, MASKED)
+    mask = scaling.tile_mask(m, n, M, N)
+    x = ops.load_cotangent_operands(p, first, offsets, m, left, n, M, N, MASKED, OPERATION)
+    dgate, dup, _ = ops.compute_cotangents(x, OPERATION, 0)
+    scaling.store(dgate_ptr + first, offsets, dgate.to(dgate_ptr.dtype.element_ty), mask, MASKED)
     if OPERATION.gated:
-        device.store(dup_ptr + first, offsets, dup.to(dup_ptr.dtype.element_ty), mask, MASKED)
+        scaling.store(dup_ptr + first, offsets, dup.to(dup_ptr.dtype.element_ty), mask, MASKED)
 
 
 def cotangents(

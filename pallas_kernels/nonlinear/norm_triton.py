@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
@@ -32,11 +32,11 @@ def _forward(
     BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
-    program = device.reversed_program_id()
+    program = scaling.reversed_program_id()
     m, n = program * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     first = program.to(tl.int64) * (BLOCK_M * N)
-    offsets, mask = (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], device.tile_mask(m, n, M, N)
-    z = codec.to_fp32(device.load_raw(x_ptr + first, offsets, mask, MASKED))
+    offsets, mask = (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], scaling.tile_mask(m, n, M, N)
+    z = codec.to_fp32(scaling.load_raw(x_ptr + first, offsets, mask, MASKED))
     mean = tl.zeros((BLOCK_M,), tl.float32)
     if OPERATION.centered:
         mean = tl.sum(z, 1) / N
@@ -45,32 +45,32 @@ def _forward(
     rstd = 1 / tl.sqrt_rn(tl.sum(z * z, 1) / N + EPS)
     tl.store(rstd_ptr + m, rstd, mask=m < M)
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
-    on.store_group_quantized(z, codes_ptr, scales_ptr, first, offsets, m, 0, n, M, N, MASKED, RESIDUAL_CODING, True)
-    y = on.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
+    ops.store_group_quantized(z, codes_ptr, scales_ptr, first, offsets, m, 0, n, M, N, MASKED, RESIDUAL_CODING, True)
+    y = ops.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
     if OUT_CODING.kind != "none" and OUT_CODING.kind != "array":
-        y = on.round_to_dtype(y, OPERATION.dtype)
+        y = ops.round_to_dtype(y, OPERATION.dtype)
     if BY_ROW:
-        on.store_rows_quantized(y, row_scale_ptr, result_ptr + first, offsets, m, n, M, N, MASKED, OUT_CODING, True)
+        ops.store_rows_quantized(y, row_scale_ptr, result_ptr + first, offsets, m, n, M, N, MASKED, OUT_CODING, True)
     elif OUT_CODING.kind != "none":
-        on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
-    amax = on.tile_amax_or_nonfinite(y, OPERATION.dtype)
+        ops.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, True)
+    amax = ops.tile_amax_or_nonfinite(y, OPERATION.dtype)
     if amax < float("inf"):
         tl.store(amax_ptr + program, amax)
     else:
-        z = codec.to_fp32(device.load_raw(x_ptr + first, offsets, mask, MASKED))
+        z = codec.to_fp32(scaling.load_raw(x_ptr + first, offsets, mask, MASKED))
         if OPERATION.centered:
             z = tl.where(mask, z - mean[:, None], 0.0)
-        on.store_group_quantized(
+        ops.store_group_quantized(
             z, codes_ptr, scales_ptr, first, offsets, m, 0, n, M, N, MASKED, RESIDUAL_CODING, False
         )
-        y = on.round_to_dtype(on.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION.dtype)
+        y = ops.round_to_dtype(ops.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION.dtype)
         if BY_ROW:
-            on.store_rows_quantized(
+            ops.store_rows_quantized(
                 y, row_scale_ptr, result_ptr + first, offsets, m, n, M, N, MASKED, OUT_CODING, False
             )
         elif OUT_CODING.kind != "none":
-            on.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
-        tl.store(amax_ptr + program, on.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
+            ops.store_quantized(y, result_scale, result_ptr + first, offsets, mask, MASKED, OUT_CODING, False)
+        tl.store(amax_ptr + program, ops.tile_amax(y, m, n, M, N, MASKED, OUT_CODING))
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _backward(
     # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
     # of each eight is read in pairs where it is narrower than the four bytes that a copy ahead of time takes.
     PAIRS: tl.constexpr = scales_ptr.dtype.element_ty == tl.bfloat16 and N % (2 * GROUP) == 0
-    program = device.reversed_program_id()
+    program = scaling.reversed_program_id()
     n, row = tl.multiple_of(tl.arange(0, BLOCK_N), 8), tl.arange(0, ROWS_PER_STEP)
     offsets, g = (row * N)[:, None] + n[None, :], tl.arange(0, BLOCK_N // 8) * 8 // GROUP
     dweight = tl.zeros((1, BLOCK_N), tl.float32)
@@ -98,28 +98,28 @@ def _backward(
     for j in tl.range(0, BLOCK_M, ROWS_PER_STEP, num_stages=NUM_STAGES):
         m = program * BLOCK_M + j + row
         first = (program * BLOCK_M + j).to(tl.int64) * N
-        mask, group_mask = device.tile_mask(m, n, M, N), device.tile_mask(m, g, M, GROUPS)
+        mask, group_mask = scaling.tile_mask(m, n, M, N), scaling.tile_mask(m, g, M, GROUPS)
         if OPERATION.exact:
             scale = 1.0
         elif PAIRS:
             words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first // (2 * GROUP)
-            pair = device.load_raw(words, (row * (N // (2 * GROUP)))[:, None] + g[None, :] // 2, group_mask, MASKED)
+            pair = scaling.load_raw(words, (row * (N // (2 * GROUP)))[:, None] + g[None, :] // 2, group_mask, MASKED)
             scale = codec.from_bits(tl.where((g & 1)[None, :] > 0, pair & -0x10000, pair << 16))
         else:
             scales = scales_ptr + (program * BLOCK_M + j).to(tl.int64) * GROUPS
-            scale = device.load(scales, (row * GROUPS)[:, None] + g[None, :], group_mask, MASKED)
+            scale = scaling.load(scales, (row * GROUPS)[:, None] + g[None, :], group_mask, MASKED)
         rstd = tl.load(rstd_ptr + m, mask=m < M, other=0.0)[:, None]
         codes = storage.load_codes(codes_ptr, first, offsets, m, 0, n, M, N, MASKED, OPERATION, True)
-        dy = codec.to_fp32(device.load_raw(dy_ptr + first, offsets, mask, MASKED))
+        dy = codec.to_fp32(scaling.load_raw(dy_ptr + first, offsets, mask, MASKED))
         if RESIDUAL and NUM_STAGES > 1:
-            residual = codec.to_fp32(device.load_raw(residual_ptr + first, offsets, mask, MASKED))
+            residual = codec.to_fp32(scaling.load_raw(residual_ptr + first, offsets, mask, MASKED))
         if OPERATION.exact:
             x_hat = codec.to_fp32(codes[0])
             if OPERATION.centered:
                 x_hat = x_hat - (tl.sum(x_hat, 1) / N)[:, None]
             x_hat = x_hat * rstd
         else:
-            x_hat = storage.decode_codes(codes, OPERATION) * device.repeat_columns(scale, 8) * rstd
+            x_hat = storage.decode_codes(codes, OPERATION) * scaling.repeat_columns(scale, 8) * rstd
         dweight += tl.sum(dy * x_hat, 0)[None, :]
         dx_hat = dy
         if OPERATION.biased:
@@ -131,23 +131,23 @@ def _backward(
             dx = dx - (tl.sum(dx_hat, 1) / N)[:, None]
         dx = rstd * dx
         if RESIDUAL and NUM_STAGES == 1:
-            residual = codec.to_fp32(device.load_raw(residual_ptr + first, offsets, mask, MASKED))
+            residual = codec.to_fp32(scaling.load_raw(residual_ptr + first, offsets, mask, MASKED))
         if RESIDUAL:
             dx = dx + residual
         rounded = dx.to(dx_ptr.dtype.element_ty)
-        device.store(dx_ptr + first, offsets, rounded, mask, MASKED)
+        scaling.store(dx_ptr + first, offsets, rounded, mask, MASKED)
         amax_keys = tl.maximum(
-            amax_keys, tl.max(on.masked_magnitude_key(rounded, m, n, M, N, MASKED, CODING), 0)[None, :]
+            amax_keys, tl.max(ops.masked_magnitude_key(rounded, m, n, M, N, MASKED, CODING), 0)[None, :]
         )
-    tl.store(amax_ptr + program, device.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
+    tl.store(amax_ptr + program, scaling.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
     sum_offsets, group_mask = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
     if OPERATION.scaled:
-        device.store(dweight_ptr, sum_offsets, dweight, group_mask, MASKED)
+        scaling.store(dweight_ptr, sum_offsets, dweight, group_mask, MASKED)
     if OPERATION.biased:
-        device.store(dbias_ptr, sum_offsets, dbias, group_mask, MASKED)
+        scaling.store(dbias_ptr, sum_offsets, dbias, group_mask, MASKED)
 
 
-def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: scaling.Coding | None) -> str | None:
     """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
     if len(shape) == 2 and shape[1] > MAX_CHANNELS:
         return f"rows of {shape[1]} are longer than {MAX_CHANNELS}"
@@ -160,7 +160,7 @@ def forward(
     weight: Array | None,
     bias: Array | None,
     eps: float,
-    coding: device.Coding | None,
+    coding: scaling.Coding | None,
     *,
     result: tuple[Array | None, Any] | None = None,
     compute_capability: int | None = None,
@@ -194,7 +194,7 @@ def forward(
     inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, result_scale))]
     codes, scales, inverse, mean, tile_amax, result_codes, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
-        RESIDUAL_CODING=coding.constants if coding else device.NO_CODING, OUT_CODING=result_coding, BY_ROW=by_row,
+        RESIDUAL_CODING=coding.constants if coding else scaling.NO_CODING, OUT_CODING=result_coding, BY_ROW=by_row,
     )  # fmt: skip
     quantized: Any = storage.bytes_to_codes(result_codes, result[1]) if result else None
     quantized = (quantized, row_scale) if by_row else quantized
@@ -245,7 +245,7 @@ def backward(
     results = [jax.ShapeDtypeStruct((m, n), dtype), *sums, jax.ShapeDtypeStruct((programs,), jnp.float32)]
     dx, dweight, dbias, tile_amax = quantize_triton.call(
         _backward, inputs, results, programs, launch, compute_capability, shape=(m, n), OPERATION=operation,
-        RESIDUAL=residual is not None, ROWS_PER_STEP=rows_per_step, CODING=device.NO_CODING,
+        RESIDUAL=residual is not None, ROWS_PER_STEP=rows_per_step, CODING=scaling.NO_CODING,
         NUM_STAGES=3 if 2 * rows_per_step * block_n * bytes_per_element < PREFETCH_BYTES else 1,
     )  # fmt: skip
     return (

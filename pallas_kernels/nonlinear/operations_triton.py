@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.quantization import codec_triton as codec
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
@@ -97,7 +97,7 @@ def load_codes_and_scales(
     if not OPERATION.exact:
         g = left // GROUP + tl.arange(0, n.shape[0] // STEP)
         scale_offsets = tl.multiple_of(m.to(tl.int64)[:, None] * GROUPS + g[None, :], (1, 1))
-        scale = device.load_raw(scale_ptr, scale_offsets, device.tile_mask(m, g, M, GROUPS), MASKED)
+        scale = scaling.load_raw(scale_ptr, scale_offsets, scaling.tile_mask(m, g, M, GROUPS), MASKED)
     return codes, scale
 
 
@@ -107,7 +107,7 @@ def decode_loaded(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     if OPERATION.exact:
         y = x[0][0].to(tl.float32)
     else:
-        y = storage.decode_codes(x[0], OPERATION) * device.repeat_columns(
+        y = storage.decode_codes(x[0], OPERATION) * scaling.repeat_columns(
             x[1].to(tl.float32), x[0][0].shape[1] // x[1].shape[1]
         )
     return y
@@ -135,10 +135,10 @@ def normalize(
     offsets, mask = tl.broadcast_to(n[None, :], x.shape), tl.broadcast_to((n < N)[None, :], x.shape)
     factor = rstd[:, None]
     if OPERATION.scaled:
-        factor = factor * codec.to_fp32(device.load_raw(weight_ptr, offsets, mask, MASKED))
+        factor = factor * codec.to_fp32(scaling.load_raw(weight_ptr, offsets, mask, MASKED))
     y = x * factor
     if OPERATION.biased:
-        y = y + codec.to_fp32(device.load_raw(bias_ptr, offsets, mask, MASKED))
+        y = y + codec.to_fp32(scaling.load_raw(bias_ptr, offsets, mask, MASKED))
     return y
 
 
@@ -148,9 +148,9 @@ def compute_result(
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, NORM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """fp32 values of a tile of the result, rounded to the dtype that the operation would write."""
-    mask = device.tile_mask(m, n, M, N)
+    mask = scaling.tile_mask(m, n, M, N)
     if OPERATION.exact:
-        x = device.load(p.first + first, offsets, mask, MASKED)
+        x = scaling.load(p.first + first, offsets, mask, MASKED)
     else:
         x = load_values(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     if NORM:
@@ -161,7 +161,7 @@ def compute_result(
         y, _ = activation_and_slope(x, OPERATION.activation)
         if OPERATION.gated:
             if OPERATION.exact:
-                up = device.load(p.up + first, offsets, mask, MASKED)
+                up = scaling.load(p.up + first, offsets, mask, MASKED)
             else:
                 up = load_values(p.up, p.up_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
             y = y * up
@@ -174,7 +174,7 @@ def load_cotangent_operands(
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """What cotangents are computed from: the gradient, and what was fetched of gate, up and the activated gate."""
-    dy = device.load_raw(p.gradient + first, offsets, device.tile_mask(m, n, M, N), MASKED)
+    dy = scaling.load_raw(p.gradient + first, offsets, scaling.tile_mask(m, n, M, N), MASKED)
     gate = load_codes_and_scales(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     up, activated = gate, gate
     if OPERATION.gated:
@@ -214,8 +214,8 @@ def masked_magnitude_key(
 ) -> tl.tensor:  # fmt: skip
     """`scaling_triton.ordered` of the tile's part inside the matrix, of 0 outside."""
     if MASKED:
-        y = tl.where(device.tile_mask(m, n, M, N), y, 0.0)
-    return device.magnitude_key(y, CODING)
+        y = tl.where(scaling.tile_mask(m, n, M, N), y, 0.0)
+    return scaling.magnitude_key(y, CODING)
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def tile_amax(
     CODING: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The largest finite magnitude of the tile's part inside the matrix."""
-    return device.magnitude_from_key(tl.max(tl.max(masked_magnitude_key(y, m, n, M, N, MASKED, CODING), 1), 0), CODING)
+    return scaling.magnitude_from_key(tl.max(tl.max(masked_magnitude_key(y, m, n, M, N, MASKED, CODING), 1), 0), CODING)
 
 
 @triton.jit
@@ -236,7 +236,7 @@ def larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 def tile_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The largest magnitude of a tile, rounded to a dtype as all of them are; Inf or NaN where one is not finite."""
     amax = round_amax(tl.reduce(tl.reduce(tl.abs(y), 1, larger_or_nan), 0, larger_or_nan), DTYPE)
-    return tl.where(amax < device.TINY, 0.0, amax)
+    return tl.where(amax < scaling.TINY, 0.0, amax)
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def round_amax(amax: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 def row_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """`tile_amax_or_nonfinite` of each row."""
     amax = round_amax(tl.reduce(tl.abs(y), 1, larger_or_nan), DTYPE)
-    return tl.where(amax < device.TINY, 0.0, amax)
+    return tl.where(amax < scaling.TINY, 0.0, amax)
 
 
 @triton.jit
@@ -262,21 +262,21 @@ def store_quantized(
 ) -> None:  # fmt: skip
     """Writes codes under a given scale, of FINITE values in fewer instructions, or the values themselves."""
     if CODING.kind == "array":
-        device.store(codes_ptr, offsets, y.to(codes_ptr.dtype.element_ty), mask, MASKED)
+        scaling.store(codes_ptr, offsets, y.to(codes_ptr.dtype.element_ty), mask, MASKED)
     else:
-        codes = device.encode(
-            y, device.apply_inverse_scale(y, device.reciprocal(tl.load(scale_ptr)), CODING, FINITE), 0, CODING, FINITE
+        codes = scaling.encode(
+            y, scaling.apply_inverse_scale(y, scaling.reciprocal(tl.load(scale_ptr)), CODING, FINITE), 0, CODING, FINITE
         )
-        device.store(codes_ptr, offsets, codes, mask, MASKED)
+        scaling.store(codes_ptr, offsets, codes, mask, MASKED)
 
 
 @triton.jit
 def row_inverse_scales(scale_ptr: tl.tensor, m: tl.tensor, M: tl.constexpr, BY_ROW: tl.constexpr) -> tl.tensor:
     """What rows are multiplied by under given scales, one a row or one for all."""
     if BY_ROW:
-        factor = device.reciprocal(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
+        factor = scaling.reciprocal(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
-        factor = device.reciprocal(tl.load(scale_ptr))
+        factor = scaling.reciprocal(tl.load(scale_ptr))
     return factor
 
 
@@ -288,16 +288,16 @@ def store_rows_quantized(
     """Writes codes of whole rows, each under its own scale, and these; of FINITE values in fewer instructions."""
     if FINITE:
         row_amax = tl.max(tl.abs(y), 1)
-        scale = tl.where(row_amax >= device.TINY, tl.maximum(row_amax * CODING.inverse_max, device.TINY), 1.0)
+        scale = tl.where(row_amax >= scaling.TINY, tl.maximum(row_amax * CODING.inverse_max, scaling.TINY), 1.0)
     else:
-        scale = device.scale_from_key(
+        scale = scaling.scale_from_key(
             tl.max(masked_magnitude_key(y, m, n, M, N, MASKED, CODING), 1), CODING, tl.float32
         )
     tl.store(scale_ptr + m, scale, mask=m < M)
-    codes = device.encode(
-        y, device.apply_inverse_scale(y, device.reciprocal(scale)[:, None], CODING, FINITE), 0, CODING, FINITE
+    codes = scaling.encode(
+        y, scaling.apply_inverse_scale(y, scaling.reciprocal(scale)[:, None], CODING, FINITE), 0, CODING, FINITE
     )
-    device.store(codes_ptr, offsets, codes, device.tile_mask(m, n, M, N), MASKED)
+    scaling.store(codes_ptr, offsets, codes, scaling.tile_mask(m, n, M, N), MASKED)
 
 
 @triton.jit
@@ -311,18 +311,22 @@ def store_group_quantized(
         SIZE: tl.constexpr = CODING.size
         GROUPS: tl.constexpr = (N + SIZE - 1) // SIZE
         if FINITE:
-            keys = device.magnitude_key(device.max_along_rows(tl.abs(x), SIZE), CODING)
+            keys = scaling.magnitude_key(scaling.max_along_rows(tl.abs(x), SIZE), CODING)
         else:
-            keys = device.max_along_rows(device.magnitude_key(x, CODING), SIZE)
-        scale = device.scale_from_key(keys, CODING, scales_ptr.dtype.element_ty)
+            keys = scaling.max_along_rows(scaling.magnitude_key(x, CODING), SIZE)
+        scale = scaling.scale_from_key(keys, CODING, scales_ptr.dtype.element_ty)
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
         # Each thread writes the scales that it has made: aligned pairs of them would go through shared memory.
         scale_offsets = tl.multiple_of(m.to(tl.int64)[:, None] * GROUPS + g[None, :], (1, 1))
-        device.store(scales_ptr, scale_offsets, scale, device.tile_mask(m, g, M, GROUPS), MASKED)
-        y = device.apply_inverse_scale(x, device.repeat_columns(device.reciprocal(scale), SIZE), CODING, FINITE)
+        scaling.store(scales_ptr, scale_offsets, scale, scaling.tile_mask(m, g, M, GROUPS), MASKED)
+        y = scaling.apply_inverse_scale(x, scaling.repeat_columns(scaling.reciprocal(scale), SIZE), CODING, FINITE)
         if CODING.format == "int10":
             storage.store_ten_bits(y, codes_ptr, m, left, n, M, N, MASKED, FINITE)
         else:
-            device.store(
-                codes_ptr + first, offsets, device.encode(x, y, 0, CODING, FINITE), device.tile_mask(m, n, M, N), MASKED
+            scaling.store(
+                codes_ptr + first,
+                offsets,
+                scaling.encode(x, y, 0, CODING, FINITE),
+                scaling.tile_mask(m, n, M, N),
+                MASKED,
             )

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
-from pallas_kernels.quantization import strided_tiles_triton as slicing
+from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 # What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
@@ -67,7 +67,7 @@ def _load_slice(
 ) -> tl.tensor:  # fmt: skip
     """The operands of cotangents of slice `j` of a tile, which is every fourth row."""
     offsets = ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :]
-    return on.load_cotangent_operands(p, first, offsets, top + 4 * i + j, left, n, M, N, MASKED, OPERATION)
+    return ops.load_cotangent_operands(p, first, offsets, top + 4 * i + j, left, n, M, N, MASKED, OPERATION)
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def _store_codes(
     STORE_COLUMNS: tl.constexpr, FINITE: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
     """Writes the codes of slice `j`; returns the words of the transposed copy with them."""
-    codes = device.encode(y, device.apply_inverse_scale(y, factor, CODING, FINITE), 0, CODING, FINITE)
+    codes = scaling.encode(y, scaling.apply_inverse_scale(y, factor, CODING, FINITE), 0, CODING, FINITE)
     if STORE_ROWS:
-        device.store(rows_ptr, offsets, codes, mask, MASKED)
+        scaling.store(rows_ptr, offsets, codes, mask, MASKED)
     if STORE_COLUMNS:
-        words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+        words = strided_tiles.insert_byte(words, codes, j, N % 4 == 0)
     return words
 
 
@@ -110,7 +110,7 @@ def _store_all_codes(
     """`_store_codes` of the cotangents that are asked for, and of the result again."""
     offsets, mask = (
         ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :],
-        device.tile_mask(top + 4 * i + j, n, M, N),
+        scaling.tile_mask(top + 4 * i + j, n, M, N),
     )
     if RESULT_CODING.kind != "none":
         words2 = _store_codes(
@@ -155,16 +155,16 @@ def _quantize_results(
     words0 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     words1 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     words2 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
-    factor2 = device.reciprocal(tl.load(scale2)) if RESULT_CODING.kind != "none" else 1.0
+    factor2 = scaling.reciprocal(tl.load(scale2)) if RESULT_CODING.kind != "none" else 1.0
     if not BY_ROW:
-        factor0, factor1 = device.reciprocal(tl.load(scale0)), device.reciprocal(tl.load(scale1))
+        factor0, factor1 = scaling.reciprocal(tl.load(scale0)), scaling.reciprocal(tl.load(scale1))
     if KINDS.forward:
         for j in tl.range(4):
             offsets, m = ((4 * i + j) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], top + 4 * i + j
-            y0 = on.compute_result(p, first, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
-            mask = device.tile_mask(m, n, M, N)
+            y0 = ops.compute_result(p, first, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            mask = scaling.tile_mask(m, n, M, N)
             if BY_ROW:
-                factor0 = on.row_inverse_scales(scale0, m, M, True)
+                factor0 = ops.row_inverse_scales(scale0, m, M, True)
             words0 = _store_codes(
                 y0, factor0, words0, j, rows0 + first, offsets, mask, N, MASKED, CODING, STORE_ROWS, STORE_COLUMNS
             )
@@ -175,7 +175,7 @@ def _quantize_results(
         total1 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.float32)
         slices = _load_slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
         for j in tl.static_range(4):
-            y0, y1, y2 = on.compute_cotangents(slices[j], OPERATION, OPERATION.dtype)
+            y0, y1, y2 = ops.compute_cotangents(slices[j], OPERATION, OPERATION.dtype)
             nonfinite_sum = tl.fma(y1, 0.0, tl.fma(y0, 0.0, nonfinite_sum))
             if RESULT_CODING.kind != "none":
                 nonfinite_sum = tl.fma(y2, 0.0, nonfinite_sum)
@@ -183,8 +183,8 @@ def _quantize_results(
                 total0 += y1 if KINDS.only_up else y0
                 total1 += y1
             if BY_ROW:
-                factor0 = on.row_inverse_scales(scale0, top + 4 * i + j, M, True)
-                factor1 = on.row_inverse_scales(scale1, top + 4 * i + j, M, True) if IS_PAIR else factor0
+                factor0 = ops.row_inverse_scales(scale0, top + 4 * i + j, M, True)
+                factor1 = ops.row_inverse_scales(scale1, top + 4 * i + j, M, True) if IS_PAIR else factor0
             words0, words1, words2 = _store_all_codes(
                 y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, j, rows0 + first, rows1 + first,
                 columns2, i, top, n, M, N, MASKED, KINDS, CODING, STORE_ROWS, STORE_COLUMNS, RESULT_CODING, True,
@@ -194,26 +194,26 @@ def _quantize_results(
             tl.store(sums0 + sum_offsets, tl.sum(total0, 0), mask=n < N)
             if IS_PAIR:
                 tl.store(sums1 + sum_offsets, tl.sum(total1, 0), mask=n < N)
-        if tl.reduce(tl.reduce(nonfinite_sum, 1, on.larger_or_nan), 0, on.larger_or_nan) != 0:
+        if tl.reduce(tl.reduce(nonfinite_sum, 1, ops.larger_or_nan), 0, ops.larger_or_nan) != 0:
             words0 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
             words1 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
             words2 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
             for k in tl.range(4):
                 x = _load_slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION)
-                y0, y1, y2 = on.compute_cotangents(x, OPERATION, OPERATION.dtype)
+                y0, y1, y2 = ops.compute_cotangents(x, OPERATION, OPERATION.dtype)
                 if BY_ROW:
-                    factor0 = on.row_inverse_scales(scale0, top + 4 * i + k, M, True)
-                    factor1 = on.row_inverse_scales(scale1, top + 4 * i + k, M, True) if IS_PAIR else factor0
+                    factor0 = ops.row_inverse_scales(scale0, top + 4 * i + k, M, True)
+                    factor1 = ops.row_inverse_scales(scale1, top + 4 * i + k, M, True) if IS_PAIR else factor0
                 words0, words1, words2 = _store_all_codes(
                     y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, k, rows0 + first, rows1 + first,
                     columns2, i, top, n, M, N, MASKED, KINDS, CODING, STORE_ROWS, STORE_COLUMNS, RESULT_CODING, False,
                 )  # fmt: skip
     if STORE_COLUMNS:
-        slicing.store_transposed(columns0, top, left, i, n, words0, M, N, MASKED)
+        strided_tiles.store_transposed(columns0, top, left, i, n, words0, M, N, MASKED)
         if IS_PAIR:
-            slicing.store_transposed(columns1, top, left, i, n, words1, M, N, MASKED)
+            strided_tiles.store_transposed(columns1, top, left, i, n, words1, M, N, MASKED)
     if RESULT_CODING.kind != "none":
-        slicing.store_transposed(columns2, top, left, i, n, words2, M, N, MASKED)
+        strided_tiles.store_transposed(columns2, top, left, i, n, words2, M, N, MASKED)
 
 
 @triton.jit
@@ -233,58 +233,58 @@ def _quantize_and_predict(
     )
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = device.reversed_program_id()
+    program = scaling.reversed_program_id()
     top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
     i, n = tl.arange(0, BLOCK_M // 4), left + tl.arange(0, BLOCK_N)
     if not BY_ROW:
-        factor = device.reciprocal(tl.load(scale))
+        factor = scaling.reciprocal(tl.load(scale))
     row_offsets = program % TILES_N * M + top
     words = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     running_amax0 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.float32)
     running_amax1 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.float32)
     slices = _load_slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
     for j in tl.static_range(4):
-        y0, y1, y = on.compute_cotangents(slices[j], OPERATION, 0)
+        y0, y1, y = ops.compute_cotangents(slices[j], OPERATION, 0)
         running_amax0, running_amax1 = (
-            on.larger_or_nan(running_amax0, tl.abs(y0)),
-            on.larger_or_nan(running_amax1, tl.abs(y1)),
+            ops.larger_or_nan(running_amax0, tl.abs(y0)),
+            ops.larger_or_nan(running_amax1, tl.abs(y1)),
         )
         if BY_ROW:
             r = 4 * i + j
-            factor = on.row_inverse_scales(scale, top + r, M, True)
-            tl.store(amax0_ptr + row_offsets + r, on.row_amax_or_nonfinite(y0, OPERATION.dtype), mask=top + r < M)
+            factor = ops.row_inverse_scales(scale, top + r, M, True)
+            tl.store(amax0_ptr + row_offsets + r, ops.row_amax_or_nonfinite(y0, OPERATION.dtype), mask=top + r < M)
             if OPERATION.gated:
-                tl.store(amax1_ptr + row_offsets + r, on.row_amax_or_nonfinite(y1, OPERATION.dtype), mask=top + r < M)
+                tl.store(amax1_ptr + row_offsets + r, ops.row_amax_or_nonfinite(y1, OPERATION.dtype), mask=top + r < M)
         words = _store_codes(y, factor, words, j, transposed_ptr, 0, 0, N, MASKED, CODING, False, True)
-    slicing.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
+    strided_tiles.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
     amax0, amax1 = (
-        on.tile_amax_or_nonfinite(running_amax0, OPERATION.dtype),
-        on.tile_amax_or_nonfinite(running_amax1, OPERATION.dtype),
+        ops.tile_amax_or_nonfinite(running_amax0, OPERATION.dtype),
+        ops.tile_amax_or_nonfinite(running_amax1, OPERATION.dtype),
     )
     if not (tl.maximum(amax0, amax1, propagate_nan=tl.PropagateNan.ALL) < float("inf")):
         max_key0 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
         max_key1 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
         for k in tl.range(4):
             x, m = _load_slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION), top + 4 * i + k
-            y0, y1, _ = on.compute_cotangents(x, OPERATION, OPERATION.dtype)
+            y0, y1, _ = ops.compute_cotangents(x, OPERATION, OPERATION.dtype)
             key0, key1 = (
-                on.masked_magnitude_key(y0, m, n, M, N, MASKED, CODING),
-                on.masked_magnitude_key(y1, m, n, M, N, MASKED, CODING),
+                ops.masked_magnitude_key(y0, m, n, M, N, MASKED, CODING),
+                ops.masked_magnitude_key(y1, m, n, M, N, MASKED, CODING),
             )
             if BY_ROW:
                 tl.store(
-                    amax0_ptr + row_offsets + 4 * i + k, device.magnitude_from_key(tl.max(key0, 1), CODING), mask=m < M
+                    amax0_ptr + row_offsets + 4 * i + k, scaling.magnitude_from_key(tl.max(key0, 1), CODING), mask=m < M
                 )
                 if OPERATION.gated:
                     tl.store(
                         amax1_ptr + row_offsets + 4 * i + k,
-                        device.magnitude_from_key(tl.max(key1, 1), CODING),
+                        scaling.magnitude_from_key(tl.max(key1, 1), CODING),
                         mask=m < M,
                     )
             max_key0, max_key1 = tl.maximum(max_key0, key0), tl.maximum(max_key1, key1)
-        amax0 = device.magnitude_from_key(tl.max(tl.max(max_key0, 1), 0), CODING)
-        amax1 = device.magnitude_from_key(tl.max(tl.max(max_key1, 1), 0), CODING)
+        amax0 = scaling.magnitude_from_key(tl.max(tl.max(max_key0, 1), 0), CODING)
+        amax1 = scaling.magnitude_from_key(tl.max(tl.max(max_key1, 1), 0), CODING)
     if not BY_ROW:
         tl.store(amax0_ptr + program, amax0)
         if OPERATION.gated:
@@ -333,9 +333,9 @@ def quantize(
         [*(jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes),
          *(jax.ShapeDtypeStruct(s, jnp.float32) for s in sum_shapes)],
         tiles_m * -(-n // launch.block_n), launch, compute_capability, shape=(m, n),
-        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.Coding("tensor", dtype).constants,
+        OPERATION=operation, KINDS=result_kinds(kinds), CODING=scaling.Coding("tensor", dtype).constants,
         STORE_ROWS=rows, STORE_COLUMNS=columns, BY_ROW=scales[0].ndim > 0, SUMS=sums,
-        RESULT_CODING=device.Coding("tensor", result_coding[1]).constants if result_coding else device.NO_CODING,
+        RESULT_CODING=scaling.Coding("tensor", result_coding[1]).constants if result_coding else scaling.NO_CODING,
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, result_coding and result_coding[1])
     codes = [jax.lax.bitcast_convert_type(x, d) if w else None
@@ -378,7 +378,7 @@ def quantize_and_predict(
     shapes += [jax.ShapeDtypeStruct(shape if present else (1,), jnp.float32) for present in (True, is_pair)]
     codes, *tile_amax = quantize_triton.call(
         _quantize_and_predict, [*operand_arrays(operands), scale.reshape(-1, 1)], shapes, tiles, launch,
-        compute_capability, shape=(m, n), OPERATION=operation, CODING=device.Coding("tensor", dtype).constants,
+        compute_capability, shape=(m, n), OPERATION=operation, CODING=scaling.Coding("tensor", dtype).constants,
         BY_ROW=by_row,
     )  # fmt: skip
     axis = 0 if by_row else None

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands, operand_arrays, result_kinds
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 # Enough for every GPU, and as good as nothing where there is nothing to do.
@@ -41,9 +41,9 @@ def _requantize_if(
             start = top.to(tl.int64) * N + left
             offsets = (tl.arange(0, BLOCK_M) * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
             m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
-            y = on.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
-            on.store_quantized(
-                y, scale_ptr, codes_ptr + start, offsets, device.tile_mask(m, n, M, N), MASKED, CODING, False
+            y = ops.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            ops.store_quantized(
+                y, scale_ptr, codes_ptr + start, offsets, scaling.tile_mask(m, n, M, N), MASKED, CODING, False
             )
 
 
@@ -69,6 +69,6 @@ def requantize_if(
         _requantize_if, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
         [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], NUM_PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
         aliases={len(inputs): 0}, OPERATION=operation, KINDS=result_kinds(kinds),
-        CODING=device.Coding("tensor", codes.dtype).constants, PROGRAMS=NUM_PROGRAMS,
+        CODING=scaling.Coding("tensor", codes.dtype).constants, PROGRAMS=NUM_PROGRAMS,
     )  # fmt: skip
     return jax.lax.bitcast_convert_type(requantized, codes.dtype)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels.nonlinear import operations_triton as on
+from pallas_kernels.nonlinear import operations_triton as ops
 from pallas_kernels.nonlinear.operations_triton import Operation
 from pallas_kernels.nonlinear.quantize_recomputed_triton import Operands, operand_arrays, result_kinds
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
@@ -39,13 +39,13 @@ def _peaks(
     should_run = tl.load(compute_if_ptr) > 0 if CONDITIONAL else True
     if should_run:
         if KINDS.forward:
-            y0 = on.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
+            y0 = ops.compute_result(p, start, offsets, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
         else:
-            x = on.load_cotangent_operands(p, start, offsets, m, left, n, M, N, MASKED, OPERATION)
-            y0, y1, _ = on.compute_cotangents(x, OPERATION, OPERATION.dtype)
+            x = ops.load_cotangent_operands(p, start, offsets, m, left, n, M, N, MASKED, OPERATION)
+            y0, y1, _ = ops.compute_cotangents(x, OPERATION, OPERATION.dtype)
             if KINDS.is_pair:
-                tl.store(amax1_ptr + program, on.tile_amax(y1, m, n, M, N, MASKED, CODING))
-        tl.store(amax0_ptr + program, on.tile_amax(y0, m, n, M, N, MASKED, CODING))
+                tl.store(amax1_ptr + program, ops.tile_amax(y1, m, n, M, N, MASKED, CODING))
+        tl.store(amax0_ptr + program, ops.tile_amax(y0, m, n, M, N, MASKED, CODING))
 
 
 def peaks(
@@ -69,7 +69,7 @@ def peaks(
     flag = _TRUE if compute_if is None else compute_if.reshape(1).astype(jnp.int32)
     outputs = quantize_triton.call(
         _peaks, [*operand_arrays(operands), flag], shapes, tiles, launch, compute_capability, shape=(m, n),
-        OPERATION=operation, KINDS=result_kinds(kinds), CODING=device.NO_CODING, SAMPLE_STRIDE=every,
+        OPERATION=operation, KINDS=result_kinds(kinds), CODING=scaling.NO_CODING, SAMPLE_STRIDE=every,
         CONDITIONAL=compute_if is not None,
     )  # fmt: skip
     amax = [jnp.max(x) for x in outputs[: len(kinds)]]

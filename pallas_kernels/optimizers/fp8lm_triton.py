@@ -17,7 +17,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.dispatch import call_triton
-from pallas_kernels.optimizers import fp8lm_values_triton as lm
+from pallas_kernels.optimizers import fp8lm_values_triton as fp8lm_values
 from pallas_kernels.optimizers import masters_triton as masters
 from pallas_kernels.quantization import codec_triton as codec
 
@@ -158,7 +158,7 @@ def _fp8lm(
         w = masters.join_master(p, w, REMAINDER_BITS) if REMAINDER_BITS > 0 else codec.to_fp32(p)
     else:
         w = w.to(tl.float32) * tl.load(scales_ptr + layers)  # type: ignore[union-attr]
-        w = lm.reconcile_master(w, codec.to_fp32(p), MAX_ROUNDING, MIN_BINADE)
+        w = fp8lm_values.reconcile_master(w, codec.to_fp32(p), MAX_ROUNDING, MIN_BINADE)
     m = m.to(tl.float32) * tl.load(scales_ptr + (NUM_CODES - 1) * layers)
     codes = v.to(tl.float32)
     v = codes * tl.load(scales_ptr + NUM_CODES * layers)
@@ -191,18 +191,20 @@ def _fp8lm(
         else:
             codec.store(result_ptr + base, offsets, change, mask, MASKED)
     else:
-        units = lm.scaled_magnitudes(w, tl.load(scales_ptr + 7 * layers))
+        units = fp8lm_values.scaled_magnitudes(w, tl.load(scales_ptr + 7 * layers))
         exceeds_bound = (units > _FP16_MAX) & (tl.abs(w) < _INF)
         y = tl.where(exceeds_bound, _FP16_MAX, units)
         if STOCHASTIC:
             noise = tl.where((element & 1) == 0, noise & 0xFFFF, noise >> 16)
-            signed = lm.round_fp16_stochastically(lm.copy_sign(y, w), noise)
+            signed = fp8lm_values.round_fp16_stochastically(fp8lm_values.copy_sign(y, w), noise)
             y = tl.abs(signed)
         else:
-            signed = lm.copy_sign(y, w)
+            signed = fp8lm_values.copy_sign(y, w)
         code = signed.to(tl.float16)
         codec.store(master_ptr + base, offsets, code, mask, MASKED)
-        amax = lm.store_amax(program_amax_ptr, tl.where(exceeds_bound, tl.minimum(units, _HUGE), y), mask, MASKED)
+        amax = fp8lm_values.store_amax(
+            program_amax_ptr, tl.where(exceeds_bound, tl.minimum(units, _HUGE), y), mask, MASKED
+        )
         master = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
         # What a copy was changed to lies beyond the bound: the next step, which knows a larger one, reads it there.
         if amax > _FP16_MAX:
@@ -214,18 +216,18 @@ def _fp8lm(
             update = master - codec.to_fp32(p)
             codec.store(result_ptr + base, offsets, update.to(result_ptr.dtype.element_ty), mask, MASKED)
 
-    y = lm.to_code_units(v, tl.load(scales_ptr + 3 * NUM_CODES * layers), _FP16_MAX, _FP16_SMALLEST)
-    codec.store(nu_ptr + base, offsets, lm.copy_sign(y, v).to(tl.float16), mask, MASKED)
-    lm.store_amax(program_amax_ptr + (NUM_CODES - 1) * programs, y, mask, MASKED)
+    y = fp8lm_values.to_code_units(v, tl.load(scales_ptr + 3 * NUM_CODES * layers), _FP16_MAX, _FP16_SMALLEST)
+    codec.store(nu_ptr + base, offsets, fp8lm_values.copy_sign(y, v).to(tl.float16), mask, MASKED)
+    fp8lm_values.store_amax(program_amax_ptr + (NUM_CODES - 1) * programs, y, mask, MASKED)
 
-    y = lm.to_code_units(m, tl.load(scales_ptr + (3 * NUM_CODES - 1) * layers), MU_MAX, 0.0)
+    y = fp8lm_values.to_code_units(m, tl.load(scales_ptr + (3 * NUM_CODES - 1) * layers), MU_MAX, 0.0)
     y = codec.add_dither(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
-    codes = lm.copy_sign(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
+    codes = fp8lm_values.copy_sign(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
     # The conversion makes the largest code of Inf.
     infinite = ((codec.float_bits(m) >> 24) & -0x80) | MU_INF
     codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
     codec.store(mu_ptr + base, offsets, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
-    lm.store_amax(program_amax_ptr + (NUM_CODES - 2) * programs, y, mask, MASKED)
+    fp8lm_values.store_amax(program_amax_ptr + (NUM_CODES - 2) * programs, y, mask, MASKED)
 
 
 def unsupported_reason(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 # Of which each program of who reads them takes all, from a cache.
@@ -41,7 +41,7 @@ def _amax(
     """Largest magnitudes of a strip of TILES_PER_STRIP tiles, one below the other, of its rows and of its columns."""
     MASKED: tl.constexpr = M % (BLOCK_M * TILES_PER_STRIP) > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    program = device.reversed_program_id()
+    program = scaling.reversed_program_id()
     strip, tile_n = program // TILES_N, program % TILES_N
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offsets = tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
@@ -49,16 +49,16 @@ def _amax(
     for i in range(TILES_PER_STRIP):
         top = (strip * TILES_PER_STRIP + i) * BLOCK_M
         m, first = top + tl.arange(0, BLOCK_M), top.to(tl.int64) * N + tile_n * BLOCK_N
-        keys = device.magnitude_key(
-            device.load_raw(x_ptr + first, offsets, device.tile_mask(m, n, M, N), MASKED), CODING
+        keys = scaling.magnitude_key(
+            scaling.load_raw(x_ptr + first, offsets, scaling.tile_mask(m, n, M, N), MASKED), CODING
         )
         amax_keys = tl.maximum(amax_keys, keys)
         if OUTPUTS.rows:
-            tl.store(rows_ptr + tile_n * M + m, device.magnitude_from_key(tl.max(keys, 1), CODING), mask=m < M)
+            tl.store(rows_ptr + tile_n * M + m, scaling.magnitude_from_key(tl.max(keys, 1), CODING), mask=m < M)
     if OUTPUTS.tensor:
-        tl.store(tile_ptr + program, device.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
+        tl.store(tile_ptr + program, scaling.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
     if OUTPUTS.columns:
-        tl.store(columns_ptr + strip * N + n, device.magnitude_from_key(tl.max(amax_keys, 0), CODING), mask=n < N)
+        tl.store(columns_ptr + strip * N + n, scaling.magnitude_from_key(tl.max(amax_keys, 0), CODING), mask=n < N)
 
 
 def compute_amax(
@@ -94,7 +94,7 @@ def compute_amax(
         tiles_per_strip = 16 if columns else -(-tiles // num_partials) if num_partials else 1
     strips, tiles_n = -(-m // (launch.block_m * tiles_per_strip)), -(-n // launch.block_n)
     shapes = ((strips * tiles_n,) if tensor else (1,), (tiles_n, m) if rows else (1,), (strips, n) if columns else (1,))
-    coding = device.INTEGER_CODING if integers else device.NO_CODING
+    coding = scaling.INTEGER_CODING if integers else scaling.NO_CODING
     outputs = quantize_triton.call(
         _amax, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * tiles_n, launch,
         compute_capability, TILES_PER_STRIP=tiles_per_strip, OUTPUTS=AmaxOutputs(tensor, rows, columns), CODING=coding,

@@ -9,7 +9,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 BLOCK_SIZES = (32, 128)
@@ -38,20 +38,20 @@ class FallbackCodes(NamedTuple):
 @triton.jit
 def _block_maxima(keys: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """Maxima of blocks, given those of each four rows."""
-    return device.max_along_rows(device.max_along_columns(keys, SIDE // 4), SIDE)
+    return scaling.max_along_rows(scaling.max_along_columns(keys, SIDE // 4), SIDE)
 
 
 @triton.jit
 def _broadcast_blocks(values: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
     """Values of blocks for each element of a slice."""
-    return device.repeat_columns(device.repeat_rows(values, SIDE // 4), SIDE)
+    return scaling.repeat_columns(scaling.repeat_rows(values, SIDE // 4), SIDE)
 
 
 @triton.jit
 def _base_error(x: tl.tensor, inverse: tl.tensor, scale: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
     """What the base leaves of values."""
-    codes = device.encode(x, device.apply_inverse_scale(x, inverse, CODING), 0, CODING)
-    nonzero = tl.where(tl.abs(x) < device.TINY, 0.0, x)
+    codes = scaling.encode(x, scaling.apply_inverse_scale(x, inverse, CODING), 0, CODING)
+    nonzero = tl.where(tl.abs(x) < scaling.TINY, 0.0, x)
     return tl.fma(-codes.to(tl.int8, bitcast=True).to(tl.float32), scale, nonzero)
 
 
@@ -89,59 +89,62 @@ def _fallback(
     # Every pass reads the tile anew, from a cache: registers that held it would keep other programs away.
     keys = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
     for j in tl.static_range(4):
-        loaded = device.load_raw(x_ptr + first, slice_offsets + j * N, device.tile_mask(m0 + j, n, M, N), MASKED)
-        keys = tl.maximum(keys, device.magnitude_key(loaded, CODING))
+        loaded = scaling.load_raw(x_ptr + first, slice_offsets + j * N, scaling.tile_mask(m0 + j, n, M, N), MASKED)
+        keys = tl.maximum(keys, scaling.magnitude_key(loaded, CODING))
     block_keys = _block_maxima(keys, SIDE)
-    scale = device.scale_from_key(block_keys, CODING, tl.float32)
-    is_fallback = device.magnitude_from_key(block_keys, CODING) > tl.load(threshold_ptr)
+    scale = scaling.scale_from_key(block_keys, CODING, tl.float32)
+    is_fallback = scaling.magnitude_from_key(block_keys, CODING) > tl.load(threshold_ptr)
     u, v = top // SIDE + tl.arange(0, BLOCK_M // SIDE), left // SIDE + tl.arange(0, BLOCK_N // SIDE)
-    block_offsets, block_mask = u[:, None] * BLOCKS + v[None, :], device.tile_mask(u, v, (M + SIDE - 1) // SIDE, BLOCKS)
-    device.store(base_scale_ptr, block_offsets, scale, block_mask, MASKED)
-    device.store(is_fallback_ptr, block_offsets, is_fallback.to(tl.uint8), block_mask, MASKED)
+    block_offsets, block_mask = (
+        u[:, None] * BLOCKS + v[None, :],
+        scaling.tile_mask(u, v, (M + SIDE - 1) // SIDE, BLOCKS),
+    )
+    scaling.store(base_scale_ptr, block_offsets, scale, block_mask, MASKED)
+    scaling.store(is_fallback_ptr, block_offsets, is_fallback.to(tl.uint8), block_mask, MASKED)
 
     random = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     if HAS_STOCHASTIC:
         # By the place in the whole matrix, of which this may be a part; four rows share 32 bits.
         noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
-        random = device.hash_bits(noise_index + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
-    inverse = _broadcast_blocks(device.reciprocal(scale), SIDE)
+        random = scaling.hash_bits(noise_index + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
+    inverse = _broadcast_blocks(scaling.reciprocal(scale), SIDE)
     for row in tl.range(0, 4, loop_unroll_factor=1):
-        mask = device.tile_mask(m0 + row, n, M, N)
-        x = device.load(x_ptr + first, slice_offsets + row * N, mask, MASKED)
-        y = device.apply_inverse_scale(x, inverse, CODING)
+        mask = scaling.tile_mask(m0 + row, n, M, N)
+        x = scaling.load(x_ptr + first, slice_offsets + row * N, mask, MASKED)
+        y = scaling.apply_inverse_scale(x, inverse, CODING)
         if HAS_STOCHASTIC:
             rotated = (random >> (8 * row)) | (random << ((32 - 8 * row) & 31))
-            device.store(
+            scaling.store(
                 stochastic_ptr + first,
                 slice_offsets + row * N,
-                device.encode(x, y, rotated, STOCHASTIC_CODING),
+                scaling.encode(x, y, rotated, STOCHASTIC_CODING),
                 mask,
                 MASKED,
             )
-        device.store(base_ptr + first, slice_offsets + row * N, device.encode(x, y, 0, CODING), mask, MASKED)
+        scaling.store(base_ptr + first, slice_offsets + row * N, scaling.encode(x, y, 0, CODING), mask, MASKED)
 
     residual_scale = tl.full(scale.shape, 1.0, tl.float32)
     if tl.max(tl.max(is_fallback.to(tl.int32), 1), 0) > 0:
         base_scale = _broadcast_blocks(scale, SIDE)
         keys = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
         for row in tl.range(0, 4, loop_unroll_factor=1):
-            x = device.load(x_ptr + first, slice_offsets + row * N, device.tile_mask(m0 + row, n, M, N), MASKED)
-            keys = tl.maximum(keys, device.magnitude_key(_base_error(x, inverse, base_scale, CODING), CODING))
+            x = scaling.load(x_ptr + first, slice_offsets + row * N, scaling.tile_mask(m0 + row, n, M, N), MASKED)
+            keys = tl.maximum(keys, scaling.magnitude_key(_base_error(x, inverse, base_scale, CODING), CODING))
         residual_scale = tl.where(
-            is_fallback, device.scale_from_key(_block_maxima(keys, SIDE), CODING, tl.float32), 1.0
+            is_fallback, scaling.scale_from_key(_block_maxima(keys, SIDE), CODING, tl.float32), 1.0
         )
         inverse_residual_scale, fallback_mask = (
-            _broadcast_blocks(device.reciprocal(residual_scale), SIDE),
+            _broadcast_blocks(scaling.reciprocal(residual_scale), SIDE),
             _broadcast_blocks(is_fallback.to(tl.int32), SIDE) > 0,
         )
         for row in tl.range(0, 4, loop_unroll_factor=1):
-            mask = device.tile_mask(m0 + row, n, M, N)
+            mask = scaling.tile_mask(m0 + row, n, M, N)
             error = _base_error(
-                device.load(x_ptr + first, slice_offsets + row * N, mask, MASKED), inverse, base_scale, CODING
+                scaling.load(x_ptr + first, slice_offsets + row * N, mask, MASKED), inverse, base_scale, CODING
             )
-            codes = device.encode(error, device.apply_inverse_scale(error, inverse_residual_scale, CODING), 0, CODING)
-            device.store(residual_ptr + first, slice_offsets + row * N, codes, fallback_mask & mask, SEVERAL_BLOCKS)
-    device.store(residual_scale_ptr, block_offsets, residual_scale, block_mask, MASKED)
+            codes = scaling.encode(error, scaling.apply_inverse_scale(error, inverse_residual_scale, CODING), 0, CODING)
+            scaling.store(residual_ptr + first, slice_offsets + row * N, codes, fallback_mask & mask, SEVERAL_BLOCKS)
+    scaling.store(residual_scale_ptr, block_offsets, residual_scale, block_mask, MASKED)
 
 
 def quantize(
@@ -183,7 +186,7 @@ def quantize(
         *(shape((m, n), jnp.uint8), shape(blocks, jnp.float32), shape(blocks, jnp.uint8)),
         shape((m, n) if words is not None else (1, 1), jnp.uint8),
     ]
-    coding = device.Coding("block", jnp.int8, side).constants
+    coding = scaling.Coding("block", jnp.int8, side).constants
     programs = -(-m // launch.block_m) * -(-n // launch.block_n)
     base, base_scale, residual, residual_scale, is_fallback, stochastic = quantize_triton.call(
         _fallback, [x, threshold.reshape(1).astype(jnp.float32), noise], shapes, programs, launch, compute_capability,
@@ -199,4 +202,4 @@ def unsupported_reason(x: Array, side: int) -> str | None:
     """Why the kernel cannot quantize this matrix in blocks of this side, or None."""
     if side not in BLOCK_SIZES:
         return f"blocks of {side} are none of {' and '.join(map(str, BLOCK_SIZES))}"
-    return quantize_triton.unsupported_reason(x.shape, x.dtype, (device.Coding("block", jnp.int8, side),))
+    return quantize_triton.unsupported_reason(x.shape, x.dtype, (scaling.Coding("block", jnp.int8, side),))

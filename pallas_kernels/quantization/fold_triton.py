@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import FP8_CAPABILITY as FP8_CAPABILITY
 
 GROUP = 32
@@ -55,24 +55,24 @@ def _fold(
     exponents_ptr += top.to(tl.int64) * GROUPS
     row = tl.arange(0, BLOCK_M)[:, None]
     group_index = tl.arange(0, GROUPS_POW2)
-    mask = device.tile_mask(m, group_index, M, GROUPS)
+    mask = scaling.tile_mask(m, group_index, M, GROUPS)
     exponents = tl.load(exponents_ptr + row * GROUPS + group_index[None, :], mask=mask, other=0).to(tl.int32)
     largest = tl.max(tl.where(exponents == _NAN, 0, exponents), 1)
     outer_scale = tl.load(outer_scale_ptr + (m if BY_ROW else m * 0), mask=m < M, other=1.0)
     scale = outer_scale * codec.from_bits(largest << 23)
-    is_normal = scale >= device.TINY
+    is_normal = scale >= scaling.TINY
     tl.store(scale_ptr + m, tl.where(is_normal, scale, outer_scale), mask=m < M)
     shift = tl.where(is_normal, _ONE - largest, 0)[:, None]
     for left in range(0, N, BLOCK_N):
         n, g = left + tl.arange(0, BLOCK_N), left // GROUP_SIZE + tl.arange(0, BLOCK_N // GROUP_SIZE)
-        offsets, column_mask = row * N + n[None, :], device.tile_mask(m, n, M, N)
-        codes = device.load_raw(codes_ptr, offsets, column_mask, MASKED)
-        byte = device.load_raw(exponents_ptr, row * GROUPS + g[None, :], device.tile_mask(m, g, M, GROUPS), MASKED)
+        offsets, column_mask = row * N + n[None, :], scaling.tile_mask(m, n, M, N)
+        codes = scaling.load_raw(codes_ptr, offsets, column_mask, MASKED)
+        byte = scaling.load_raw(exponents_ptr, row * GROUPS + g[None, :], scaling.tile_mask(m, g, M, GROUPS), MASKED)
         byte = byte.to(tl.int32)
         byte = tl.where(byte == _NAN, _NAN, byte + shift)
-        power = device.repeat_columns(_power_as_fp16(byte), GROUP_SIZE)
+        power = scaling.repeat_columns(_power_as_fp16(byte), GROUP_SIZE)
         folded = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * power
-        device.store(folded_ptr, offsets, folded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), column_mask, MASKED)
+        scaling.store(folded_ptr, offsets, folded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), column_mask, MASKED)
 
 
 def fold_codes(

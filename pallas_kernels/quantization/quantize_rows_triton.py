@@ -11,7 +11,7 @@ from jax import Array
 
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 
 # What a program holds: threads of 32 elements.
 MAX_COLUMNS, ELEMENTS_PER_PROGRAM, GROUP = 32768, 4096, 32
@@ -22,20 +22,20 @@ def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, 
             N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Where in a program's rows the BLOCK_N elements from LEFT on are, and which of them there are."""
     n = LEFT + tl.arange(0, BLOCK_N)
-    return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], device.tile_mask(
+    return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], scaling.tile_mask(
         program * BLOCK_M + tl.arange(0, BLOCK_M), n, M, N
     )
 
 
 @triton.jit
 def _group_keys(x: tl.tensor, SIZE: tl.constexpr, CODING: tl.constexpr) -> tl.tensor:
-    return device.max_along_rows(device.magnitude_key(x, CODING), SIZE)
+    return scaling.max_along_rows(scaling.magnitude_key(x, CODING), SIZE)
 
 
 @triton.jit
 def _encode(x: tl.tensor, factor: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    y = device.apply_inverse_scale(codec.to_fp32(x, False), factor, CODING)
-    return device.encode(y, y, 0, CODING)
+    y = scaling.apply_inverse_scale(codec.to_fp32(x, False), factor, CODING)
+    return scaling.encode(y, y, 0, CODING)
 
 
 @triton.jit
@@ -59,27 +59,29 @@ def _quantize_rows(
     program = tl.program_id(0)
     first = program.to(tl.int64) * (BLOCK_M * N)
     offsets, mask = _row_offsets(program, 0, BLOCK_N, BLOCK_M, M, N)
-    x = device.load_raw(x_ptr + first, offsets, mask, MASKED)
+    x = scaling.load_raw(x_ptr + first, offsets, mask, MASKED)
     keys = tl.max(_group_keys(x, GROUP_SIZE, CODING), 1)
     if TAIL_N > 0:
         tail_offsets, tail_mask = _row_offsets(program, BLOCK_N, TAIL_N, BLOCK_M, M, N)
-        tail = device.load_raw(x_ptr + first, tail_offsets, tail_mask, True)
+        tail = scaling.load_raw(x_ptr + first, tail_offsets, tail_mask, True)
         keys = tl.maximum(keys, tl.max(_group_keys(tail, GROUP_SIZE, CODING), 1))
     m = program * BLOCK_M + tl.arange(0, BLOCK_M)
     if HAS_OUTER_SCALE:
         outer_scale = tl.load(outer_scale_ptr + m, mask=m < M, other=1.0) if BY_ROW else tl.load(outer_scale_ptr)
-        scale = outer_scale * device.from_bits(device.e8m0_exponent(keys, device.reciprocal(outer_scale), CODING) << 23)
-        scale = tl.maximum(scale, device.TINY)
+        scale = outer_scale * scaling.from_bits(
+            scaling.e8m0_exponent(keys, scaling.reciprocal(outer_scale), CODING) << 23
+        )
+        scale = tl.maximum(scale, scaling.TINY)
     else:
-        scale = device.scale_from_key(keys, CODING, tl.float32)
-    factor = device.reciprocal(scale)[:, None]
-    device.store(codes_ptr + first, offsets, _encode(x, factor, CODING), mask, MASKED)
+        scale = scaling.scale_from_key(keys, CODING, tl.float32)
+    factor = scaling.reciprocal(scale)[:, None]
+    scaling.store(codes_ptr + first, offsets, _encode(x, factor, CODING), mask, MASKED)
     if TAIL_N > 0:
-        device.store(codes_ptr + first, tail_offsets, _encode(tail, factor, CODING), tail_mask, True)
+        scaling.store(codes_ptr + first, tail_offsets, _encode(tail, factor, CODING), tail_mask, True)
     tl.store(scales_ptr + m, scale, mask=m < M)
 
 
-def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: device.Coding) -> str | None:
+def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: scaling.Coding) -> str | None:
     """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
     if len(shape) == 2 and shape[1] > MAX_COLUMNS:
         return f"a row of {shape[1]} elements is longer than {MAX_COLUMNS}"
@@ -90,7 +92,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: device.Coding
 
 def quantize_rows(
     x: Array,
-    coding: device.Coding,
+    coding: scaling.Coding,
     *,
     outer_scale: Array | None = None,
     num_warps: int | None = None,

@@ -17,8 +17,8 @@ from jax import Array
 
 from pallas_kernels.dispatch import call_triton
 from pallas_kernels.quantization import codec_triton as codec
-from pallas_kernels.quantization import scaling_triton as device
-from pallas_kernels.quantization import strided_tiles_triton as slicing
+from pallas_kernels.quantization import scaling_triton as scaling
+from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
 from pallas_kernels.quantization.scaling_triton import Coding as Coding
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -91,7 +91,7 @@ def _quantize(
         source = tl.where(in_third, x3_ptr, tl.where(in_second, x2_ptr, x_ptr))
         source += top.to(tl.int64) * stride + tl.multiple_of(left - source_left, 64)
         source_offsets = (4 * i * stride)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    x0, x1, x2, x3 = slicing.load_slices(source, source_offsets, stride, m0, n, M, N, MASKED)
+    x0, x1, x2, x3 = strided_tiles.load_slices(source, source_offsets, stride, m0, n, M, N, MASKED)
     slices = (x0, x1, x2, x3)
     if SUMS:
         total = (codec.to_fp32(x0, False) + codec.to_fp32(x1, False)) + (
@@ -106,35 +106,35 @@ def _quantize(
         noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
         noise_index += tl.load(noise_ptr + 3)
         if ROW_CODING.stochastic:
-            random1 = device.hash_bits(noise_index, word1, word2)
+            random1 = scaling.hash_bits(noise_index, word1, word2)
         if (COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same") and COLUMN_CODING.stochastic:
-            random2 = device.hash_bits(noise_index, word2, word1)
+            random2 = scaling.hash_bits(noise_index, word2, word1)
     amax_keys = tl.zeros((R, BLOCK_N), tl.int32)
-    largest0, amax_keys = device.slice_amax_keys(x0, amax_keys, ROW_CODING, COLUMN_CODING)
-    largest1, amax_keys = device.slice_amax_keys(x1, amax_keys, ROW_CODING, COLUMN_CODING)
-    largest2, amax_keys = device.slice_amax_keys(x2, amax_keys, ROW_CODING, COLUMN_CODING)
-    largest3, amax_keys = device.slice_amax_keys(x3, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest0, amax_keys = scaling.slice_amax_keys(x0, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest1, amax_keys = scaling.slice_amax_keys(x1, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest2, amax_keys = scaling.slice_amax_keys(x2, amax_keys, ROW_CODING, COLUMN_CODING)
+    largest3, amax_keys = scaling.slice_amax_keys(x3, amax_keys, ROW_CODING, COLUMN_CODING)
     slice_keys = (largest0, largest1, largest2, largest3)
 
     inverse_scale = 1.0
     if ROW_CODING.kind == "block":
         BLOCK: tl.constexpr = ROW_CODING.size
         GROUPS_N: tl.constexpr = (N + BLOCK - 1) // BLOCK
-        largest = device.max_along_rows(device.max_along_columns(amax_keys, BLOCK // 4), BLOCK)
-        scale = device.scale_from_key(largest, ROW_CODING, row_scales_ptr.dtype.element_ty)
+        largest = scaling.max_along_rows(scaling.max_along_columns(amax_keys, BLOCK // 4), BLOCK)
+        scale = scaling.scale_from_key(largest, ROW_CODING, row_scales_ptr.dtype.element_ty)
         u, v = top // BLOCK + tl.arange(0, BLOCK_M // BLOCK), left // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
-        group_mask = device.tile_mask(u, v, (M + BLOCK - 1) // BLOCK, GROUPS_N)
-        device.store(row_scales_ptr, u[:, None] * GROUPS_N + v[None, :], scale, group_mask, MASKED)
+        group_mask = scaling.tile_mask(u, v, (M + BLOCK - 1) // BLOCK, GROUPS_N)
+        scaling.store(row_scales_ptr, u[:, None] * GROUPS_N + v[None, :], scale, group_mask, MASKED)
         if COLUMN_CODING.kind == "same":
             transposed = u[:, None] + v[None, :] * ((M + BLOCK - 1) // BLOCK)
-            device.store(column_scales_ptr, transposed, scale, group_mask, MASKED)
-        inverse_scale = device.repeat_columns(device.repeat_rows(device.reciprocal(scale), BLOCK // 4), BLOCK)
+            scaling.store(column_scales_ptr, transposed, scale, group_mask, MASKED)
+        inverse_scale = scaling.repeat_columns(scaling.repeat_rows(scaling.reciprocal(scale), BLOCK // 4), BLOCK)
     elif ROW_CODING.num_partials > 0:
-        scale = device.scale_from_partial_amax(row_scale_ptr, ROW_CODING)
+        scale = scaling.scale_from_partial_amax(row_scale_ptr, ROW_CODING)
         tl.store(row_scales_ptr, scale, mask=program == 0)
-        inverse_scale = device.reciprocal(scale)
+        inverse_scale = scaling.reciprocal(scale)
     elif ROW_CODING.kind != "none" and ROW_CODING.kind != "group" and not ROW_CODING.by_row:
-        inverse_scale = device.reciprocal(tl.load(row_scale_ptr))
+        inverse_scale = scaling.reciprocal(tl.load(row_scale_ptr))
 
     factor = 1.0
     inverse_power = 1.0
@@ -142,50 +142,50 @@ def _quantize(
         GROUP_QUARTER: tl.constexpr = COLUMN_CODING.size // 4
         if COLUMN_CODING.kind != "group":
             if COLUMN_CODING.num_partials > 0:
-                scale = device.scale_from_partial_amax(column_scale_ptr, COLUMN_CODING)
+                scale = scaling.scale_from_partial_amax(column_scale_ptr, COLUMN_CODING)
                 tl.store(column_scales_ptr, scale, mask=program == 0)
-                factor = device.reciprocal(scale)
+                factor = scaling.reciprocal(scale)
             elif COLUMN_CODING.by_row:
-                factor = device.reciprocal(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
+                factor = scaling.reciprocal(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
-                factor = device.reciprocal(tl.load(column_scale_ptr))
+                factor = scaling.reciprocal(tl.load(column_scale_ptr))
         if COLUMN_CODING.kind == "group" or COLUMN_CODING.kind == "mx":
             GROUPS_M: tl.constexpr = (M + 4 * GROUP_QUARTER - 1) // (4 * GROUP_QUARTER)
             g = top // (4 * GROUP_QUARTER) + tl.arange(0, R // GROUP_QUARTER)
             group_offsets = n.to(tl.int64)[None, :] * GROUPS_M + g[:, None]
             if COLUMN_CODING.scales_transposed:
                 group_offsets = n[None, :] + g.to(tl.int64)[:, None] * N
-            group_mask = device.tile_mask(g, n, GROUPS_M, N)
-            largest = device.max_along_columns(amax_keys, GROUP_QUARTER)
+            group_mask = scaling.tile_mask(g, n, GROUPS_M, N)
+            largest = scaling.max_along_columns(amax_keys, GROUP_QUARTER)
             if COLUMN_CODING.kind == "group":
-                scale = device.scale_from_key(largest, COLUMN_CODING, column_scales_ptr.dtype.element_ty)
-                device.store(column_scales_ptr, group_offsets, scale, group_mask, MASKED)
-                factor = device.repeat_rows(device.reciprocal(scale), GROUP_QUARTER)
+                scale = scaling.scale_from_key(largest, COLUMN_CODING, column_scales_ptr.dtype.element_ty)
+                scaling.store(column_scales_ptr, group_offsets, scale, group_mask, MASKED)
+                factor = scaling.repeat_rows(scaling.reciprocal(scale), GROUP_QUARTER)
             else:
-                byte = device.e8m0_exponent(largest, factor, COLUMN_CODING)
-                device.store(column_powers_ptr, group_offsets, byte.to(tl.uint8), group_mask, MASKED)
-                inverse_power = device.repeat_rows(device.inverse_of_exponent(byte), GROUP_QUARTER)
+                byte = scaling.e8m0_exponent(largest, factor, COLUMN_CODING)
+                scaling.store(column_powers_ptr, group_offsets, byte.to(tl.uint8), group_mask, MASKED)
+                inverse_power = scaling.repeat_rows(scaling.inverse_of_exponent(byte), GROUP_QUARTER)
 
     words = tl.zeros((R, BLOCK_N), tl.uint32)
     for j in tl.static_range(4):
-        x, m, mask = codec.to_fp32(slices[j], False), m0 + j, device.tile_mask(m0 + j, n, M, N)
+        x, m, mask = codec.to_fp32(slices[j], False), m0 + j, scaling.tile_mask(m0 + j, n, M, N)
         if ROW_CODING.kind != "none":
-            y = device.scale_rows(
+            y = scaling.scale_rows(
                 x, slice_keys[j], m, left, inverse_scale, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED,
                 ROW_CODING,
             )  # fmt: skip
-            codes = device.encode(x, y, device.rotate_noise(random1, j), ROW_CODING)
+            codes = scaling.encode(x, y, scaling.rotate_noise(random1, j), ROW_CODING)
             if ROW_CODING.writes_codes:
-                device.store(row_codes_ptr + first, slice_offsets + j * N, codes, mask, MASKED)
+                scaling.store(row_codes_ptr + first, slice_offsets + j * N, codes, mask, MASKED)
         if COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same":
             if COLUMN_CODING.kind == "mx":
-                x = device.apply_inverse_power(x, inverse_power, COLUMN_CODING)
-            y = device.apply_inverse_scale(x, factor, COLUMN_CODING)
-            codes = device.encode(x, y, device.rotate_noise(random2, j), COLUMN_CODING)
+                x = scaling.apply_inverse_power(x, inverse_power, COLUMN_CODING)
+            y = scaling.apply_inverse_scale(x, factor, COLUMN_CODING)
+            codes = scaling.encode(x, y, scaling.rotate_noise(random2, j), COLUMN_CODING)
         if COLUMN_CODING.kind != "none":
-            words = slicing.insert_byte(words, codes, j, N % 4 == 0)
+            words = strided_tiles.insert_byte(words, codes, j, N % 4 == 0)
     if COLUMN_CODING.kind != "none":
-        slicing.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
+        strided_tiles.store_transposed(column_codes_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding
     for coding in codings:
         if coding is None:
             continue
-        if coding.dtype not in device.FORMATS:
+        if coding.dtype not in scaling.FORMATS:
             return f"it makes codes in float8_e4m3fn, float8_e5m2 or int8, not {jnp.dtype(coding.dtype)}"
         if coding.kind == "mx" and coding.dtype == jnp.int8:
             return "microscaling is of floating codes"
@@ -304,7 +304,7 @@ def quantize(
     scales = [placeholder if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
     by_row = [s.shape[0] > 1 for s in scales]
     constants = [
-        device.NO_CODING if c is None else c.constants._replace(by_row=b, scales_transposed=_scales_transposed(c))
+        scaling.NO_CODING if c is None else c.constants._replace(by_row=b, scales_transposed=_scales_transposed(c))
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
     has_computed_scale = [

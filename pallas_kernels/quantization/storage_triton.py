@@ -13,7 +13,7 @@ from jax import Array
 
 from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.scaling_triton import Coding
 
 # The bits of 2^23, to which integers are added, and the number that then stands for the code 0, which is stored as 512.
@@ -35,14 +35,14 @@ def load_codes(
     """
     if OPERATION.format == "int10" and not OPERATION.exact:
         row = m.to(tl.int64)[:, None]
-        low = device.load_raw(codes_ptr, row * (N // 4 * 5) + n[None, :], device.tile_mask(m, n, M, N), MASKED)
+        low = scaling.load_raw(codes_ptr, row * (N // 4 * 5) + n[None, :], scaling.tile_mask(m, n, M, N), MASKED)
         CODES_PER_WORD: tl.constexpr = 16 if PREFETCH else 8
         g = left // CODES_PER_WORD + tl.arange(0, n.shape[0] // 8) // (CODES_PER_WORD // 8)
         words = codes_ptr.to(tl.pointer_type(tl.int32 if PREFETCH else tl.uint16), bitcast=True)
         word_offsets = tl.multiple_of(row * (N // CODES_PER_WORD * 5) + N // CODES_PER_WORD * 4 + g[None, :], (1, 1))
-        block_m = device.load_raw(words, word_offsets, device.tile_mask(m, g, M, N // CODES_PER_WORD), MASKED)
+        block_m = scaling.load_raw(words, word_offsets, scaling.tile_mask(m, g, M, N // CODES_PER_WORD), MASKED)
     else:
-        low = device.load_raw(codes_ptr + first, offsets, device.tile_mask(m, n, M, N), MASKED)
+        low = scaling.load_raw(codes_ptr + first, offsets, scaling.tile_mask(m, n, M, N), MASKED)
         block_m = low
     return low, block_m
 
@@ -52,7 +52,7 @@ def decode_codes(codes: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     """fp32 values, in units of their scales, of what `load_codes` has loaded."""
     if OPERATION.format == "int10":
         shift = (tl.arange(0, codes[0].shape[1]) % (16 if codes[1].dtype == tl.int32 else 8))[None, :] * 2
-        block_m = ((device.repeat_columns(codes[1].to(tl.int32), 8) >> shift) & 3) << 8
+        block_m = ((scaling.repeat_columns(codes[1].to(tl.int32), 8) >> shift) & 3) << 8
         y = codec.from_bits(codes[0].to(tl.int32) | block_m | _INTEGER_BITS) - _INTEGER_ZERO
     else:
         y = codes[0].to(tl.float8e5 if OPERATION.format == "float8_e5m2" else tl.float8e4nv, bitcast=True)
@@ -72,14 +72,14 @@ def store_ten_bits(
     # A thread writes eight neighbours at once, as many as of 16 bits: other layouts go through shared memory. Rows of
     # 5 N / 4 bytes begin at multiples of eight, or of four.
     low = tl.multiple_of(row * (N // 4 * 5) + n[None, :], (1, 8 if N % 32 == 0 else 4))
-    device.store(codes_ptr, low, word.to(tl.uint8), device.tile_mask(m, n, M, N), MASKED)
+    scaling.store(codes_ptr, low, word.to(tl.uint8), scaling.tile_mask(m, n, M, N), MASKED)
     shift = (tl.arange(0, y.shape[1]) % 8)[None, :] * 2
     block_m = tl.sum(tl.reshape(((word >> 8) & 3) << shift, (y.shape[0], y.shape[1] // 8, 8)), 2)
     g = left // 8 + tl.arange(0, y.shape[1] // 8)
     words = codes_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
     # Each thread writes the bits that it has made.
     word_offsets = tl.multiple_of(row * (N // 8 * 5) + N // 2 + g[None, :], (1, 1))
-    device.store(words, word_offsets, block_m.to(tl.uint16), device.tile_mask(m, g, M, N // 8), MASKED)
+    scaling.store(words, word_offsets, block_m.to(tl.uint16), scaling.tile_mask(m, g, M, N // 8), MASKED)
 
 
 def code_shapes(shape: tuple[int, int], coding: Coding | None) -> list[jax.ShapeDtypeStruct]:
@@ -96,13 +96,13 @@ def bytes_to_codes(x: Array, dtype: Any) -> Array:
     return jax.lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 1 else x
 
 
-def result_coding(result: tuple[Array | None, Any] | None) -> tuple[device.CodingConstants, Any]:
+def result_coding(result: tuple[Array | None, Any] | None) -> tuple[scaling.CodingConstants, Any]:
     """How a kernel writes a result, from its scale and dtype: as codes, with rows' own scales, or as it is."""
     if result is None:
-        return device.NO_CODING, jnp.uint8
+        return scaling.NO_CODING, jnp.uint8
     scale, dtype = result
     if jnp.dtype(dtype).itemsize > 1:
-        return device.ARRAY_CODING, dtype
+        return scaling.ARRAY_CODING, dtype
     return Coding("token" if scale is None else "tensor", dtype).constants, jnp.uint8
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pallas_kernels.quantization import scaling_triton as device
+from pallas_kernels.quantization import scaling_triton as scaling
 
 
 @triton.jit
@@ -15,10 +15,10 @@ def load_slices(
 
     All are loaded before the first store, which could be to where they are read.
     """
-    x0 = device.load_raw(pointer, offsets, device.tile_mask(m, n, M, N), MASKED)
-    x1 = device.load_raw(pointer, offsets + stride, device.tile_mask(m + 1, n, M, N), MASKED)
-    x2 = device.load_raw(pointer, offsets + 2 * stride, device.tile_mask(m + 2, n, M, N), MASKED)
-    x3 = device.load_raw(pointer, offsets + 3 * stride, device.tile_mask(m + 3, n, M, N), MASKED)
+    x0 = scaling.load_raw(pointer, offsets, scaling.tile_mask(m, n, M, N), MASKED)
+    x1 = scaling.load_raw(pointer, offsets + stride, scaling.tile_mask(m + 1, n, M, N), MASKED)
+    x2 = scaling.load_raw(pointer, offsets + 2 * stride, scaling.tile_mask(m + 2, n, M, N), MASKED)
+    x3 = scaling.load_raw(pointer, offsets + 3 * stride, scaling.tile_mask(m + 3, n, M, N), MASKED)
     return x0, x1, x2, x3
 
 
@@ -61,14 +61,14 @@ def store_transposed(
     column = tl.arange(0, words.shape[1])[:, None]
     if M % 4 == 0:
         offsets = column * (M // 4) + i[None, :]
-        device.store(
+        scaling.store(
             tile_ptr.to(tl.pointer_type(tl.uint32), bitcast=True),
             offsets,
             transposed,
-            device.tile_mask(n, top + 4 * i, N, M),
+            scaling.tile_mask(n, top + 4 * i, N, M),
             MASKED,
         )
     else:
         for j in tl.static_range(4):
-            offsets, mask = column * M + (4 * i + j)[None, :], device.tile_mask(n, top + 4 * i + j, N, M)
-            device.store(tile_ptr + offsets, 0, (transposed >> (8 * j)).to(tl.uint8), mask, MASKED)
+            offsets, mask = column * M + (4 * i + j)[None, :], scaling.tile_mask(n, top + 4 * i + j, N, M)
+            scaling.store(tile_ptr + offsets, 0, (transposed >> (8 * j)).to(tl.uint8), mask, MASKED)

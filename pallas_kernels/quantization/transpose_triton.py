@@ -7,8 +7,8 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels.quantization import quantize_triton
-from pallas_kernels.quantization import scaling_triton as device
-from pallas_kernels.quantization import strided_tiles_triton as slicing
+from pallas_kernels.quantization import scaling_triton as scaling
+from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
 from pallas_kernels.quantization.quantize_triton import FP8_CAPABILITY as FP8_CAPABILITY
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
@@ -34,15 +34,15 @@ def _transpose(
     offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     words = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     for j in tl.static_range(4):
-        mask = device.tile_mask(top + 4 * i + j, n, M, N)
-        codes = device.load_raw(x_ptr + first, offsets + j * N, mask, MASKED)
+        mask = scaling.tile_mask(top + 4 * i + j, n, M, N)
+        codes = scaling.load_raw(x_ptr + first, offsets + j * N, mask, MASKED)
         if CODING.kind != "none":
             m = top + 4 * i + j
             x = codes.to(tl.float8e5 if CODING.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
             factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
-            codes = device.encode(x, x * factor, 0, CODING)
-        words = slicing.insert_byte(words, codes, j, N % 4 == 0)
-    slicing.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
+            codes = scaling.encode(x, x * factor, 0, CODING)
+        words = strided_tiles.insert_byte(words, codes, j, N % 4 == 0)
+    strided_tiles.store_transposed(transposed_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 def transpose(
@@ -70,7 +70,7 @@ def transpose(
     grid = -(-x.shape[0] // launch.block_m) * -(-x.shape[1] // launch.block_n)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    coding = device.NO_CODING if factor is None else device.Coding("tensor", x.dtype).constants
+    coding = scaling.NO_CODING if factor is None else scaling.Coding("tensor", x.dtype).constants
     factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
     (transposed,) = quantize_triton.call(
         _transpose, [codes, factor], [shape], grid, launch, compute_capability, CODING=coding
