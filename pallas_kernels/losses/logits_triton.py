@@ -1,7 +1,6 @@
 """Softmax cross-entropy of logits in two passes over them: sums of exponentials, and codes of the loss's cotangents."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -140,16 +139,12 @@ def quantize_cotangents(
         Codes (M, N) and (N, M) in their dtypes.
     """
     launch, (m, n) = quantize_triton.QuantizeLaunch(128, 64, 4), z.shape
-    constexprs: Any = {
-        "ROW_CODING": rows.constants,
-        "COLUMN_CODING": columns.constants,
-        "DTYPE": PLAIN_DTYPES.index(z.dtype),
-    }
     codes = quantize_triton.call(
         _cotangents, [z, lse, labels, weights, *(s.reshape(1) for s in scales)],
         [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((m, n), (n, m))],
         -(-m // launch.block_m) * -(-n // launch.block_n), launch, compute_capability,
-        TWO_Z_LOSS=two_z_loss, LABEL_WEIGHT=label_weight, OTHER_WEIGHT=other_weight, **constexprs,
+        ROW_CODING=rows.constants, COLUMN_CODING=columns.constants, DTYPE=PLAIN_DTYPES.index(z.dtype),
+        TWO_Z_LOSS=two_z_loss, LABEL_WEIGHT=label_weight, OTHER_WEIGHT=other_weight,
     )  # fmt: skip
     first, second = (jax.lax.bitcast_convert_type(x, c.dtype) for x, c in zip(codes, (rows, columns), strict=True))
     return first, second

@@ -1,6 +1,5 @@
 """Quantizes each row of a matrix under a scale of its own, found in the same pass: a program holds whole rows."""
 
-import functools
 from typing import Any
 
 import jax
@@ -128,16 +127,11 @@ def quantize_rows(
         jnp.ones((1, 1), jnp.float32) if outer_scale is None else outer_scale.reshape(-1, 1).astype(jnp.float32)
     )
     launch = quantize_triton.QuantizeLaunch(block_m, block_n, num_warps or (8 if block_m == 1 else 4))
-    launch_kernel = functools.partial(
-        quantize_triton.call, _quantize_rows, [x, outer_scales], shapes, programs, launch, compute_capability
-    )
-    codes, scales = launch_kernel(
-        TAIL_N=tail_n,
-        GROUP_SIZE=GROUP,
-        HAS_OUTER_SCALE=outer_scale is not None,
-        BY_ROW=outer_scales.size > 1,
+    codes, scales = quantize_triton.call(
+        _quantize_rows, [x, outer_scales], shapes, programs, launch, compute_capability, TAIL_N=tail_n,
+        GROUP_SIZE=GROUP, HAS_OUTER_SCALE=outer_scale is not None, BY_ROW=outer_scales.size > 1,
         CODING=coding.constants,
-    )
+    )  # fmt: skip
     return jax.lax.bitcast_convert_type(codes, coding.dtype), scales
 
 

@@ -5,6 +5,7 @@ neighbouring rows become one 32-bit word of the transposed copy, and the exchang
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -276,15 +277,13 @@ def quantize(
     if isinstance(columns, Coding) and columns.kind == "block":
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
-            options: Any = {"words": words, "place": place, "launch": launch, "compute_capability": compute_capability}
-            row_options: Any = {
-                "row_scale": row_scale,
-                "partial_amax": partial_amax,
-                "round_up_bf16": round_up_bf16,
-                "sums": sums,
-            }
-            first, _, column_sums = quantize(x, rows, None, **row_options, **options)
-            return first, quantize(x, None, columns, **options)[1], column_sums
+            quantize_x = functools.partial(
+                quantize, x, words=words, place=place, launch=launch, compute_capability=compute_capability
+            )
+            first, _, column_sums = quantize_x(
+                rows, None, row_scale=row_scale, partial_amax=partial_amax, round_up_bf16=round_up_bf16, sums=sums
+            )
+            return first, quantize_x(None, columns)[1], column_sums
         rows, columns = columns, "same"
     is_same = columns == "same"
     coding = rows if is_same else columns
@@ -405,7 +404,6 @@ def call(
     `shape` is the matrix's where it is packed.
     """
     m, n = shape or inputs[0].shape
-    tile = {"M": m, "N": n, "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n}
     return call_triton.call(
         *inputs,
         kernel=kernel,
@@ -415,6 +413,9 @@ def call(
         num_stages=launch.num_stages,
         compute_capability=compute_capability,
         aliases=aliases,
-        **tile,
+        M=m,
+        N=n,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
         **constexprs,
     )
