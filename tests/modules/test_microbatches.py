@@ -137,7 +137,7 @@ def test_scales_of_the_weight_follow_its_history_also_where_it_is_quantized_for_
     layer.layer.kernel[...] = layer.kernel
     held = fp8jax.nnx.quantize_weights(layer.layer)
     want = largest(64 * layer.kernel) / 448
-    for weight in held.dot_general.held.weight():
+    for weight in held.dot_general.prequantized.unflatten():
         np.testing.assert_allclose(float(weight.scale.reshape(())), want, rtol=1e-6)
     seen = layer.layer.dot_general.seen_x
     assert seen[...] == 0
