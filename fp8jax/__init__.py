@@ -70,7 +70,7 @@ if _TYPE_CHECKING:
     from fp8jax import nnx as nnx
     from fp8jax.modules.explain import explain as explain
 
-__version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
+__version__ = "0.2.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -140,7 +140,7 @@ _flax_state.install()
 
 
 def __dir__() -> list[str]:
-    """The public names, with those that need Flax; rooms such as `fp8jax.core` are for whoever changes fp8jax."""
+    """The public names, with those that need Flax; other modules, such as `fp8jax.core`, are internal."""
     return sorted({*__all__, *_NEED_FLAX, *(name for name in globals() if name.startswith("__"))})
 
 
