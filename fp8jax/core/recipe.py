@@ -334,7 +334,7 @@ class Recipe:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", RECOMPUTED, weights.compute))
-        return [self._with_residuals(role, str(how), computed, self._bytes(how)) for role, how, computed in stored]
+        return [self._with_residuals(role, str(kind), computed, self._bytes(kind)) for role, kind, computed in stored]
 
     def _bytes(self, stored: str | QuantSpec) -> float:
         if stored == RECOMPUTED:
