@@ -357,5 +357,5 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match=r"unknown context\.scales 'small'; it is one of largest, bound"):
         Context("e4m3:group16", "lean", "small")
-    with pytest.raises(ValueError, match=r"context\.scales 'bound' needs a format: give context\.saved"):
+    with pytest.raises(ValueError, match=r"context\.scales 'bound' needs a format: give context\.residual"):
         Context(scales="bound")
