@@ -24,8 +24,8 @@ from fp8jax.ops.nonlinear.activation import activation as activation
 from fp8jax.ops.nonlinear.activation import glu as glu
 from fp8jax.ops.nonlinear.norm import layer_norm as layer_norm
 from fp8jax.ops.nonlinear.norm import rms_norm as rms_norm
-from fp8jax.ops.nonlinear.transformer import attention_out_proj as attention_out_proj
-from fp8jax.ops.nonlinear.transformer import glu_down_proj as glu_down_proj
+from fp8jax.ops.nonlinear.transformer import attention_output as attention_output
+from fp8jax.ops.nonlinear.transformer import glu_linear as glu_linear
 from fp8jax.ops.nonlinear.transformer import norm_linear as norm_linear
 from fp8jax.ops.products.frozen_weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.frozen_weights import freeze as freeze
@@ -84,7 +84,7 @@ __all__ = [
     "Rule",
     "UnquantizedWarning",
     "activation",
-    "attention_out_proj",
+    "attention_output",
     "checkpoint_policies",
     "clip_by_global_norm",
     "compress_state",
@@ -101,7 +101,7 @@ __all__ = [
     "fused_backward",
     "get_weight_amax_bounds",
     "glu",
-    "glu_down_proj",
+    "glu_linear",
     "grad_norm_from_states",
     "init_scaling",
     "layer_norm",

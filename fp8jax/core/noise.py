@@ -137,8 +137,8 @@ def round_stochastic(
         seed: two uint32 words, random and new at every step.
         row_length, global_shape, offsets: as for `counter_noise`.
     """
-    noise = counter_noise(seed, x.shape, row_length, global_shape=global_shape, offsets=offsets)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = bits + counter_noise(seed, x.shape, row_length, global_shape=global_shape, offsets=offsets)
     bits = bits & np.uint32(0xFFFF0000)
     return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
 

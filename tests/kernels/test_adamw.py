@@ -451,7 +451,7 @@ def memory(form):
     if form == "step":
         tx = fp8jax.with_clipping(1.0, tx)
         state = jax.eval_shape(tx.init, params)
-    step = lambda grads, state, params, ok: tx.step(grads, state, params, applied=ok)  # noqa: E731
+    step = lambda grads, state, params, ok: tx.step(grads, state, params, apply_if=ok)  # noqa: E731
     run = jax.jit(step, donate_argnums=(1, 2)) if form == "step" else jax.jit(tx.update, donate_argnums=1)
     flag = (jax.ShapeDtypeStruct((), jnp.bool_),) if form == "step" else ()
     compiled = run.trace(*map(place, (grads, state, params, *flag))).lower().compile()

@@ -90,7 +90,7 @@ def of_master(form, codes, master):
     tx = optimizer(impl="triton", master=master)
     tx = fp8jax.with_clipping(1.0, tx) if form == "step" else tx
     state = jax.eval_shape(tx.init, params)
-    step = lambda grads, state, params, ok: tx.step(grads, state, params, applied=ok)  # noqa: E731
+    step = lambda grads, state, params, ok: tx.step(grads, state, params, apply_if=ok)  # noqa: E731
     run, donated = (step, (1, 2)) if form == "step" else (tx.update, (1,))
     flag = (jax.ShapeDtypeStruct((), jnp.bool_),) if form == "step" else ()
     compiled = h200.compile_for_h200(run, grads, state, params, *flag, donate=donated)

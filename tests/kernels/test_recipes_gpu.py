@@ -57,7 +57,7 @@ def test_kernels_of_a_recipe_give_what_xla_gives(name):
 def test_the_step_of_fp8lm_is_near_its_reference(case):
     shape, grad, weight, mu, form, factor, master = case
     leaf = lm.with_master(lm.leaf_of(*lm.SHAPES[shape], grad, weight, mu), master)
-    adam = dataclasses.replace(lm.ADAM, factor=factor)
+    adam = dataclasses.replace(lm.ADAM, grad_scale=factor)
     (want,), (got,) = (fp8lm.apply(form, [leaf], adam, impl) for impl in ("xla", "triton"))
     # Of a master by parts the high one: the other wraps around where that is another.
     high = lambda x: x.high if isinstance(x, MasterWeight) else x  # noqa: E731

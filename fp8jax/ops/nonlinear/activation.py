@@ -39,7 +39,7 @@ def glu(
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_down_proj` is it with the
+    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_linear` is it with the
     layer that reads it, which keeps less.
 
     Args:

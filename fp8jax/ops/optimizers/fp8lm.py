@@ -354,7 +354,7 @@ class _MasterOperands(NamedTuple):
 def _fused(form: Form, adam: Adam, leaf: FP8LMLeaf) -> StepResult:
     from pallas_kernels.optimizers import fp8lm_triton
 
-    shape, layer_axes, spec = leaf.mu.shape, leaf.mu.spec.stacked, leaf.mu.spec
+    shape, layer_axes, spec = leaf.mu.shape, leaf.mu.spec.layer_axes, leaf.mu.spec
     requested_form, form = form, "step" if leaf.exact else form
     names = [f"axis{i}" for i in range(len(shape))]
     if leaf.noise is not None:
