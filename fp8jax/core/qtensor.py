@@ -359,19 +359,30 @@ def quantize_with_scale(
     return _quantize(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
 
 
-def _quantize(x: Array, spec: QuantSpec, **optional: Array | None) -> QTensor:
+def _quantize(
+    x: Array,
+    spec: QuantSpec,
+    *,
+    scale: Array | None = None,
+    key: Array | None = None,
+    dither: Array | None = None,
+    seed: Array | None = None,
+    previous: Array | None = None,
+) -> QTensor:
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
     out_shapes = {"codes": spec.stored_shape(x.shape), "scale": count}
     if spec.expand:
         out_shapes["expansion"] = count
     if spec.granularity == "mx":
         out_shapes["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
-    values = {name: value for name, value in optional.items() if value is not None}
 
-    def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
-        leaves = encoding.encode(x, spec, **dict(zip(values, arrays, strict=True)))
+    def encode(x: Array, *optional: Array | None) -> tuple[Array, ...]:
+        scale, key, dither, seed, previous = optional
+        leaves = encoding.encode(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
         return tuple(getattr(leaves, name) for name in out_shapes)
 
-    arrays = blocks.on_logical_array(encode, x, *values.values(), out_shapes=list(out_shapes.values()))
+    arrays = blocks.on_logical_array(
+        encode, x, scale, key, dither, seed, previous, out_shapes=list(out_shapes.values())
+    )
     length = x.shape[spec.axis] if spec.is_packed else None
     return QTensor(**QTensorLeaves(**dict(zip(out_shapes, arrays, strict=True)))._asdict(), spec=spec, length=length)

@@ -201,7 +201,7 @@ class Linear:
         ):
             raise ValueError(
                 f"linear.x_wgrad cannot be the same as {context!r} beside dy {self.dy!r}: an fp32 scale for each token "
-                f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
+                f"shifts no exponents; give dy an outer scale of tokens, such as 'e4m3:mx32+token', or name a spec"
             )
         return True
 

@@ -109,7 +109,7 @@ class QuantSpec:
             raise ValueError(f"outer_scale={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
         if self.exact and (self.granularity != "mx" or self.outer_scale == "none"):
             raise ValueError(
-                "exact=True is for granularity 'mx' with a level 1; codes of other scales are never folded"
+                "exact=True is for granularity 'mx' with an outer scale; codes of other scales are never folded"
             )
         if self.granularity == "mx" and (self.expand or not fmt.is_float):
             what = "range expansion" if self.expand else f"format {self.format!r}"

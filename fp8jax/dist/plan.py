@@ -91,7 +91,7 @@ def plan(
 
     Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters with a `tensor_dims` are
     used as shards. Other matrices are stored as shards, and gathered once per step in the compute dtype. Gradients of
-    the others cover a device's own tokens, and are summed.
+    all parameters without one cover a device's own tokens, and are summed.
 
     With a partition each device along "data" updates its part of the parameters, and the new ones are gathered over
     "data" in their storage dtype. XLA then scatters gradients of slices, and sums those of whole tensors.
