@@ -92,14 +92,14 @@ def explicit_axes(x: Array) -> dict[str, int]:
 
 
 def on_logical_array(
-    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, out_shapes: Sequence[Sequence[int]]
+    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array | None, out_shapes: Sequence[Sequence[int]]
 ) -> tuple:
     """Returns `fn(x, *args)` on global arrays, also under an Explicit mesh, where no reshape may split a sharded axis.
 
     Args:
         fn: a function of global arrays.
         x: the array that determines the sharding of the results.
-        *args: further arrays.
+        *args: further arrays, or None.
         out_shapes: shapes of the results, each of the rank of `x`.
     """
     axes = explicit_axes(x)

@@ -16,6 +16,19 @@ class Context:
     Forward results and gradients stay in the model's dtype (COAT, section 5.2 and G.5). An operation that saves codes
     can be differentiated only once.
 
+    The bounds of `scales="bound"` may exceed the amax by up to `fp8jax.core.scaling.max_slack_binades`. If one is
+    looser, or a sampled one is exceeded, the exact amax defines the scale, and a second pass writes the codes.
+
+    - Norm: sqrt(channels) times the largest scale, plus the largest bias. It counts as looser if one channel's scale is
+      more than 8 times the geometric mean.
+    - Activation: 4 times the amax of a sample, the first 32 of every 512 rows.
+    - Cotangent of an activation, "lean" and e5m2 only: the Cauchy-Schwarz bound from the norms of the next layer's
+      gradient and weight, and each row's largest gate and up. A sample of rows shows whether it is loose.
+
+    Bounds need the whole recipe, because the operation writes the codes of the next layer's input. A result that is
+    cast first is quantized again under the same scale. If no layer reads the codes, they waste one byte per element.
+    The exact amax is used if the gradient is reshaped or has several readers, and for block scales and microscales.
+
     Attributes:
         residual: string form of the `QuantSpec` of the saved input, (..., channels), such as COAT's "e4m3:group16".
             Scales run along the channels and are stored in bf16. None saves what JAX saves. On a GPU it saves only the
@@ -24,19 +37,6 @@ class Context:
             layer's codes. "lean" saves the norm's input, gate and up; linear layers recompute their inputs from those.
         scales: source of the per-tensor scales of the results. "largest" is the exact amax, one more pass for kernels.
             "bound" is an upper bound of the amax, under which nothing finite saturates.
-
-    A bound may exceed the amax by at most `fp8jax.core.scaling.max_slack_binades`. If it is looser, or a sampled one is
-    exceeded, the exact amax gives the scale, and a second pass writes the codes.
-
-    - Norm: sqrt(channels) times the largest scale, plus the largest bias. It counts as looser if one channel's scale is
-      more than 8 times the geometric mean.
-    - Activation: 4 times the amax of a sample, the first 32 of every 512 rows.
-    - Cotangent of an activation, "lean" and e5m2 only: the Cauchy-Schwarz bound from the norms of the next layer's
-      gradient and weight, and each row's largest gate and up. A sample of rows shows whether it is loose.
-
-    "bound" needs the whole recipe, because the operation writes the codes of the next layer's input. A result that is
-    cast first is quantized again under the same scale. If no layer reads the codes, they waste one byte per element.
-    The exact amax is used if the gradient is reshaped or has several readers, and for block scales and microscales.
 
     Raises:
         ValueError: a spec is malformed or not applicable here, or a mode is unknown or has nothing to apply to.

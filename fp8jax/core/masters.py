@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats
 
 HIGH_FORMATS, REMAINDER_DTYPES = ("bf16", "fp16"), ("int8", "int16")
-NAMES = ("fp32", "bf16", "bf16+stochastic", *(f"{high}+{rest}" for high in HIGH_FORMATS for rest in REMAINDER_DTYPES))
+NAMES = ("fp32", "bf16", "bf16+stochastic", *(f"{high}+{low}" for high in HIGH_FORMATS for low in REMAINDER_DTYPES))
 # Mantissa bits of fp16 and fp32, and the difference of their exponent biases.
 _FP16_MANTISSA, _FP32_MANTISSA, _BIAS = 10, 23, 127 - 15
 

@@ -57,6 +57,14 @@ class QTensor:
     Inf, or NaN if it has none. If a format has neither (integers, code books), the scale of the block becomes NaN. The
     same holds for a negative value in an unsigned format.
 
+    The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
+    path (Orbax, Flax's serialization, a flat dict) then refuse to restore codes into a template with other storage, and
+    name both keys. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
+
+    Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
+    `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
+    returns the shardings of the arrays.
+
     Attributes:
         codes: array of the logical shape (int10: packed).
         scale: one value per block.
@@ -67,14 +75,6 @@ class QTensor:
         short_blocks: static lengths of the last blocks, set when a tree is rebuilt, else derived from the codes. Codes
             of two QTensors, concatenated along an axis, decode wrongly if a block other than the last is short.
             `dequantize` and `validate` raise in that case.
-
-    The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
-    path (Orbax, Flax's serialization, a flat dict) then refuse to restore codes into a template with other storage, and
-    name both keys. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
-
-    Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
-    `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
-    returns the shardings of the arrays.
     """
 
     codes: Array
