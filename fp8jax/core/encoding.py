@@ -92,8 +92,7 @@ def encode(
             micro_shape = spec.micro_shape(x.shape)
             largest = blocks.reduce(formats.where(jnp.isfinite(y), y, 0), micro_shape, jnp.max, 0.0)
             microscale = compute_microscales(largest * (1 / scale_fp32), spec, fmt)
-            # Apply the power first: the quotient by the outer scale alone may be subnormal, which only some devices
-            # flush.
+            # Apply the power first: y / outer scale alone may be subnormal, which only some devices flush.
             power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
             y = y * blocks.broadcast_blocks(power, x.shape, micro_shape)
         if fmt.max >= 4:

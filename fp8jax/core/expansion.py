@@ -32,8 +32,7 @@ def exponents(largest: Array, smallest: Array, fmt: Format, ratio: float | None 
     return round_to(jnp.where(spans, exponent, 1.0), BF16)
 
 
-# Fractions of the octaves of a format's normal codes: what a new exponent fills, and the least that an old one must
-# fill.
+# Fractions of the octaves of normal codes: filled by a new exponent, and the least that the old one must fill.
 TARGET_FILL, MIN_FILL = 15 / 16, 7 / 8
 # The same for averages that are rounded by decay dither, as fractions of the octaves of `Format.expansion_range`.
 DECAYING_MIN_FILL, DECAYING_MAX_FILL = 0.9, 1.05

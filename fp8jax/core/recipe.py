@@ -44,7 +44,7 @@ class Linear:
             a spec of its own.
         scaling: source of per-tensor scales: any of `fp8jax.core.scaling.NAMES`. "current": the tensor's amax.
             "two_stage": its amax through bf16 maxima of groups (COAT's group scaling). "delayed": the amax of the last
-            `amax_history_length` steps, the state of `fp8jax.scaled_linear`.
+            `amax_history_length` steps, stored in the state of `fp8jax.scaled_linear`.
         w_scaling: the same for the weight; None uses `scaling`. "automatic" uses the upper bound that
             `fp8jax.track_weight_amax` maintains, or the weight's amax if the layer has none.
         amax_history_length: steps in the history of delayed scaling.
@@ -57,7 +57,7 @@ class Linear:
             FP8 tensor cores. The others promote sums to fp32, as Transformer Engine's backward pass does.
         select: "all" quantizes all products, "gains" those of models that get faster (`fp8jax.recipes.for_shapes`).
         fuse_parallel_matmuls: whether `fp8jax.transform` and `quantize` compute products of one input, such as q, k and
-            v, as one packed projection. They then share the scale of the weights and of the gradients, dgrad and wgrad.
+            v, as one packed projection: one scale for weights and one for gradients, one product for dgrad and wgrad.
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.

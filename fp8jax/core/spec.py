@@ -45,7 +45,7 @@ class QuantSpec:
         axis: axis of groups and tokens. A negative axis keeps its meaning under stacked leading axes.
         layer_axes: number of leading axes that stack separate tensors (layers of a scanned model). No scale spans them.
         scale_format: storage of the scales, "fp32" or "bf16". A bf16 scale cannot follow a decay slower than 0.4 % per
-            step, as of a second moment with b2 = 0.999.
+            step, such as a second moment's with b2 = 0.999.
         rounding: "nearest" (ties to even), or "stochastic" (unbiased; `quantize` then needs a key).
         expand: dynamic range expansion (COAT, section 4.2): each block is raised to a power that fits its range to the
             format's. True uses `Format.expansion_range`, and under stochastic rounding
@@ -57,8 +57,8 @@ class QuantSpec:
         underflow: what a non-zero value below half the smallest code becomes: "zero" rounds it, "smallest" keeps it at
             the smallest code (a second moment must not decode to zero).
         outer_scale: for "mx", the fp32 scale above the powers of two. "tensor" (MOSS, section 3.1) and "token" round
-            the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) takes the largest power of two in the
-            group over that of the format; the largest elements may saturate.
+            the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) has no fp32 scale: powers are the
+            largest in the group over the largest in the format, and the largest elements may saturate.
         exact: for "mx" with an outer scale: products apply each power of two to the sum of its group, and residuals are
             two-level codes. Otherwise linear layers fold the powers into codes with one scale per row (`is_folded`).
 
