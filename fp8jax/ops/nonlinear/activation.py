@@ -220,11 +220,11 @@ class ActivationBackward:
             return None
         from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-        arrays_and_scales = [
+        arrays_and_scales: Any = [
             array for q in saved for array in ((None, None) if q is None else fused_outputs.residual_matrices(q))
         ]
         return operation, quantize_recomputed_triton.Operands(
-            *arrays_and_scales, gradient=None if dy is None else fused_outputs.to_matrix(dy)
+            *arrays_and_scales, None if dy is None else fused_outputs.to_matrix(dy)
         )
 
 
