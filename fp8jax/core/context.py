@@ -22,7 +22,7 @@ class Context:
     - Norm: sqrt(channels) times the largest scale, plus the largest bias. It counts as looser if one channel's scale is
       more than 8 times the geometric mean.
     - Activation: 4 times the amax of a sample, the first 32 of every 512 rows.
-    - Cotangent of an activation, "lean" and e5m2 only: the Cauchy-Schwarz bound from the norms of the next layer's
+    - Cotangent of an activation, "lean" and e5m2 only: a Cauchy-Schwarz bound. It uses the norms of the next layer's
       gradient and weight, and each row's largest gate and up. A sample of rows shows whether it is loose.
 
     Bounds need the whole recipe, because the operation writes the codes of the next layer's input. A result that is

@@ -54,11 +54,11 @@ class QuantSpec:
             `experiments.tables.coat_expansion` compares their errors. A tiny member makes a group's exponent small, and
             its other codes coarse. Operations that save values and `compress_state` therefore limit it
             (`fp8jax.core.encoding.limit_group_range`), and `compressed_adamw` leaves out dead members.
-        underflow: what a non-zero value below half the smallest code becomes: "zero" rounds it, "smallest" keeps it at
-            the smallest code (a second moment must not decode to zero).
+        underflow: rounding of non-zero values below half the smallest code: "zero", or "smallest", the smallest code (a
+            second moment must not decode to zero).
         outer_scale: for "mx", the fp32 scale above the powers of two. "tensor" (MOSS, section 3.1) and "token" round
-            the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) has no fp32 scale: powers are the
-            largest in the group over the largest in the format, and the largest elements may saturate.
+            the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) has no fp32 scale. Its powers are
+            the largest in the group over the largest in the format; the largest elements may saturate.
         exact: for "mx" with an outer scale: products apply each power of two to the sum of its group, and residuals are
             two-level codes. Otherwise linear layers fold the powers into codes with one scale per row (`is_folded`).
 

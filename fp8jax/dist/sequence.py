@@ -132,7 +132,7 @@ def scatter_sequence(
     If the contraction of a product is sharded, each device has one term of the sum. All devices quantize theirs under
     shared scales, from the largest amax of any device. Each device receives the codes of its shard of the sequence, and
     sums them in fp32. Nothing saturates, and no sum is rounded to 8 bits. In the backward pass the gradient of the
-    shard is gathered as by `gather_sequence`, in the format of the product before.
+    shard is gathered as by `gather_sequence`, in the format of the preceding product's gradient.
 
     Args:
         x: (..., all tokens, channels), each device's term of the sum.

@@ -57,8 +57,8 @@ def gather_quantized(
         scale: as for `quantize_weight`.
 
     Returns:
-        The whole weight. None if codes cannot travel: the recipe reads the weight itself, quantizes it separately for
-            dgrad or collects its statistics, or a shard ends within a block.
+        The whole weight. None if the recipe reads the weight itself, quantizes it separately for dgrad or collects its
+            statistics, or if a shard ends within a block.
 
     Raises:
         ValueError: outside of `jax.shard_map`.
