@@ -245,8 +245,8 @@ class Threshold(Stateful):
     """The delay threshold of INT8 fallback (arXiv 2503.08040, appendix D and algorithm 2).
 
     Blocks of the input have their own scales. A block whose amax exceeds the threshold also gets a residual
-    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After each step it is divided by a factor if
-    the fraction of such blocks was below the range, and multiplied if it was above. State: fp32 scalar. A statistic is two
+    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After each step it is divided by a factor if the
+    fraction of such blocks was below the range, and multiplied if it was above. State: fp32 scalar. A statistic is two
     counts: blocks that fell back, and all blocks.
 
     Attributes:
