@@ -54,8 +54,16 @@ def check_positive(name: str, argument: Any) -> None:
         raise ValueError(f"{name} must be positive, not {argument}")
 
 
+def check_adamw(learning_rate: Any, b1: Any, b2: Any, eps: Any, eps_root: Any, weight_decay: Any) -> None:
+    """Refuses hyperparameters of AdamW that are out of range; raises as `check_adam_constant` and `check_number`."""
+    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
+        check_adam_constant(name, value, high)
+    check_learning_rate(learning_rate)
+    check_number("weight_decay", weight_decay, 0)
+
+
 def check_learning_rate(argument: Any) -> None:
-    """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `check_number`."""
+    """Refuses a learning rate that is neither a finite number nor a schedule; raises as `check_number`."""
     if not callable(argument):
         check_number("learning_rate", argument)
 

@@ -10,8 +10,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.optimizers.adamw import load
 from fp8jax.ops.optimizers.global_norm import global_norm
+from fp8jax.ops.optimizers.leaf import load
 from fp8jax.optim import checks
 from fp8jax.optim.block_state import clip_factor
 from fp8jax.optim.fused import FusedTransformation

@@ -13,8 +13,8 @@ from jax import Array
 from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.optimizers import adamw, map_leaves
-from fp8jax.ops.optimizers.adamw_leaf import scale_and_clip
+from fp8jax.ops.optimizers.leaf import load, scale_and_clip, store
+from fp8jax.ops.optimizers.map_leaves import map_leaves
 from fp8jax.optim import checks, flax_variables, master_weights
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
@@ -142,11 +142,7 @@ def compress_state(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
-        if static_group_size is None or static_min_size is None:
-            raise ValueError(
-                "group_size and min_size are static: name them in optax.inject_hyperparams, "
-                "static_args=('group_size', 'min_size')"
-            )
+        storage.check_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_array, params)
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
@@ -196,7 +192,7 @@ def compress_state(
                 seed = step_seed
             rows.append((leaf, value, None if seed is None else noise.fold_in_seed(seed, _salt(path))))
         stored_moments = iter(
-            map_leaves.map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
+            map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
         )
         new_state = plan.treedef.unflatten(
             [next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
@@ -248,13 +244,11 @@ class _MomentPlan(NamedTuple):
 
     def decode_state(self) -> optax.OptState:
         """The state with every moment in fp32."""
-        decoded = iter(
-            map_leaves.map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)])
-        )
+        decoded = iter(map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
         pairs = zip(self.leaves, self.storages, strict=True)
         return self.treedef.unflatten(
             [
-                next(decoded) if isinstance(x, QTensor) else x if storage_spec is None else adamw.load(x)
+                next(decoded) if isinstance(x, QTensor) else x if storage_spec is None else load(x)
                 for x, storage_spec in pairs
             ]
         )
@@ -381,7 +375,7 @@ def _salt(path: _Path) -> int:
 
 
 def _decode_moment(_: None, __: None, moment: QTensor) -> Array:
-    return adamw.load(moment)
+    return load(moment)
 
 
 def _store_like(_: None, dither: Array, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
@@ -392,8 +386,8 @@ def _store_like(_: None, dither: Array, row: tuple[QTensor | Array, Array, Array
         if old.spec.underflow == "zero":
             assert seed is not None
             return quantize_decaying(new, old, dither, seed)
-        return adamw.store(new, old, seed)
-    return adamw.store(new, old, seed) if jnp.issubdtype(old.dtype, jnp.floating) else new
+        return store(new, old, seed)
+    return store(new, old, seed) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def _to_float32(tree: Any) -> Any:

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike
 
 from fp8jax.core import formats
-from fp8jax.core.masters import Master
 from fp8jax.core.recipe import Optimizer
 from fp8jax.core.spec import check_expand
 from fp8jax.ops.dispatch.choice import check_impl
-from fp8jax.ops.optimizers import adamw
-from fp8jax.optim import checks, flax_variables, master_weights, moments
+from fp8jax.ops.optimizers.adamw import ADAMW
+from fp8jax.ops.optimizers.leaf import Adam
+from fp8jax.ops.optimizers.step import step_tree
+from fp8jax.optim import checks, master_weights, moments
 from fp8jax.optim.fused import FusedTransformation as FusedTransformation
+from fp8jax.optim.fused import StepOptions, fused_transformation
 
 # NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
 GROUP_SIZE = np.int32(128)
@@ -118,16 +119,29 @@ def scale_by_compressed_adam(
     References:
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
-    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype)
-    init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
+    tx = compressed_adamw(
+        *(-1.0, b1, b2, eps, eps_root),
+        weight_decay=0.0,
+        mask=False,
+        mu=mu,
+        nu=nu,
+        group_size=group_size,
+        expand=expand,
+        nu_rounding=nu_rounding,
+        min_size=min_size,
+        impl=impl,
+        nesterov=nesterov,
+        mu_dtype=mu_dtype,
+    )
 
-    def update(
+    def update_fn(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        return update_moments(adamw.update, updates, state, params, decays=False)
+        # Of the parameters the dtype is read, and no value.
+        return tx.update(updates, state, updates if params is None else params)  # type: ignore[return-value]
 
-    return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(init, update))
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
 def compressed_adamw(
@@ -242,94 +256,18 @@ def compressed_adamw(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
-    master_format = master_weights.parse_master(master)
-    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype, master_format)
-    init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
-    checks.check_learning_rate(learning_rate)
-    checks.check_number("weight_decay", weight_decay, 0)
-
-    def apply_adamw(
-        apply_fn: Callable,
-        grads: optax.Updates,
-        state: CompressedAdamState,
-        params: optax.Params | None,
-        **options: Any,
-    ) -> tuple[Any, CompressedAdamState]:
-        if params is None:
-            raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
-        decays = moments.resolve_tree(mask, params)
-        options["decays"] = True if decays is None else decays
-        return update_moments(apply_fn, grads, state, params, learning_rate, weight_decay, **options)
-
-    def update(
-        updates: optax.Updates,
-        state: CompressedAdamState,
-        params: optax.Params | None = None,
-        *,
-        max_direction: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, CompressedAdamState]:
-        del extra_args
-        return apply_adamw(adamw.update, updates, state, params, max_direction=max_direction)
-
-    def step(
-        grads: optax.Updates,
-        state: CompressedAdamState,
-        params: optax.Params,
-        *,
-        key: Array | None = None,
-        grad_scale: ArrayLike | None = None,
-        apply_if: ArrayLike | None = None,
-        max_direction: ArrayLike | None = None,
-        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
-    ) -> tuple[optax.Params, CompressedAdamState]:
-        if key is not None and master_format is not None:
-            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
-        if max_direction is not None and master_format is not None and master_format.is_stochastic:
-            raise ValueError(
-                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
-                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
-            )
-        return apply_adamw(
-            adamw.step, grads, state, params, key=key,
-            grad_scale=grad_scale, apply_if=apply_if, max_direction=max_direction, tree_slice=tree_slice,
-        )  # fmt: skip
-
-    return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
-
-
-def _make_adam(
-    b1: float,
-    b2: float,
-    eps: float,
-    eps_root: float,
-    mu: str,
-    nu: str,
-    group_size: int | np.integer,
-    expand: bool | str,
-    nu_rounding: str,
-    min_size: int | np.integer,
-    impl: str,
-    nesterov: bool,
-    mu_dtype: Any,
-    master: Master | None = None,
-) -> tuple[Callable, Callable]:
-    """Checks the arguments; returns `init(params)` and `update_moments`, which runs a form of the step and counts."""
-    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.check_adam_constant(name, value, high)
-    static_group_size, static_min_size = (
-        moments.to_static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
-    )
+    checks.check_adamw(learning_rate, b1, b2, eps, eps_root, weight_decay)
+    check_impl(impl)
     check_expand(expand)
-    compressed = any([formats.get(name).needs_scale for name in (mu, nu)])
+    master_format = master_weights.parse_master(master)
+    static_group_size = moments.to_static_integer("group_size", group_size)
+    static_min_size = moments.to_static_integer("min_size", min_size)
+    is_compressed = any([formats.get(name).needs_scale for name in (mu, nu)])
     # A size that is traced is refused by `init`.
     storage = Optimizer(
-        mu, nu, (static_group_size or 1) if compressed else None, expand if compressed else False, nu_rounding
+        mu, nu, (static_group_size or 1) if is_compressed else None, expand if is_compressed else False, nu_rounding
     )
-    specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
-    storage_by_moment = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
-    stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)
-    check_impl(impl)
+    specs = {"mu": storage.spec("mu") or formats.get(mu), "nu": storage.spec("nu") or formats.get(nu)}
     if mu_dtype is not None:
         raise TypeError(
             f"mu_dtype={mu_dtype} is an argument of optax's, which mu replaces: write mu='bf16' or mu='fp32', or for 8 "
@@ -337,70 +275,71 @@ def _make_adam(
         )
     if impl == "triton" and nesterov:
         raise ValueError("impl 'triton' has no nesterov: take impl='auto' or 'xla'")
-    if impl == "triton" and not compressed:
+    if impl == "triton" and not is_compressed:
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
-    def init(params: optax.Params) -> CompressedAdamState:
-        if static_group_size is None or static_min_size is None:
-            raise ValueError(
-                "group_size and min_size are static: name them in optax.inject_hyperparams, "
-                "static_args=('group_size', 'min_size')"
-            )
+    def init_fn(params: optax.Params) -> CompressedAdamState | MasterAdamState:
+        moments.check_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
+        trees = [jax.tree.map(lambda p: moments.zeros(p, spec, static_min_size), params) for spec in specs.values()]  # noqa: B023
+        remainder = master_weights.init_remainders(params, master_format)
+        return moments.replicate_scalars(params, _make_state(jnp.zeros([], jnp.int32), *trees, remainder))  # type: ignore[return-value]
 
-        def zeros(moment: str) -> optax.Updates:
-            return jax.tree.map(lambda p: moments.zeros(p, storage_by_moment[moment], static_min_size), params)
-
-        remainder = master_weights.init_remainders(params, master)
-        return moments.replicate_scalars(
-            params, _make_state(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"), remainder)
-        )
-
-    def update_moments(
-        apply_fn: Callable,
+    def update_fn(
         grads: optax.Updates,
-        state: CompressedAdamState,
+        state: CompressedAdamState | MasterAdamState,
         params: optax.Params | None,
-        learning_rate: ScalarOrSchedule = -1.0,
-        weight_decay: float | Array = 0.0,
-        grad_scale: ArrayLike | None = None,
-        apply_if: ArrayLike | None = None,
-        max_direction: ArrayLike | None = None,
-        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
-        **options: Any,
-    ) -> tuple[Any, CompressedAdamState]:
-        if max_direction is not None and nesterov:
+        options: StepOptions,
+    ) -> tuple[Any, CompressedAdamState | MasterAdamState]:
+        if params is None:
+            raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
+        if options.key is not None and master_format is not None:
+            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
+        if options.in_place and options.max_direction is not None and master_format and master_format.is_stochastic:
+            raise ValueError(
+                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
+                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
+            )
+        if options.max_direction is not None and nesterov:
             raise ValueError(
                 "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain "
                 "fp8jax.track_weight_amax() without a limit behind this optimizer, which measures updates"
             )
-        checks.check_state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
-        remainder = getattr(state, "remainder", None)
+        checks.check_state(state, MasterAdamState if master_format and master_format.remainder else CompressedAdamState)
         checks.check_gradients(grads, state.mu)
         if static_group_size is not None and static_min_size is not None:
-            for name, expected_storage in storage_by_moment.items():
+            for name, spec in specs.items():
                 for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, name), is_leaf=moments.is_quantized):
-                    checks.check_storage(
-                        name, path, x, expected_storage, moments.should_quantize(x.shape, specs[name], static_min_size)
-                    )
+                    is_quantized = moments.should_quantize(x.shape, storage.spec(name), static_min_size)
+                    checks.check_storage(name, path, x, spec, is_quantized)
+        remainder, decays = getattr(state, "remainder", None), moments.resolve_tree(mask, params)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = (count, rate, weight_decay, grad_scale, apply_if, max_direction)
-        adam = adamw.Adam(b1, b2, eps, eps_root, *scalars, nesterov)
-        weights = master_weights.join_remainders(params, remainder, master)
-        result, mus, nus = apply_fn(
-            grads, state.mu, state.nu, weights, adam, impl=impl, nu_stochastic=stochastic,
-            stochastic=master is not None and master.is_stochastic, tree_slice=tree_slice, **options,
-        )  # fmt: skip
-        if apply_if is not None:
-            count = jnp.where(apply_if, count, state.count)
-        result, new_remainder = (result, None) if remainder is None else master_weights.split_tree(result)
-        return result, _make_state(count, mus, nus, new_remainder)
+        scalars = options.grad_scale, options.apply_if, options.max_direction
+        new = step_tree(
+            ADAMW,
+            Adam(b1, b2, eps, eps_root, count, rate, weight_decay, *scalars, nesterov),
+            grads,
+            master_weights.join_remainders(params, remainder, master_format),
+            state.mu,
+            state.nu,
+            decays=True if decays is None else decays,
+            in_place=options.in_place,
+            impl=impl,
+            key=options.key,
+            stochastic_weights=master_format is not None and master_format.is_stochastic,
+            stochastic_nu=nu != "fp32" and rounds_stochastically(nu_rounding, b2),
+            tree_slice=options.tree_slice,
+        )
+        if options.apply_if is not None:
+            count = jnp.where(options.apply_if, count, state.count)
+        result, new_remainder = (new.weight, None) if remainder is None else master_weights.split_tree(new.weight)
+        return result, _make_state(count, new.mu, new.nu, new_remainder)
 
-    return init, update_moments
+    return fused_transformation(init_fn, update_fn)
 
 
-def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> Any:
+def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> CompressedAdamState | MasterAdamState:
     return CompressedAdamState(count, mu, nu) if remainder is None else MasterAdamState(count, mu, nu, remainder)
 
 

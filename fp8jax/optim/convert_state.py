@@ -10,7 +10,8 @@ import optax
 
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.ops.optimizers import adamw, fp8lm
+from fp8jax.ops.optimizers import fp8lm
+from fp8jax.ops.optimizers.leaf import load, store
 from fp8jax.optim import flax_variables, fp8lm_adamw, moments
 from fp8jax.optim.compress_state import CountedState
 
@@ -177,8 +178,8 @@ def _store_like(like: Any, old: Any) -> Any:
         raise ValueError(f"the old state has an array of shape {old.shape} where the new one has {like.shape}")
     if isinstance(like, QTensor) and isinstance(old, QTensor) and like.storage_key == old.storage_key:
         return old if old.spec == like.spec else dataclasses.replace(old, spec=like.spec)
-    values = adamw.load(old)
-    return adamw.store(values, like)
+    values = load(old)
+    return store(values, like)
 
 
 def _convert_remainder(like: Any, old: Any) -> Any:
@@ -196,7 +197,7 @@ def _store_fp8lm(like: Any, old: Any) -> Any:
     new = _store_like(like, old)
     if new is old or not isinstance(new, QTensor):
         return new
-    values, block, fmt = adamw.load(old), new.spec.block_shape(new.shape), formats.get(new.spec.format)
+    values, block, fmt = load(old), new.spec.block_shape(new.shape), formats.get(new.spec.format)
     return quantize_with_scale(
         values, new.spec, fp8lm.pow2_scale_from_bound(fp8lm.array_block_amax(values, block), fmt)
     )

@@ -1,6 +1,7 @@
 """FP8-LM's AdamW (Peng et al., 2023, section 2.2): fp16 master weights and 8-bit first moments, 6 bytes a parameter."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,25 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
-from fp8jax.core import formats, noise
+from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import check_impl
-from fp8jax.ops.optimizers import adamw, fp8lm
-from fp8jax.ops.optimizers.adamw_leaf import Form, apply_change
-from fp8jax.optim import checks, flax_variables, master_weights, moments
+from fp8jax.ops.optimizers import fp8lm
+from fp8jax.ops.optimizers.leaf import Adam, Moment, load
+from fp8jax.ops.optimizers.step import step_tree
+from fp8jax.optim import checks, master_weights, moments
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
-from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation, StepOptions, fused_transformation
 
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
 NO_LAYER_AXES = np.int32(0)
-_NO_CLIP_MESSAGE = (
-    "fp8lm_adamw cuts no directions, so that fp8jax.with_weight_bounds cannot follow it: chain "
-    "fp8jax.track_weight_amax() behind it, which measures updates"
-)
 
 
 class FP8LMState(NamedTuple):
@@ -173,10 +171,8 @@ def fp8lm_adamw(
         >>> round(sum(fp8jax.state_bytes((state, grads)).values()) / params["w"].size, 2)
         6.0
     """
-    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.check_adam_constant(name, value, high)
-    checks.check_number("weight_decay", weight_decay, 0)
-    checks.check_learning_rate(learning_rate)
+    checks.check_adamw(learning_rate, b1, b2, eps, eps_root, weight_decay)
+    check_impl(impl)
     if mu not in ("e4m3", "e5m2"):
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
@@ -186,155 +182,95 @@ def fp8lm_adamw(
         raise ValueError(
             f"master_rounding is of master weights in fp16; master {master!r} says how its own are rounded"
         )
-    state_class: Any = FP8LMState if master_format is None else FP8LMRemainderState
-    check_impl(impl)
-    static_min_size = moments.to_static_integer("min_size", min_size)
-    static_group_size = None if group_size is None else moments.to_static_integer("group_size", group_size)
     if impl == "triton" and group_size is not None:
         raise ValueError(f"impl 'triton' is for one scale a layer; with group_size={group_size} take 'auto' or 'xla'")
+    state_class: Any = FP8LMState if master_format is None else FP8LMRemainderState
+    quantized_fields = ("mu", "nu") if master_format else ("master", "mu", "nu")
+    static_min_size = moments.to_static_integer("min_size", min_size)
+    # A group of one tensor or layer where there is no group size.
+    static_group_size = 0 if group_size is None else moments.to_static_integer("group_size", group_size)
 
     def storage_spec(name: str, num_layer_axes: Any) -> QuantSpec:
         fmt, underflow = mu if name == "mu" else "fp16", "smallest" if name == "nu" else "zero"
-        if static_group_size is None:
+        if not static_group_size:
             return QuantSpec(fmt, "tensor", layer_axes=int(num_layer_axes), underflow=underflow)
         return QuantSpec(fmt, "group", static_group_size, underflow=underflow)
 
     def is_quantized(x: Any, num_layer_axes: Any) -> bool:
-        """Whether a parameter is; of one mind for all that is stored of it."""
+        """Whether a parameter of this shape is quantized, and so all that is stored of it."""
         assert static_min_size is not None
         return moments.should_quantize(x.shape, storage_spec("mu", num_layer_axes), static_min_size)
 
-    def init(params: optax.Params) -> Any:
-        if static_min_size is None or (static_group_size is None and group_size is not None):
-            raise ValueError(
-                "group_size and min_size are static: name them in optax.inject_hyperparams, "
-                "static_args=('group_size', 'min_size')"
-            )
+    def init_fn(params: optax.Params) -> Any:
+        moments.check_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
         depths = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
 
-        def init_master(param: Any, depth: Any) -> adamw.Moment:
-            if not is_quantized(param, depth):
-                return jnp.array(param, jnp.float32, copy=True)
-            return _quantize_master(param, storage_spec("master", depth))
-
-        def zeros(name: str) -> optax.Updates:
-            def zeros_for_param(param: Any, depth: Any) -> adamw.Moment:
-                storage = storage_spec(name, depth) if is_quantized(param, depth) else formats.get("fp32")
-                return moments.zeros(param, storage, 0)
-
-            return jax.tree.map(zeros_for_param, params, depths)
+        def init_field(name: str, param: Any, depth: Any) -> Moment:
+            spec = storage_spec(name, depth) if is_quantized(param, depth) else formats.get("fp32")
+            if name != "master":
+                return moments.zeros(param, spec, 0)
+            if isinstance(spec, QuantSpec):
+                return _quantize_master(param, spec)
+            return jnp.array(param, jnp.float32, copy=True)
 
         def stack_amax(*stored: Any) -> Array | None:
             return jnp.stack([*map(fp8lm.block_amax, stored)]) if isinstance(stored[0], QTensor) else None
 
-        moment_trees = {"mu": zeros("mu"), "nu": zeros("nu")}
-        weight_trees = {} if master_format else {"master": jax.tree.map(init_master, params, depths)}
-        amax_tree = jax.tree.map(stack_amax, *(weight_trees | moment_trees).values(), is_leaf=moments.is_quantized)
-        weight_trees = weight_trees or {"remainder": master_weights.init_remainders(params, master_format)}
-        return moments.replicate_scalars(
-            params, state_class(count=jnp.zeros([], jnp.int32), largest=amax_tree, **weight_trees, **moment_trees)
-        )
+        fields = {name: jax.tree.map(functools.partial(init_field, name), params, depths) for name in quantized_fields}
+        fields["largest"] = jax.tree.map(stack_amax, *fields.values(), is_leaf=moments.is_quantized)
+        if master_format is not None:
+            fields["remainder"] = master_weights.init_remainders(params, master_format)
+        return moments.replicate_scalars(params, state_class(count=jnp.zeros([], jnp.int32), **fields))
 
-    def apply_adamw(
-        form: Form,
-        grads: Any,
-        state: Any,
-        params: Any,
-        adam: adamw.Adam,
-        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
-    ) -> tuple[Any, Any]:
-        """The changes of parameters or new ones, and the state."""
-        if params is None:
-            raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
-        checks.check_gradients(grads, state.mu)
-        structure: Any = jax.tree.structure(params)
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        decays = moments.resolve_tree(mask, params)
-        if master_format is None:
-            weights, master_tree = params, state.master
-        else:
-            weights, master_tree = (
-                master_weights.join_remainders(params, state.remainder, master_format),
-                jax.tree.map(lambda _: None, params),
+    def update_fn(grads: Any, state: Any, params: Any, options: StepOptions) -> tuple[Any, Any]:
+        if options.max_direction is not None:
+            raise ValueError(
+                "fp8lm_adamw cuts no directions, so that fp8jax.with_weight_bounds cannot follow it: chain "
+                "fp8jax.track_weight_amax() behind it, which measures updates"
             )
-        state_trees = {"master": master_tree, "mu": state.mu, "nu": state.nu, "largest": state.largest}
-        columns = {name: structure.flatten_up_to(tree) for name, tree in state_trees.items()}
-        if static_min_size is not None and (static_group_size is not None or group_size is None):
-            depths = structure.flatten_up_to(jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params))
-            for name in ("mu", "nu") if master_format else ("master", "mu", "nu"):
-                for path, x, depth in zip(paths, columns[name], depths, strict=True):
-                    checks.check_storage(name, path, x, storage_spec(name, depth), is_quantized(x, depth))
-        step_seed = noise.step_seed(adam.count)
-
-        def make_seed(path: Any, x: Any) -> Array | None:
-            is_stochastic = master_rounding == "stochastic" or (
-                master_format and master_format.is_stochastic and x.dtype == jnp.bfloat16
-            )
-            return (
-                tree_slice.layer_seed(fp8lm.fold_in_master_seed(step_seed, tree_slice.path(path)), x.shape)
-                if is_stochastic
-                else None
-            )
-
-        seeds = [make_seed(path, x) for path, x in zip(paths, jax.tree.leaves(params), strict=True)]
-        decay_flags = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
-        grads_and_weights = structure.flatten_up_to(grads), structure.flatten_up_to(weights)
-        leaves = [
-            fp8lm.FP8LMLeaf(*row) for row in zip(*grads_and_weights, *columns.values(), seeds, decay_flags, strict=True)
-        ]
-        quantized, unquantized = ([leaf for leaf in leaves if leaf.is_quantized == kind] for kind in (True, False))
-        quantized_rows, unquantized_rows = (
-            iter(fp8lm.apply(form, quantized, adam, impl)),
-            iter(_apply_unquantized(form, unquantized, adam)),
-        )
-        rows = [next(quantized_rows if leaf.is_quantized else unquantized_rows) for leaf in leaves]
-        result, new_master, *new_moments = (structure.unflatten([row[i] for row in rows]) for i in range(5))
-        moment_trees = dict(zip(("mu", "nu", "largest"), new_moments, strict=True))
-        if master_format is None:
-            return result, FP8LMState(count=adam.count, master=new_master, **moment_trees)
-        result, remainder = (result, None) if state.remainder is None else master_weights.split_tree(result)
-        return result, FP8LMRemainderState(count=adam.count, remainder=remainder, **moment_trees)
-
-    def make_adam(state: Any, **step_options: Any) -> adamw.Adam:
-        checks.check_state(state, state_class)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        count = optax.safe_increment(state.count)
-        return adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, **step_options)
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        if extra_args.get("max_direction") is not None:
-            raise ValueError(_NO_CLIP_MESSAGE)
-        return apply_adamw("update", updates, state, params, make_adam(state))
-
-    def step(
-        grads: optax.Updates,
-        state: Any,
-        params: optax.Params,
-        *,
-        key: None = None,
-        grad_scale: ArrayLike | None = None,
-        apply_if: ArrayLike | None = None,
-        max_direction: ArrayLike | None = None,
-        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
-    ) -> tuple[optax.Params, Any]:
-        if max_direction is not None:
-            raise ValueError(_NO_CLIP_MESSAGE)
-        if key is not None:
+        if options.key is not None:
             raise ValueError(
                 "fp8lm_adamw takes no key: its rounding is a hash of the step; give master_rounding='stochastic', or "
                 "master='bf16+stochastic'"
             )
-        new, new_state = apply_adamw(
-            "step", grads, state, params, make_adam(state, grad_scale=grad_scale, apply_if=apply_if), tree_slice
+        checks.check_state(state, state_class)
+        if params is None:
+            raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
+        checks.check_gradients(grads, state.mu)
+        if static_min_size is not None and static_group_size is not None:
+            depths = jax.tree.leaves(jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params))
+            for name in quantized_fields:
+                stored = jax.tree_util.tree_leaves_with_path(getattr(state, name), is_leaf=moments.is_quantized)
+                for (path, x), depth in zip(stored, depths, strict=True):
+                    checks.check_storage(name, path, x, storage_spec(name, depth), is_quantized(x, depth))
+        remainder, decays = getattr(state, "remainder", None), moments.resolve_tree(mask, params)
+        count = optax.safe_increment(state.count)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        new = step_tree(
+            fp8lm.FP8LM,
+            Adam(b1, b2, eps, eps_root, count, rate, weight_decay, options.grad_scale, options.apply_if),
+            grads,
+            master_weights.join_remainders(params, remainder, master_format) if master_format else params,
+            state.mu,
+            state.nu,
+            master=getattr(state, "master", None),
+            amax=state.largest,
+            decays=True if decays is None else decays,
+            in_place=options.in_place,
+            impl=impl,
+            stochastic_weights=master_rounding == "stochastic"
+            or (master_format is not None and master_format.is_stochastic),
+            tree_slice=options.tree_slice,
         )
-        if apply_if is not None:
-            new_state = new_state._replace(count=jnp.where(apply_if, new_state.count, state.count))
-        return new, new_state
+        if options.apply_if is not None:
+            count = jnp.where(options.apply_if, count, state.count)
+        if master_format is None:
+            return new.weight, FP8LMState(count, new.amax, new.master, new.mu, new.nu)
+        result, new_remainder = (new.weight, None) if remainder is None else master_weights.split_tree(new.weight)
+        return result, FP8LMRemainderState(count, new.amax, new.mu, new.nu, new_remainder)
 
-    return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
+    return fused_transformation(init_fn, update_fn)
 
 
 def is_fp8lm_state(node: Any) -> bool:
@@ -352,32 +288,7 @@ def params_from_master(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> op
         raise TypeError(
             f"a {type(state).__name__} has no master weights: fp8jax.master_weights(state, params) gives them"
         )
-    return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)
-
-
-def _apply_unquantized(form: Form, leaves: Sequence[fp8lm.FP8LMLeaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
-    """The step of parameters that are too small for codes, with moments in fp32, and master weights or their own."""
-    columns = ([adamw.load(leaf.grad) for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
-    rows = []
-    for leaf, direction, m, v in zip(leaves, *adamw.adam_direction(*columns, adam), strict=True):
-        value = (
-            leaf.weight.astype(jnp.float32)
-            if leaf.master is None
-            else fp8lm.reconcile_master(leaf.master, leaf.working_copy)
-        )
-        change = direction + adam.weight_decay * value if leaf.decays else direction
-        change = jnp.asarray(-adam.rate, jnp.float32) * change
-        if leaf.master is None:
-            rows.append((apply_change(form, leaf, change), None, m, v, None))
-            continue
-        new_master = value + change
-        result = new_master - leaf.weight.astype(jnp.float32) if form == "update" else new_master
-        rows.append((result.astype(leaf.dtype), new_master, m, v, None))
-    if adam.apply_if is None:
-        return rows
-    old = [(leaf.weight, leaf.master, leaf.mu, leaf.nu, None) for leaf in leaves]
-    gated_rows: list[tuple[Any, ...]] = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), rows, old)
-    return gated_rows
+    return jax.tree.map(lambda x: load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)
 
 
 def _quantize_master(param: Array, spec: QuantSpec) -> QTensor:

@@ -2,9 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from fp8jax.ops.optimizers.leaf import WHOLE_TREE, TreeSlice
+from fp8jax.optim import flax_variables
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -54,3 +59,55 @@ class _Update:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.update(*args, **kwargs)
+
+
+class StepOptions(NamedTuple):
+    """How a step is taken.
+
+    Attributes:
+        in_place: whether the result is the new parameters, or else their changes.
+        key, grad_scale, apply_if, max_direction, tree_slice: as of `FusedTransformation`.
+    """
+
+    in_place: bool
+    key: Array | None = None
+    grad_scale: ArrayLike | None = None
+    apply_if: ArrayLike | None = None
+    max_direction: ArrayLike | None = None
+    tree_slice: TreeSlice = WHOLE_TREE
+
+
+def fused_transformation(init_fn: Callable, update_fn: Callable) -> FusedTransformation:
+    """A transformation from its two functions, also for parameters in boxes of Flax.
+
+    Args:
+        init_fn: `init_fn(params) -> state`.
+        update_fn: `update_fn(grads, state, params, options) -> (result, state)`, with `StepOptions`.
+    """
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        max_direction: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del extra_args
+        return update_fn(updates, state, params, StepOptions(False, max_direction=max_direction))  # type: ignore[no-any-return]
+
+    def step(
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        *,
+        key: Array | None = None,
+        grad_scale: ArrayLike | None = None,
+        apply_if: ArrayLike | None = None,
+        max_direction: ArrayLike | None = None,
+        tree_slice: TreeSlice = WHOLE_TREE,
+    ) -> tuple[optax.Params, optax.OptState]:
+        options = StepOptions(True, key, grad_scale, apply_if, max_direction, tree_slice)
+        return update_fn(grads, state, params, options)  # type: ignore[no-any-return]
+
+    return FusedTransformation(*flax_variables.with_unboxed_variables(init_fn, update, step))

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from jax.typing import ArrayLike
 
 from fp8jax.core import noise
-from fp8jax.ops.optimizers.adamw import TreeSlice
+from fp8jax.ops.optimizers.leaf import TreeSlice
 from fp8jax.optim import flax_variables, fp8lm_adamw
 from fp8jax.optim.block_state import FusedBlockState as FusedBlockState
 from fp8jax.optim.block_state import as_float_leaves, from_float_leaves, get_dtypes

@@ -11,8 +11,7 @@ from jax import Array
 
 from fp8jax.core import formats, masters, noise
 from fp8jax.core.masters import Master, MasterWeight
-from fp8jax.ops.optimizers.adamw import load
-from fp8jax.ops.optimizers.adamw_leaf import exact_update
+from fp8jax.ops.optimizers.leaf import exact_update, load, master_seed
 from fp8jax.optim import flax_variables, moments
 
 _HIGH_DTYPES = tuple(formats.get(name).dtype for name in masters.HIGH_FORMATS)
@@ -189,8 +188,8 @@ def with_master_weights(init: Callable, update: Callable, master: Master) -> tup
                 return exact_update(masters.split(new, old.high.dtype, old.remainder.dtype), old)
             if not master.is_stochastic or old.dtype != jnp.bfloat16:
                 return change.astype(old.dtype)
-            salt = noise.param_seed(f"master/{jax.tree_util.keystr(path, simple=True, separator='/')}")
-            return exact_update(noise.round_stochastic(new, noise.fold_in_seed(seed, salt)), old)
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return exact_update(noise.round_stochastic(new, master_seed(seed, name)), old)
 
         rounded_updates = jax.tree_util.tree_map_with_path(round_update, changes, wide_params, master_tree)
         rounded_updates, new_remainder = (

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax.core import blocks, expansion, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.optimizers.adamw import Moment
+from fp8jax.ops.optimizers.leaf import Moment
 
 # What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
 # gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.
@@ -146,6 +146,15 @@ def to_static_integer(name: str, value: int | np.integer | Array) -> int | None:
     if not value >= (1 if name == "group_size" else 0) or value // 1 != value:
         raise ValueError(f"{name} must be a positive integer, not {value}")
     return int(value)
+
+
+def check_static(group_size: int | None, min_size: int | None) -> None:
+    """Refuses sizes that `to_static_integer` found traced."""
+    if group_size is None or min_size is None:
+        raise ValueError(
+            "group_size and min_size are static: name them in optax.inject_hyperparams, "
+            "static_args=('group_size', 'min_size')"
+        )
 
 
 def is_quantized(node: Any) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +15,12 @@ from fp8jax.core import expansion, formats, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.dispatch.choice import Choice, capability, check_impl, choose_impl, missing_triton
+from fp8jax.ops.dispatch.choice import capability
 from fp8jax.ops.dispatch.partition import on_one_device, run_partitioned
 from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
-from fp8jax.ops.optimizers.adamw_leaf import Adam as Adam
-from fp8jax.ops.optimizers.adamw_leaf import AdamLeaf as AdamLeaf
-from fp8jax.ops.optimizers.adamw_leaf import Form as Form
-from fp8jax.ops.optimizers.adamw_leaf import Moment as Moment
-from fp8jax.ops.optimizers.adamw_leaf import exact_update
+from fp8jax.ops.optimizers.dead_elements import DEAD_M_RATIO, DEAD_V_HIGH, DEAD_V_LOW, DEAD_V_MID, DEAD_V_RATIO
+from fp8jax.ops.optimizers.leaf import Adam, Leaf, Moment, StepResult
 
-# Members of a group that no longer matter, as `fp8jax.ops.optimizers.dead_elements.suppress_dead_elements` takes them:
-# shares of a group's direction, and of its largest second moment.
-DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
-DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
 # Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
 # bring weights a quarter too far after their last gradient.
 DITHER_FROM_B1 = 0.98
@@ -54,30 +47,15 @@ def needs_dither(moment: Moment, b1: Any) -> bool:
     return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > DITHER_FROM_B1)
 
 
-def choose(leaf: AdamLeaf, impl: str, nesterov: bool = False) -> Choice:
-    """What computes the step of a parameter; with `nesterov`, XLA.
-
-    Raises:
-        ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
-    """
-    check_impl(impl)
-    if not leaf.quantized_moments:
-        return Choice("xla", "no moment is quantized")
-    reason = "the kernel has no nesterov" if nesterov else None
-    return choose_impl(
-        impl,
-        lambda: reason or missing_triton("optimizers.adamw_triton") or _unsupported_reason(leaf),
-        "the fused kernel",
-    )
-
-
-def _unsupported_reason(leaf: AdamLeaf) -> str | None:
+def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
+    """Why the kernel cannot take a leaf with quantized moments, or None."""
     from pallas_kernels.optimizers import adamw_triton
 
+    if adam.nesterov:
+        return "the kernel has no nesterov"
     if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
-
-    specs = [moment.spec for moment in leaf.quantized_moments]
+    specs = [moment.spec for moment in leaf.quantized_arrays]
     if any(spec.expand == "coat" for spec in specs):
         return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
     in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
@@ -144,28 +122,27 @@ def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | N
     return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
 
 
-def run(
-    form: Form, leaf: AdamLeaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
-) -> tuple[Array, Moment, Moment]:
-    """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `make_scalars`."""
+def step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
+    """The step of some leaves with quantized moments, each by the fused kernel."""
+    scalars = functools.cache(functools.partial(make_scalars, adam))
+    return [_step_leaf(adam, leaf, scalars(leaf.decays, needs_dither(leaf.mu, adam.b1))) for leaf in leaves]
+
+
+def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> StepResult:
     from pallas_kernels.optimizers import adamw_triton
 
-    is_dithered = needs_dither(leaf.mu, adam.b1)
     storage = (
-        _kernel_storage(leaf.mu, signed=True, is_dithered=is_dithered),
-        _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.nu_noise is not None),
+        _kernel_storage(leaf.mu, signed=True, is_dithered=needs_dither(leaf.mu, adam.b1)),
+        _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.salt is not None),
     )
-    values = (scalars or functools.partial(make_scalars, adam))(leaf.decays, is_dithered)
-    requested_form, form = form, "step" if leaf.exact else form
-    needs_weight = form == "step" or (
-        leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
-    )
+    has_decay = leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
+    needs_weight = leaf.in_place or has_decay
     size = leaf.group_size
 
     def groups(shape: Sequence[int]) -> list[int]:
         return [*shape[:-1], -(-shape[-1] // size)]
 
-    def kernel(x: _Operands, run: tuple[int, int] | None, form: Form, dtype: Any) -> Any:
+    def kernel(x: _Operands, run: tuple[int, int] | None, in_place: bool, dtype: Any) -> Any:
         return adamw_triton.adamw(
             *x[:4],
             adamw_triton.AdamWScalars(*x.scalars),
@@ -173,11 +150,11 @@ def run(
             nu_storage=storage[1],
             dead_elements=dead_element_params(),
             group_size=size,
-            form=form,
+            form="step" if in_place else "update",
             dtype=dtype,
             seed=x.noise,
             nu_seed=x.nu_noise,
-            salt=leaf.salt,
+            salt=leaf.salt or 0,
             run=run,
             compute_capability=capability(),
         )
@@ -204,10 +181,10 @@ def run(
 
     def step_shard(sharding: DimSharding, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
         if x.noise is None or not sharding.axes:
-            return step_part(sharding, names, groups(shape), x, form, leaf.dtype)
+            return step_part(sharding, names, groups(shape), x, leaf.in_place, leaf.dtype)
         # The kernel numbers weights in its own part; their noise goes by their places in the whole.
         assert x.weight is not None
-        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
+        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), False, jnp.float32)
         offsets = [sharding.shard_offset(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
         weight = round_stochastic(weight, x.noise, global_shape=shape, offsets=offsets)
@@ -224,11 +201,11 @@ def run(
         if on_one_device():  # `_vmap_as_leading_axis` has mapped it
             return step_shard(UNSHARDED, names, shape, x)
         dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
-        static = storage, size, dtypes, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
+        static = storage, size, dtypes, leaf.salt or 0, x.grad.shape, [s is None for s in x.scalars]
         weight_dims = dims if remainder is None else (dims, dims)
         ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
         return run_partitioned(
-            f"adamw_{form}", static,
+            "adamw_step" if leaf.in_place else "adamw_update", static,
             lambda sharding, *shards: step_shard(sharding, names, shape, _Operands(*shards)),
             operands, ins, (weight_dims, *moments),
         )  # fmt: skip
@@ -237,21 +214,11 @@ def run(
     weight, remainder = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
     parts = weight if remainder is None else (weight, remainder)
     moments = _moment_arrays(leaf.mu), _moment_arrays(leaf.nu)
-    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, values, leaf.noise, leaf.nu_seed)
-    results = _vmap_as_leading_axis(call)(*operands)
-    # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
-    result, mu, nu = jax.tree.map(reshard_array_like, results, (leaf.grad if parts is None else parts, *moments))
+    nu_seed = None if leaf.salt is None else leaf.advance_seed(adam.seed)
+    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, scalars, leaf.weight_seed, nu_seed)
+    result, mu, nu = _vmap_as_leading_axis(call)(*operands)
     result = result if remainder is None else MasterWeight(*result)
-    if requested_form != form:
-        result = exact_update(result, leaf.weight)
-    return result, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu)
-
-
-def reshard_array_like(x: Array, like: Array) -> Array:
-    """A result that lies on Explicit axes as what it takes the place of."""
-    sharding = jax.typeof(like).sharding
-    is_same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
-    return x if is_same else jax.sharding.reshard(x, sharding)
+    return StepResult(result, None, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu))
 
 
 def _advance_seed(seed: Array | None, groups: Array, size: int) -> Array:

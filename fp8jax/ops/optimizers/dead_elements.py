@@ -14,9 +14,11 @@ from jax import Array
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.optimizers.adamw_kernel import DEAD_M_RATIO, DEAD_V_HIGH, DEAD_V_LOW, DEAD_V_MID, DEAD_V_RATIO
-from fp8jax.ops.optimizers.adamw_leaf import Adam, Moment
+from fp8jax.ops.optimizers.leaf import Adam, Moment
 
+# Shares of a group's largest direction, and of its largest second moment.
+DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
+DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
 _SCALARS_READ = ("count", "b1", "b2", "eps", "eps_root")
 
 
