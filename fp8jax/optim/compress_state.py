@@ -142,7 +142,7 @@ def compress_state(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
-        storage.check_static(static_group_size, static_min_size)
+        _, size = storage.require_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_array, params)
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
@@ -150,7 +150,7 @@ def compress_state(
                 "moments of this transformation are in 8 bits already: take it as it is, or wrap one of optax's own"
             )
         plan = _make_plan(inner_state, params, rules, default_storage)
-        stored_state = plan.encode_state(static_min_size)
+        stored_state = plan.encode_state(size)
         if _sum_counts(stored_state) is None:
             stored_state = CountedState(jnp.zeros((), jnp.int32), stored_state)
         return storage.replicate_scalars(params, stored_state)

@@ -279,11 +279,11 @@ def compressed_adamw(
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
     def init_fn(params: optax.Params) -> CompressedAdamState | MasterAdamState:
-        moments.check_static(static_group_size, static_min_size)
+        _, size = moments.require_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
-        trees = [jax.tree.map(lambda p: moments.zeros(p, spec, static_min_size), params) for spec in specs.values()]  # noqa: B023
-        remainder = master_weights.init_remainders(params, master_format)
-        return moments.replicate_scalars(params, _make_state(jnp.zeros([], jnp.int32), *trees, remainder))  # type: ignore[return-value]
+        mus, nus = (jax.tree.map(lambda p: moments.zeros(p, spec, size), params) for spec in specs.values())  # noqa: B023
+        state = _make_state(jnp.zeros([], jnp.int32), mus, nus, master_weights.init_remainders(params, master_format))
+        return moments.replicate_scalars(params, state)  # type: ignore[return-value]
 
     def update_fn(
         grads: optax.Updates,

@@ -202,7 +202,7 @@ def fp8lm_adamw(
         return moments.should_quantize(x.shape, storage_spec("mu", num_layer_axes), static_min_size)
 
     def init_fn(params: optax.Params) -> Any:
-        moments.check_static(static_group_size, static_min_size)
+        moments.require_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
         depths = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
 

@@ -148,13 +148,14 @@ def to_static_integer(name: str, value: int | np.integer | Array) -> int | None:
     return int(value)
 
 
-def check_static(group_size: int | None, min_size: int | None) -> None:
-    """Refuses sizes that `to_static_integer` found traced."""
+def require_static(group_size: int | None, min_size: int | None) -> tuple[int, int]:
+    """Both sizes of `to_static_integer`; ValueError for one that is traced."""
     if group_size is None or min_size is None:
         raise ValueError(
             "group_size and min_size are static: name them in optax.inject_hyperparams, "
             "static_args=('group_size', 'min_size')"
         )
+    return group_size, min_size
 
 
 def is_quantized(node: Any) -> bool:

@@ -1,4 +1,4 @@
-"""When the fused AdamW kernel can take a parameter, and how it is called."""
+"""The fused AdamW kernel: which parameters it takes, and its call."""
 
 import dataclasses
 import functools
@@ -21,29 +21,16 @@ from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
 from fp8jax.ops.optimizers.dead_elements import DEAD_M_RATIO, DEAD_V_HIGH, DEAD_V_LOW, DEAD_V_MID, DEAD_V_RATIO
 from fp8jax.ops.optimizers.leaf import Adam, Leaf, Moment, StepResult
 
-# Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
-# bring weights a quarter too far after their last gradient.
+# Up to this b1, expanded codes of first moments are rounded to nearest. At 0.99 that would stop their decay too early:
+# after their last gradient, weights would move a quarter too far.
 DITHER_FROM_B1 = 0.98
 
 
-class _Operands(NamedTuple):
-    grad: Array
-    weight: Any
-    mu: tuple[Array, ...]
-    nu: tuple[Array, ...]
-    scalars: tuple[Array | None, ...]
-    noise: Array | None
-    nu_noise: Array | None
-
-
 def needs_dither(moment: Moment, b1: Any) -> bool:
-    """Whether a first moment is rounded by `fp8jax.core.noise.decay_dither`, so that its decay is not lost.
-
-    With range expansion codes reach down to the smallest value of a group, and lie close enough together for a decay of
-    `DITHER_FROM_B1` or faster. Nobody knows the decay where it is an array, traced or not.
-    """
+    """Whether a first moment is rounded by `fp8jax.core.noise.decay_dither`, so that its decay is not lost."""
     if not isinstance(moment, QTensor):
         return False
+    # Expanded codes are dense enough for a fast decay. The value of an array is not known.
     return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > DITHER_FROM_B1)
 
 
@@ -67,14 +54,14 @@ def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
 
 
 class ShardStride(NamedTuple):
-    """Where the groups of a part, or its elements, lie among those of the whole array.
+    """Where the groups of a shard, or its elements, lie in the whole array.
 
-    Group n of the part is group `first + n // inner * stride + n % inner` of the whole.
+    Group n of the shard is group `first + n // inner * stride + n % inner` of the whole.
 
     Attributes:
-        first: number of the part's first group, uint32.
-        inner: groups of the part that follow each other in the whole.
-        stride: how many groups further the next such run begins; 0 if all follow each other.
+        first: number of the shard's first group, uint32.
+        inner: length of a run of groups that are adjacent in the whole.
+        stride: distance between the starts of two such runs; 0 if there is one run.
     """
 
     first: Array
@@ -85,18 +72,18 @@ class ShardStride(NamedTuple):
     def from_sharding(
         cls, sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], shard_counts: Sequence[int]
     ) -> "ShardStride | None":
-        """None where runs of groups have no constant stride.
+        """The stride of a shard, or None if its runs have no constant distance.
 
         Args:
+            sharding: how the array is sharded.
             names: of the axes.
-            global_counts, shard_counts: groups along each axis, of the whole and of the part.
+            global_counts, shard_counts: groups along each axis, of the whole and of the shard.
         """
         runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
         first = jnp.zeros((), jnp.uint32)
         for name, n, shard_count in zip(reversed(names), reversed(global_counts), reversed(shard_counts), strict=True):
-            first = first + jnp.asarray(sharding.shard_offset(name, shard_count)).astype(jnp.uint32) * np.uint32(
-                stride % 2**32
-            )
+            offset = jnp.asarray(sharding.shard_offset(name, shard_count)).astype(jnp.uint32)
+            first = first + offset * np.uint32(stride % 2**32)
             if stride == runs[-1][0] * runs[-1][1]:
                 runs[-1][0] *= shard_count
             elif shard_count > 1:
@@ -106,7 +93,7 @@ class ShardStride(NamedTuple):
 
 
 def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
-    """The fp32 scalars of a step for the kernel, of parameters that decay or not, first moments dithered or not."""
+    """The fp32 scalars of a step for the kernel."""
     from pallas_kernels.optimizers import adamw_triton
 
     count = jnp.asarray(adam.count, jnp.float32)
@@ -123,7 +110,7 @@ def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | N
 
 
 def step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
-    """The step of some leaves with quantized moments, each by the fused kernel."""
+    """The step of leaves with quantized moments, by the fused kernel."""
     scalars = functools.cache(functools.partial(make_scalars, adam))
     return [_step_leaf(adam, leaf, scalars(leaf.decays, needs_dither(leaf.mu, adam.b1))) for leaf in leaves]
 
@@ -131,10 +118,8 @@ def step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
 def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> StepResult:
     from pallas_kernels.optimizers import adamw_triton
 
-    storage = (
-        _kernel_storage(leaf.mu, signed=True, is_dithered=needs_dither(leaf.mu, adam.b1)),
-        _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.salt is not None),
-    )
+    mu_storage = _kernel_storage(leaf.mu, signed=True, is_dithered=needs_dither(leaf.mu, adam.b1))
+    nu_storage = _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.salt is not None)
     has_decay = leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
     needs_weight = leaf.in_place or has_decay
     size = leaf.group_size
@@ -146,14 +131,14 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
         return adamw_triton.adamw(
             *x[:4],
             adamw_triton.AdamWScalars(*x.scalars),
-            mu_storage=storage[0],
-            nu_storage=storage[1],
+            mu_storage=mu_storage,
+            nu_storage=nu_storage,
             dead_elements=dead_element_params(),
             group_size=size,
             form="step" if in_place else "update",
             dtype=dtype,
-            seed=x.noise,
-            nu_seed=x.nu_noise,
+            seed=x.weight_seed,
+            nu_seed=x.nu_seed,
             salt=leaf.salt or 0,
             run=run,
             compute_capability=capability(),
@@ -162,32 +147,32 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
     def step_part(
         sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], x: _Operands, *kernel_args: Any
     ) -> Any:
-        """The step of a part of the parameter; noise of its second moment goes by numbers of groups of the whole."""
-        if x.nu_noise is None or not sharding.axes:
+        """The step of a shard. The noise of its second moment numbers the groups of the whole array."""
+        if x.nu_seed is None or not sharding.axes:
             return kernel(x, None, *kernel_args)
         stride = ShardStride.from_sharding(sharding, names, global_counts, groups(x.grad.shape))
         if stride is not None:
             run = stride.inner, stride.stride or 1
-            return kernel(x._replace(nu_noise=_advance_seed(x.nu_noise, stride.first, size)), run, *kernel_args)
+            return kernel(x._replace(nu_seed=_advance_seed(x.nu_seed, stride.first, size)), run, *kernel_args)
 
         def step_row(i: Array) -> Any:
             number = (sharding.shard_offset(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
-            seed = _advance_seed(x.nu_noise, number * np.uint32(math.prod(global_counts[1:]) % 2**32), size)
+            seed = _advance_seed(x.nu_seed, number * np.uint32(math.prod(global_counts[1:]) % 2**32), size)
             grad, weight, mu, nu = jax.tree.map(lambda array: array[i], tuple(x[:4]))
-            row_operands = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=seed)
+            row_operands = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_seed=seed)
             return step_part(sharding, names[1:], global_counts[1:], row_operands, *kernel_args)
 
         return jax.lax.map(step_row, jnp.arange(x.grad.shape[0]))
 
     def step_shard(sharding: DimSharding, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
-        if x.noise is None or not sharding.axes:
+        if x.weight_seed is None or not sharding.axes:
             return step_part(sharding, names, groups(shape), x, leaf.in_place, leaf.dtype)
-        # The kernel numbers weights in its own part; their noise goes by their places in the whole.
+        # The kernel numbers the weights of its shard; their noise numbers those of the whole array.
         assert x.weight is not None
-        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), False, jnp.float32)
+        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(weight_seed=None), False, jnp.float32)
         offsets = [sharding.shard_offset(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
-        weight = round_stochastic(weight, x.noise, global_shape=shape, offsets=offsets)
+        weight = round_stochastic(weight, x.weight_seed, global_shape=shape, offsets=offsets)
         apply_if = adamw_triton.AdamWScalars(*x.scalars).apply_if
         return weight if apply_if is None else jnp.where(apply_if > 0, weight, x.weight), mu, nu
 
@@ -195,13 +180,12 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
         x = _Operands(*operands)
         names = [f"axis{i}" for i in range(x.grad.ndim)]
         dims, shape = " ".join(names), x.grad.shape
-        moments = [
-            (dims, *[f"{dims}/{size}"] * (len(weight_arrays) - 1)) for weight_arrays in (x.mu, x.nu)
-        ]  # codes or values, then what there is for each group
-        if on_one_device():  # `_vmap_as_leading_axis` has mapped it
+        # Codes or values, then one entry for each group.
+        moments = [(dims, *[f"{dims}/{size}"] * (len(arrays) - 1)) for arrays in (x.mu, x.nu)]
+        if on_one_device():
             return step_shard(UNSHARDED, names, shape, x)
         dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
-        static = storage, size, dtypes, leaf.salt or 0, x.grad.shape, [s is None for s in x.scalars]
+        static = (mu_storage, nu_storage), size, dtypes, leaf.salt or 0, x.grad.shape, [s is None for s in x.scalars]
         weight_dims = dims if remainder is None else (dims, dims)
         ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
         return run_partitioned(
@@ -222,15 +206,15 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
 
 
 def _advance_seed(seed: Array | None, groups: Array, size: int) -> Array:
-    """The words of noise of a part that begins so many groups of a size after the whole."""
+    """The words of noise for a shard that begins so many groups of a size after the whole array."""
     assert seed is not None
     return noise.advance_counter(seed, groups * np.uint32(size // 8))
 
 
 def _vmap_as_leading_axis(function: Any) -> Any:
-    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see.
+    """The function of `_Operands` with a rule for `jax.vmap`, which makes the mapped axis a leading axis of the arrays.
 
-    Noise does: with it, which goes by positions in one parameter, the kernel runs once for each.
+    Groups do not depend on leading axes. Noise does: with seeds, the kernel runs once for each index.
     """
 
     @jax.custom_batching.custom_vmap
@@ -273,7 +257,7 @@ def _to_moment(arrays: tuple[Array, ...], like: Moment) -> Moment:
 
 
 def dead_element_params() -> Any:
-    """`fp8jax.ops.optimizers.dead_elements` as the kernel takes it."""
+    """The constants of `dead_elements`, for the kernel."""
     from pallas_kernels.optimizers import adamw_triton
 
     return adamw_triton.DeadElementParams(DEAD_M_RATIO, DEAD_V_RATIO, DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW)

@@ -52,7 +52,7 @@ class Adam:
     apply_if: Any = None
     max_direction: Any = None
     nesterov: bool = False
-    seed: Array | None = None
+    seed: Any = None
 
     def split_static(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
         """Static fields, hashable, and the others as arrays: `Adam(**dict(static), **scalars)` is the same again.
