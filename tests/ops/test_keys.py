@@ -215,8 +215,8 @@ def test_layers_of_a_transformer_hand_their_key_on():
     x, w = HALVES[None], jnp.eye(N)
     functions = {
         "norm_linear": lambda x, key: fp8jax.norm_linear(x, None, [w], recipe=recipe, key=key)[0],
-        "attention_out_proj": lambda x, key: fp8jax.attention_out_proj(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
-        "glu_down_proj": lambda x, key: fp8jax.glu_down_proj(x, None, w, recipe=recipe, key=key),
+        "attention_output": lambda x, key: fp8jax.attention_output(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
+        "glu_linear": lambda x, key: fp8jax.glu_linear(x, None, w, recipe=recipe, key=key),
         "linear": lambda x, key: fp8jax.linear(x, w, recipe=recipe, key=key),
         "einsum": lambda x, key: fp8jax.einsum("td,dh->th", x, w, recipe=recipe, key=key),
     }

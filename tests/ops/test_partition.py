@@ -246,7 +246,7 @@ def stand_ins(monkeypatch):
     from pallas_kernels.quantization import amax_triton, quantize_rows_triton, quantize_triton
 
     class Reference(types.SimpleNamespace):
-        SAMPLE = 32
+        SAMPLE_ROWS = 32
 
         def __getattr__(self, name):
             return lambda *args, compute_capability, **options: getattr(fused_reference, name)(*args, **options)

@@ -39,7 +39,7 @@ def glu(
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_down_proj` is it with the
+    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_linear` is it with the
     layer that reads it, which keeps less.
 
     Args:
@@ -220,11 +220,11 @@ class ActivationBackward:
             return None
         from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-        arrays_and_scales = [
+        arrays_and_scales: Any = [
             array for q in saved for array in ((None, None) if q is None else fused_outputs.residual_matrices(q))
         ]
         return operation, quantize_recomputed_triton.Operands(
-            *arrays_and_scales, gradient=None if dy is None else fused_outputs.to_matrix(dy)
+            *arrays_and_scales, None if dy is None else fused_outputs.to_matrix(dy)
         )
 
 

@@ -42,7 +42,7 @@ def norm_linear(
     `x` alone, a faithful one also that copy.
 
         x, q, k, v = fp8jax.norm_linear(x, scale, (wq, wk, wv), recipe=recipe, residual=True)
-        x = fp8jax.attention_out_proj(attention(q, k, v), wo, x, recipe=recipe)
+        x = fp8jax.attention_output(attention(q, k, v), wo, x, recipe=recipe)
 
     Args:
         x: (..., channels), any floating dtype.
@@ -80,7 +80,7 @@ def norm_linear(
     return (passthrough, *y)
 
 
-def attention_out_proj(
+def attention_output(
     y: Array,
     w: Array,
     residual: Array | None = None,
@@ -126,7 +126,7 @@ def attention_out_proj(
     return out if residual is None else residual + out
 
 
-def glu_down_proj(
+def glu_linear(
     gate: Array,
     up: Array | None,
     w: Array,
