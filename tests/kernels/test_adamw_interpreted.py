@@ -227,7 +227,7 @@ def compare_shards() -> None:
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
         dead_elements=adamw_kernel.dead_element_params(),
-        form="step", nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
+        in_place=True, nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))
 

@@ -443,15 +443,15 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     from fp8jax.ops.optimizers.leaf import Adam, Leaf
     from pallas_kernels.optimizers import adamw_triton
 
-    def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, form, dtype, seed, group_size, **_):
-        assert (seed is None) == (form == "update" or not stochastic)
+    def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, in_place, dtype, seed, group_size, **_):
+        assert (seed is None) == (not in_place or not stochastic)
         codes, scale, exponent = nu
         inner, stride = run or (codes.size, 1)
         n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
         number = n // inner * stride + n % inner
         words = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
         change = grad / 1024
-        if form == "step":
+        if in_place:
             change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
             change = round_stochastic(change, seed)

@@ -26,6 +26,18 @@ from fp8jax.ops.optimizers.leaf import Adam, Leaf, Moment, StepResult
 DITHER_FROM_B1 = 0.98
 
 
+class _Operands(NamedTuple):
+    """The arrays of a leaf, which `run_partitioned` cuts, and the scalars."""
+
+    grad: Array
+    weight: Any
+    mu: tuple[Array, ...]
+    nu: tuple[Array, ...]
+    scalars: tuple[Array | None, ...]
+    weight_seed: Array | None
+    nu_seed: Array | None
+
+
 def needs_dither(moment: Moment, b1: Any) -> bool:
     """Whether a first moment is rounded by `fp8jax.core.noise.decay_dither`, so that its decay is not lost."""
     if not isinstance(moment, QTensor):
@@ -135,7 +147,7 @@ def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> Ste
             nu_storage=nu_storage,
             dead_elements=dead_element_params(),
             group_size=size,
-            form="step" if in_place else "update",
+            in_place=in_place,
             dtype=dtype,
             seed=x.weight_seed,
             nu_seed=x.nu_seed,

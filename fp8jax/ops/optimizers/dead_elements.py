@@ -33,8 +33,8 @@ def suppress_dead_elements(
     - If the direction of an element is below D / 40, its first moment becomes 0. That changes no later update by more
       than this share of the group's largest. Rounding to nearest could hold such a moment at the smallest code.
     - If also its gradient is 0 and its direction below D / 2^24, its second moment decays no further. It keeps its
-      bias-corrected value, but at least 1/128 of the group's largest; between 1/8 and 1/2 it becomes 1/2. A first
-      moment in codes gets there some 45 steps after its last gradient.
+      bias-corrected value, but at least 1/128 of the group's largest; between 1/8 and 1/2 it becomes 1/2, and
+      larger ones decay. A first moment in codes gets there some 45 steps after its last gradient.
 
     Elements with small gradients are not affected, because directions do not depend on the gradient's scale. An element
     with a gradient every N > 45 steps has the second moment of one with a gradient every 45.

@@ -223,7 +223,7 @@ def _step_by_kernel(adam: Adam, leaf: Leaf) -> StepResult:
             x.grad, x.weight, x.codes,
             jnp.stack([scale.reshape(-1) for scale in scale_rows]),
             fp8lm_triton.FP8LMScalars(*x.scalars),
-            form="step" if leaf.in_place else "update",
+            in_place=leaf.in_place,
             words=seed,
             run=run,
             rounding=half_step(leaf.dtype),

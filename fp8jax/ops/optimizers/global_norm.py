@@ -16,8 +16,8 @@ def global_norm(arrays: Sequence[Array], *, impl: str = "auto") -> Array:
 
     Args:
         arrays: floating, of any shapes.
-        impl: "xla" reduces each array by itself, as `optax.tree.norm`. "auto" is a kernel that reduces many arrays in one
-            launch, if they lie on one CUDA GPU or are local ones inside `jax.shard_map`; fp32 sums have another order.
+        impl: "xla" reduces each array by itself, as `optax.tree.norm`. "auto" is a kernel that reduces many arrays at
+            once, if they lie on one CUDA GPU or are local ones inside `jax.shard_map`; fp32 sums have another order.
             "triton" is the same, but raises where "auto" would fall back.
 
     Raises:

@@ -23,9 +23,9 @@ def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: S
         scalars: tree of arrays that all rows share.
         rows: trees of arrays; a kind has one structure, and the same types of leaves.
     """
-    # JAX traces and lowers a jitted function once for each kind. XLA inlines its calls and compiles each copy, which on a
-    # CPU takes nearly all of the time. There, the rows of a kind are stacked, and one loop runs over them. Elsewhere
-    # stacking would cost memory, and communication between devices if arrays are sharded.
+    # JAX traces and lowers a jitted function once for each kind. XLA inlines its calls and compiles each copy, which
+    # takes nearly all of the time on a CPU. There, the rows of a kind are stacked, and one loop runs over them.
+    # Elsewhere stacking would cost memory, and communication between devices if arrays are sharded.
     kinds: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         leaves, structure = jax.tree.flatten(row)
