@@ -1,4 +1,4 @@
-"""FP8-LM's AdamW (Peng et al., 2023, section 2.2): fp16 master weights and 8-bit first moments, 6 bytes a parameter."""
+"""FP8-LM's AdamW (Peng et al., 2023, section 2.2): fp16 master weights, 8-bit first moments, 6 bytes per parameter."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation, StepOptions, fused_transformation
 
 ROUNDINGS = ("nearest", "stochastic")
-# An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
+# A NumPy integer, because optax.inject_hyperparams traces Python integers.
 NO_LAYER_AXES = np.int32(0)
 
 
@@ -32,13 +32,13 @@ class FP8LMState(NamedTuple):
 
     Attributes:
         count: steps taken, int32 scalar.
-        largest: largest magnitudes of the three others, for each scale, of which the next step makes its bounds; None
-            for what is kept in fp32.
+        largest: amax of `master`, `mu` and `nu`, stacked, for each scale; the next step's bounds. None for parameters
+            in fp32.
         master: master weights: the tree of the parameters with an fp16 `QTensor` or an fp32 array for each.
         mu: first moments, an e4m3 `QTensor` or an fp32 array each.
         nu: second moments, an fp16 `QTensor` or an fp32 array each.
 
-    Fields are in the order of the alphabet, as in a dict of them.
+    The fields are in alphabetical order, as in a dict.
     """
 
     count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
@@ -49,11 +49,11 @@ class FP8LMState(NamedTuple):
 
 
 class FP8LMRemainderState(NamedTuple):
-    """State of `fp8lm_adamw` with a `master`, whose parameters are their own master weights, but for remainders.
+    """State of `fp8lm_adamw` with a `master`: the parameters are their own master weights, except for remainders.
 
     Attributes:
         count, mu, nu: as of `FP8LMState`.
-        largest: largest magnitudes of both moments, likewise.
+        largest: amax of both moments, likewise.
         remainder: the tree of the parameters with the int8 or int16 remainder of each that has one, None for others;
             None for "bf16+stochastic".
     """
@@ -82,51 +82,40 @@ def fp8lm_adamw(
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
 ) -> FusedTransformation:
-    r"""AdamW with its master weights in the state: 5 bytes a parameter, and 6 with a gradient in FP8.
+    r"""AdamW with master weights in its state: 5 bytes per parameter, and 6 with an FP8 gradient.
 
     ============= ======================== =====
-    fp16, scaled  master weight            2
-    e4m3, scaled  first moment             1
-    fp16, scaled  second moment            2
-    e4m3, scaled  gradient                 1
+    fp16, scaled  master weight            2 e4m3, scaled  first moment             1 fp16, scaled  second moment
+    2 e4m3, scaled  gradient                 1
     ============= ======================== =====
 
-    Every one has one scale for each tensor or stacked layer, a power of two in the state, so that what does not change
-    keeps its value when a scale does. All arithmetic is in fp32.
+    Each tensor, or each stacked layer, has one scale. Scales are powers of two, so that a change of scale does not
+    round values again. Arithmetic is in fp32.
 
-    So few scales cannot span everything: e4m3 reaches 2e-6 of a tensor's largest first moment, and fp16 the square of
-    that of its second. Where gradients of a tensor span more, or after an outlier of 10,000 times their size or a
-    hundredfold fall of all of them at b2 = 0.999, updates are off by 60 to 80 % for as long as the moments remember.
-    `group_size=128` gives each 128 elements of the last axis scales of their own, for 0.2 bytes a parameter.
+    **Range.** One scale limits the range: e4m3 reaches 2e-6 of a tensor's largest first moment, and fp16 the square of
+    that for the second. Updates are wrong by up to 80 % if gradients span more, after an outlier of 10,000 times their
+    size, or if all of them fall a hundredfold at b2 = 0.999. `group_size=128` gives each 128 elements scales of their
+    own, for 0.2 bytes per parameter.
 
-    Master weights are made of the parameters at `init`. What the caller holds is a working copy in whatever dtype the
-    model computes with: in bf16 two bytes more. `update` gives its distance from the new master weights, and so puts
-    right what rounding does to it; after `step` it is their value in its dtype, bit for bit. Where it is no rounding of
-    its master weight, somebody has changed it, and it is taken in its place: parameters may be loaded, projected or
-    averaged between steps, and what follows in a chain may change updates. Who keeps no copy between steps makes it of
-    the state, `params_from_master(state)`. While gradients are computed they exist in the dtype of the copy;
-    accumulated over microbatches, in fp32.
+    **Working copies.** `init` makes the master weights from the parameters. The parameters of the caller are working
+    copies in the dtype of the model; in bf16 they take two bytes more. `step` returns the masters rounded to that
+    dtype, and `update` the difference from the given parameters. If a parameter is not the rounded value of its master
+    weight, the caller has changed it (loaded, projected or averaged it), and the step starts from the parameter.
+    `params_from_master(state)` makes working copies from the state.
 
-    Gradients may be arrays, or a `QTensor` each, as `fp8jax.dist.all_reduce_gradients(..., dequantize=False)` leaves
-    them. `optax.clip_by_global_norm` would take such codes for gradients: take `fp8jax.with_clipping` or
-    `fp8jax.clip_by_global_norm`.
+    **Gradients.** They may be arrays or `QTensor`s, as from `fp8jax.dist.all_reduce_gradients(..., dequantize=False)`.
+    Clip `QTensor`s with `fp8jax.with_clipping` or `fp8jax.clip_by_global_norm`, not with optax. A finite gradient
+    beyond 1.8e19 has an infinite second moment, as in optax.
 
-    A second moment that is not zero never becomes zero, and a first moment does before it: where rounding to nearest
-    would undo a decay, up or down is by noise that all elements share (`fp8jax.core.noise.decay_dither`). So a weight
-    without a gradient stands still. A finite gradient beyond 1.8e19 has an infinite second moment, as in optax, and it
-    alone.
+    **Rounding.** A second moment above zero never becomes zero. First moments decay to zero, because they are rounded
+    by a dither that all elements share (`fp8jax.core.noise.decay_dither`). A step of fp16 is 0.05 to 0.1 % of a weight:
+    rounding to nearest loses smaller changes, as in the paper, and stochastic rounding keeps them on average. With
+    `master`, the parameters are the master weights, as in `compressed_adamw`: "bf16+int8" and both moments take 6 bytes
+    per parameter, the paper's state with a bf16 copy 7.
 
-    One fp16 step of a weight is 0.05 to 0.1 %: to nearest, changes under half of that are lost, which the paper
-    accepts; stochastically they are kept on average. With `master` the parameters that the caller holds are the master
-    weights, as of `compressed_adamw`: nothing is a copy, and with 8 bits of remainder beside bf16, 24 bits in all are
-    6 bytes a parameter with both moments, where the paper's are 7 with the copy.
-
-    Scales come from bounds, which nothing exceeds: each step tells the largest magnitudes that it stored, and those
-    after the next one follow from them, the gradient's and the learning rate; they are one to two binades above the
-    largest magnitudes themselves. A copy that was changed to what lies beyond them is taken one step later. So a step
-    is one pass, after one over the gradient for its largest magnitudes: with gradients in FP8 and working copies in
-    bf16 both read and write 16 bytes a parameter. XLA alone, which computes steps with groups, reads what it stored
-    again.
+    **Scales.** The scales of a step come from bounds: the amax stored by the last step, the amax of the gradient, and
+    the learning rate. They are one to two binades above the amax itself. A step is thus one pass over its arrays, after
+    one over the gradient. A copy that was changed beyond the bound is taken one step later.
 
     Args:
         learning_rate: step size, or a schedule of the number of steps taken.
@@ -138,28 +127,30 @@ def fp8lm_adamw(
         mask: tree of booleans with the structure of the parameters, or a function of the parameters that gives one:
             which parameters decay. None decays all.
         mu: format of the first moment, "e4m3" or "e5m2".
-        master: what the optimizer updates. None: master weights in fp16 in its state, the paper's. "bf16+stochastic",
-            "bf16+int8", "bf16+int16", "fp16+int8" and "fp16+int16": the parameters, as of `compressed_adamw`.
+        master: which weights the optimizer updates. None: master weights in fp16 in its state, as in the paper.
+            "bf16+stochastic", "bf16+int8", "bf16+int16", "fp16+int8" and "fp16+int16": the parameters, as in
+            `compressed_adamw`.
         master_rounding: how master weights in fp16 are rounded, "nearest" or "stochastic", with noise from the step's
             number, the parameter's path and the element's position.
-        layer_axes: how many leading axes of a parameter stack layers, each of which has scales of its own: an integer,
-            a tree of them that is a prefix of the parameters, or a function of the parameters that gives one. Groups
-            are of one layer anyway.
-        group_size: elements along the last axis that share a scale, such as 128; None for one scale a layer, the
-            paper's. A parameter whose scales would take 10 % of its codes keeps all three in fp32.
-        min_size: parameters of fewer elements keep all three in fp32, with `master` both moments.
-        impl: "xla"; "triton", the fused kernel for parameters in codes on CUDA; or "auto", the kernel where it can run.
-            JAX takes no kernels in a jitted program on a GPU whose arrays lie on two automatic meshes: "xla" there.
+        layer_axes: number of leading axes of a parameter that stack layers, each with its own scales: an integer, a
+            tree that is a prefix of the parameters, or a function of the parameters that returns one. Groups never span
+            layers.
+        group_size: elements along the last axis that share a scale, such as 128; None for one scale per layer, as in
+            the paper. A parameter whose scales would take 10 % of its codes keeps its state in fp32.
+        min_size: parameters with fewer elements keep their state in fp32.
+        impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
+            run. In a jitted program on GPUs whose arrays lie on two automatic meshes, JAX cannot run kernels: take
+            "xla".
 
     Returns:
-        A transformation with state `FP8LMState`, with `master` `FP8LMRemainderState`, and `step(grads, state, params)
-        -> (params, state)`, which replaces the parameters. Updates have the dtype of the parameters; of bf16 and fp16
-        ones with `master` they are fp32, and nothing may change them before they are added, as of `compressed_adamw`.
+        A transformation with `step(grads, state, params) -> (params, state)`, which replaces the parameters. Its state
+        is `FP8LMState`, or `FP8LMRemainderState` with `master`. Updates have the dtype of the parameters. With
+        `master`, updates of 16-bit parameters are in fp32 and must be added unchanged.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
-        TypeError: at `init`, a parameter is not of a floating dtype, or not of the one that `master` says.
+        TypeError: at `init`, a parameter is not of a floating dtype, or not of the dtype of `master`.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
@@ -187,7 +178,7 @@ def fp8lm_adamw(
     state_class: Any = FP8LMState if master_format is None else FP8LMRemainderState
     quantized_fields = ("mu", "nu") if master_format else ("master", "mu", "nu")
     static_min_size = moments.to_static_integer("min_size", min_size)
-    # A group of one tensor or layer where there is no group size.
+    # 0 stands for no groups, and None for a traced size.
     static_group_size = 0 if group_size is None else moments.to_static_integer("group_size", group_size)
 
     def storage_spec(name: str, num_layer_axes: Any) -> QuantSpec:
@@ -197,7 +188,7 @@ def fp8lm_adamw(
         return QuantSpec(fmt, "group", static_group_size, underflow=underflow)
 
     def is_quantized(x: Any, num_layer_axes: Any) -> bool:
-        """Whether a parameter of this shape is quantized, and so all that is stored of it."""
+        """Whether the state of a parameter of this shape is quantized: all of its arrays, or none."""
         assert static_min_size is not None
         return moments.should_quantize(x.shape, storage_spec("mu", num_layer_axes), static_min_size)
 
@@ -274,15 +265,15 @@ def fp8lm_adamw(
 
 
 def is_fp8lm_state(node: Any) -> bool:
-    """Whether a node of a tree is the state of `fp8lm_adamw`, whose scales are told by the axes that are stacked."""
+    """Whether a node of a tree is the state of `fp8lm_adamw`, whose scales depend on the number of stacked axes."""
     return isinstance(node, (FP8LMState, FP8LMRemainderState))
 
 
 def params_from_master(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Params:
-    """The parameters of the master weights of `fp8lm_adamw`, for who keeps none between steps.
+    """The parameters, from the master weights of `fp8lm_adamw`.
 
     Raises:
-        TypeError: the state has none: with `master`, the parameters are their own.
+        TypeError: the state has none, because with `master` the parameters are the master weights.
     """
     if not isinstance(state, FP8LMState):
         raise TypeError(

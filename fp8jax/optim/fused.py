@@ -1,4 +1,4 @@
-"""`FusedTransformation`: an optax transformation with a step that updates parameters where they are."""
+"""`FusedTransformation`: an optax transformation with a step that updates parameters in place."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,21 +15,20 @@ from fp8jax.optim import flax_variables
 class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also apply its update itself.
 
-    `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
-    of updates in between: each parameter is read and written once. It takes further arguments by name:
+    `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree of
+    updates: each parameter is read and written once. It takes further arguments by name:
 
-    key: new bf16 parameters are rounded stochastically, so that training needs no fp32 copy of them: rounded to
-        nearest, changes under half a step of bf16 are lost.
-    grad_scale: a scalar that gradients are multiplied by in fp32, in the same pass.
-    apply_if: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
-    max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
-        for `fp8jax.with_weight_bounds`, and not of `fp8lm_adamw`.
-    tree_slice: of what the parameters are a part, for `fp8jax.fused_backward`.
+    key: PRNG key for stochastic rounding of bf16 parameters. To nearest, changes below half a step of bf16 are lost.
+    grad_scale: scalar factor of the gradients, applied in fp32 in the same pass.
+    apply_if: boolean scalar. If it is False, parameters and state stay as they are, without a copy.
+    max_direction: scalar. Finite directions are clipped to this magnitude, before rate and weight decay. It is for
+        `fp8jax.with_weight_bounds`; `fp8lm_adamw` refuses it.
+    tree_slice: which part of all parameters these are, for `fp8jax.fused_backward`.
 
-    `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
+    `update` holds the step, so that a copy made of `init` and `update`, by `_replace` or `jax.tree.map`, has it too.
 
     Raises:
-        TypeError: there is no step: none is given, and `update` is not that of a fused transformation.
+        TypeError: no step is given, and `update` is not that of a fused transformation.
     """
 
     def __new__(cls, init: Callable, update: Callable, step: Callable | None = None) -> "FusedTransformation":
@@ -46,7 +45,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     @property
     def step(self) -> Callable[..., tuple[optax.Params, optax.OptState]]:
-        """The function that updates parameters themselves."""
+        """The function that updates parameters in place."""
         return self.update.step  # type: ignore[attr-defined, no-any-return]
 
 
@@ -62,7 +61,7 @@ class _Update:
 
 
 class StepOptions(NamedTuple):
-    """How a step is taken.
+    """The options of a step.
 
     Attributes:
         in_place: whether the result is the new parameters, or else their changes.
@@ -78,7 +77,7 @@ class StepOptions(NamedTuple):
 
 
 def fused_transformation(init_fn: Callable, update_fn: Callable) -> FusedTransformation:
-    """A transformation from its two functions, also for parameters in boxes of Flax.
+    """A transformation from its two functions, which also takes parameters in boxes of Flax.
 
     Args:
         init_fn: `init_fn(params) -> state`.
