@@ -57,9 +57,6 @@ class Linear:
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote sums to fp32, as Transformer Engine's backward pass does.
         select: "all" products, or in models what "gains" time by them (`fp8jax.recipes.for_shapes`).
-        fuse_parallel_matmuls: whether `fp8jax.transform` and `quantize` take the products of one input, as q, k and v,
-            as if they were written as one packed projection: one scale for their weights and one for their gradients,
-            and one product each for the gradients of the input and of the weights.
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -81,7 +78,6 @@ class Linear:
     weight_amax_interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
     select: str = "all"
-    fuse_parallel_matmuls: bool = False
 
     def __post_init__(self) -> None:
         for field in (*OPERANDS, *_SOURCES):
@@ -125,12 +121,6 @@ class Linear:
         if unknown := set(self.fast_accumulation) - set(self.products()):
             names = ", ".join(self.products())
             raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
-        joined = ("w", "w_dgrad", "dy", "dy_wgrad")
-        one_scale = all(spec and spec.granularity == "tensor" for spec in map(self.spec, joined))
-        if self.fuse_parallel_matmuls and (self.states or not one_scale):
-            raise ValueError(
-                f"linear.fuse_parallel_matmuls needs current scaling and one scale a tensor for {', '.join(joined)}"
-            )
         if self.select not in ("all", "gains"):
             raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
         for field in ("amax_history_length", "weight_amax_interval"):

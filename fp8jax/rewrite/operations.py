@@ -84,11 +84,6 @@ class ProductOperation:
         return self.recipe.linear
 
     @property
-    def has_layout(self) -> bool:
-        """Whether the product's matrix is made of what is stored."""
-        return bool(self.layout)
-
-    @property
     def num_inputs(self) -> int:
         """How many inputs it sums over."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
@@ -130,7 +125,7 @@ class ProductOperation:
             on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored_weight = self._stored_weight(interpreter)
         w = stored_weight.layout(stored_weight.values)
-        original_weight = stored_weight if self.has_layout else None
+        original_weight = stored_weight if self.layout else None
         if self.saved_data is None:
             y = self._dot_general(
                 x,
@@ -224,7 +219,7 @@ class ProductOperation:
     def _prequantized(self, use_inputs: UseInputs) -> Any:
         """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
         _, contract = self._contracting_axes()
-        return None if self.has_layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
+        return None if self.layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
 
     def _stored_weight(self, interpreter: "Interpreter") -> StoredWeight:
         """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
