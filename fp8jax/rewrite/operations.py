@@ -127,17 +127,27 @@ class ProductOperation:
         w = stored_weight.layout(stored_weight.values)
         original_weight = stored_weight if self.layout else None
         if self.saved_data is None:
-            y = self._dot_general(
+            contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
+            y = dot_general(
                 x,
                 w,
+                (contract, batch if self.side == 1 else batch[::-1]),
+                preferred_element_type=self.params["preferred_element_type"] or x.dtype,
+                recipe=linear,
                 key=key,
-                bias=self._bias(interpreter),
                 quantized=self._prequantized(use_inputs),
-                split_sizes=split_sizes,
+                # With the parameter on the left JAX's own rule places Explicit axes.
+                out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
+                input_facts=input_facts,
+                bias=self._bias(interpreter),
                 on_passthrough=on_passthrough,
                 stored_weight=original_weight,
-                input_facts=input_facts,
+                split_sizes=split_sizes,
             )
+            if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
+                num_batch = len(batch[0])
+                num_free = x.ndim - len(contract[0]) - num_batch
+                y = jnp.moveaxis(y, range(num_batch, num_batch + num_free), range(y.ndim - num_free, y.ndim))
         else:
             if w.ndim == 2 and x.shape[-1] == w.shape[0]:
                 product_input = Input(flatten_tokens(x, w), x, input_facts=input_facts)
@@ -231,18 +241,6 @@ class ProductOperation:
             functools.partial(_apply_layout, self.layout),
             is_transpose,
         )
-
-    def _dot_general(self, x: Array, w: Array, **keywords: Any) -> Any:
-        contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
-        dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
-        if self.side == 1:
-            numbers = contract, batch
-            return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **keywords)
-        # The parameter on the left: its free axes come first. Where axes are Explicit, JAX's own rule places them.
-        n = len(batch[0])
-        num_free = x.ndim - len(contract[0]) - n
-        y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **keywords)
-        return y if self.is_transposed else jnp.moveaxis(y, range(n, n + num_free), range(y.ndim - num_free, y.ndim))
 
 
 @dataclasses.dataclass(eq=False)

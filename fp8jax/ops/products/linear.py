@@ -287,10 +287,9 @@ def linears(
             w,
             linear_recipe,
             key,
-            None,
-            prequantized,
-            out_spec,
-            passthrough,
+            quantized=prequantized,
+            out_spec=out_spec,
+            passthrough=passthrough,
             returns_input=not is_last,
         )
         results.append(y)

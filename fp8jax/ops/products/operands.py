@@ -411,9 +411,20 @@ def convert_scale_to_spec(scale: Array | None, forward: QuantSpec | None, spec: 
     return scaling.convert_scale(scale, formats.get(forward.format), formats.get(spec.format))
 
 
-def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **options: Any) -> QTensor:
-    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes; arguments as of `encode`."""
-    q = encode(lax.stop_gradient(x), spec, strategy, **options)
+def make_codes(
+    x: Array,
+    spec: QuantSpec,
+    strategy: Scaling,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    transposed: bool = False,
+    fused_output: fused_outputs.FusedOutput | None = None,
+) -> QTensor:
+    """Codes of a matrix, or of its transposed copy, as bytes and without a gradient; arguments as of `encode`."""
+    q = encode(
+        lax.stop_gradient(x), spec, strategy, key=key, scale=scale, transposed=transposed, fused_output=fused_output
+    )
     assert isinstance(q, QTensor)
     return to_bytes(q)
 

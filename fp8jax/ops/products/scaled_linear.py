@@ -51,10 +51,10 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
     Raises:
         ValueError: the recipe's scaling keeps no state.
     """
-    values = {"w": w}
-    return ScalingState(
-        **{operand: strategy.init(values.get(operand)) for operand, strategy in _stateful_strategies(recipe).items()}
-    )
+    state = ScalingState()
+    for operand, strategy in _stateful_strategies(recipe).items():
+        state = state._replace(**{operand: strategy.init(w if operand == "w" else None)})
+    return state
 
 
 def scaled_linear(
@@ -96,18 +96,19 @@ def scaled_linear(
     strategies, linear_recipe, matrix = _stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
     values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
     state = lax.stop_gradient(state)
-    scaled_operands = {
-        name: value for name, value in values.items() if name in strategies and not strategies[name].is_threshold
-    }
-    scales = {name: _scale(name, value, state, linear_recipe) for name, value in scaled_operands.items()}
+    scales: Scales | None = None
+    for name, value in values.items():
+        if name in strategies and not strategies[name].is_threshold:
+            scales = (scales or Scales())._replace(**{name: _scale(name, value, state, linear_recipe)})
     if "dy" in strategies:
         if amax_slot is None:
             raise ValueError(
                 f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
             )
-        scales |= {"dy_amax": strategies["dy"].expected_amax(_operand_state(state, "dy")), "amax_slot": amax_slot}
+        dy_amax = strategies["dy"].expected_amax(_operand_state(state, "dy"))
+        scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
     out_spec = output_spec(x, w, out_sharding)
-    given_scales, stats = Scales(**scales) if scales else None, {}
+    stats: dict[str, Array] = {}
     threshold = strategies.get("x")
     if isinstance(threshold, Threshold):
         value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
@@ -117,9 +118,9 @@ def scaled_linear(
             w,
             linear_recipe,
             key,
-            given_scales,
-            quantized,
-            out_spec,
+            scales=scales,
+            quantized=quantized,
+            out_spec=out_spec,
             bias=bias,
             stored_weight=stored_weight,
         )
@@ -130,7 +131,7 @@ def scaled_linear(
             w,
             linear_recipe,
             key,
-            scales=given_scales,
+            scales=scales,
             quantized=quantized,
             out_spec=out_spec,
             bias=bias,
