@@ -142,6 +142,7 @@ class ProductOperation:
                 bias=self._bias(interpreter),
                 on_passthrough=on_passthrough,
                 stored_weight=original_weight,
+                both_layouts=interpreter.both_layouts,
                 split_sizes=split_sizes,
             )
             if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
@@ -165,6 +166,7 @@ class ProductOperation:
                 out_spec=spec,
                 bias=self._bias(interpreter),
                 stored_weight=original_weight,
+                both_layouts=interpreter.both_layouts,
                 split_sizes=split_sizes,
             )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
@@ -207,6 +209,7 @@ class ProductOperation:
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight),
             input_facts=input_facts,
             stored_weight=original_weight,
+            both_layouts=interpreter.both_layouts,
             on_passthrough=on_passthrough,
         )
         if interpreter.stats is None:

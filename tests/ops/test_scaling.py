@@ -152,5 +152,5 @@ def test_delayed_recipes_are_refused_where_there_is_no_state():
         fp8jax.linear(X, W, recipe=RECIPE)
     with pytest.raises(ValueError, match="not 'delayed'"):
         fp8jax.init_scaling(fp8jax.recipes.te_current())
-    with pytest.raises(ValueError, match="history must be positive"):
+    with pytest.raises(ValueError, match="amax_history_length must be positive"):
         scaling.Delayed(0)

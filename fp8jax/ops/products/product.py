@@ -36,7 +36,6 @@ from fp8jax.ops.products.frozen_weights import FrozenSource, FrozenWeight
 from fp8jax.ops.products.operands import (
     ForwardOperand,
     Input,
-    QuantizeHere,
     Residual,
     Source,
     gradient_key,
@@ -44,8 +43,8 @@ from fp8jax.ops.products.operands import (
     input_source,
     weight_side,
 )
-from fp8jax.ops.products.operands import QuantizedWeight as QuantizedWeight
-from fp8jax.ops.products.weights import choose_weight_source, quantize_both_for_grad, quantize_both_layouts
+from fp8jax.ops.products.weights import BothLayouts, StepWeight, weight_source
+from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
 
@@ -107,7 +106,7 @@ class Operands(NamedTuple):
     w: Array | None = None
     bias: Array | None = None
     x_source: Source | None = None
-    w_source: Source | FrozenSource | None = None
+    w_source: StepWeight | FrozenSource | None = None
     key: Array | None = None
     scales: Scales | None = None
     token: Array | None = None
@@ -123,7 +122,7 @@ class Residuals(NamedTuple):
     """
 
     x: Residual | None
-    w: Residual | FrozenSource
+    w: StepWeight | FrozenSource
     x_kind: DtypeAndSharding
     w_kind: DtypeAndSharding | None
     bias_kind: DtypeAndSharding | None
@@ -144,6 +143,7 @@ def recipe_dot(
     bias: Array | None = None,
     on_passthrough: Callable[[Array], None] | None = None,
     stored_weight: StoredWeight | None = None,
+    both_layouts: BothLayouts = BothLayouts.NEVER,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """x @ w + bias, with the three matmuls in the formats of a recipe.
@@ -160,6 +160,7 @@ def recipe_dot(
         on_passthrough: called with `x.source`, for its other readers. Their gradients are then added in the backward
             pass of this product.
         stored_weight: what `w` is made from, saved in place of `w`; or None.
+        both_layouts: when the codes of `w` are made in both layouts, in one pass.
         split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.packed`), or
             None.
 
@@ -167,7 +168,7 @@ def recipe_dot(
         (..., outputs) in the dtype of `x`, where `x.value` is (..., inputs). A tuple of these with `split_sizes`.
 
     Raises:
-        ValueError: the key is missing, or as `choose_weight_source`.
+        ValueError: the key is missing, or as `weight_source`.
     """
     y, passthrough = recipe_dot_from_source(
         x.value,
@@ -181,6 +182,7 @@ def recipe_dot(
         returns_input=on_passthrough is not None and x.value is x.source,
         bias=bias,
         stored_weight=stored_weight,
+        both_layouts=both_layouts,
         split_sizes=split_sizes,
     )
     if on_passthrough is not None and passthrough is not None:
@@ -202,6 +204,7 @@ def recipe_dot_from_source(
     returns_input: bool = False,
     bias: Array | None = None,
     stored_weight: StoredWeight | None = None,
+    both_layouts: BothLayouts = BothLayouts.NEVER,
     split_sizes: tuple[int, ...] | None = None,
 ) -> tuple[Any, Array | None]:
     """`recipe_dot` of an input whose source is given, which several products may share.
@@ -214,16 +217,13 @@ def recipe_dot_from_source(
         x_source: source of its codes, as of `input_source`.
         passthrough: the input as the product before returned it, or None.
         returns_input: whether to return the input.
-        w, recipe, key, scales, quantized, out_spec, bias, stored_weight, split_sizes: as of `recipe_dot`.
+        w, recipe, key, scales, quantized, out_spec, bias, stored_weight, both_layouts, split_sizes: as of `recipe_dot`.
 
     Returns:
         The product, and the input for the next product or None.
     """
     is_frozen = isinstance(w, FrozenWeight)
-    run_facts = gradient_facts.current()
-    if run_facts.is_unrolled and quantized is None and scales is None and not is_frozen:
-        quantized = quantize_both_layouts(w, recipe)  # type: ignore[arg-type]
-    w_source = choose_weight_source(w, recipe, scale=scales and scales.w, quantized=quantized)
+    w_source = weight_source(w, recipe, scale=scales and scales.w, quantized=quantized, both_layouts=both_layouts)
     if passthrough is not None and jax.typeof(passthrough) != jax.typeof(x):
         passthrough = None  # it varies over more mesh axes than x
     out_spec = out_spec or output_spec(x, w, None)
@@ -232,16 +232,16 @@ def recipe_dot_from_source(
 
     trained_w = None if isinstance(w, FrozenWeight) else w
     x, passthrough, trained_w, bias = match_varying_axes(x, passthrough, trained_w, bias)  # type: ignore[assignment]
-    if stored_weight is not None and isinstance(w_source, QuantizeHere):
+    if stored_weight is not None and isinstance(w_source, StepWeight):
         axes = frozenset(varying_axes(x))
-        w_source = QuantizeHere(w_source.scale, *stored_weight.with_step(lambda w: cast_varying_over(w, axes)))
+        w_source = w_source.made_from(stored_weight.with_step(lambda w: cast_varying_over(w, axes)))
     token = derivatives.second_order_guard(name, x, passthrough, trained_w, bias)
     config = ProductConfig(
         recipe=recipe,
         has_passthrough=passthrough is not None,
         returns_input=returns_input,
         out_spec=out_spec,
-        gradient_facts=run_facts,
+        gradient_facts=gradient_facts.current(),
         name=name,
         split_sizes=split_sizes,
     )
@@ -276,8 +276,8 @@ def _product(config: ProductConfig, operands: Operands) -> tuple[Any, Array | No
 
 def _product_fwd(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, Array | None], Residuals]:
     """`_forward`, if a backward pass follows."""
-    if operands.w is not None and config.gradient_facts.outside_loops:
-        w_source = quantize_both_for_grad(operands.w_source, operands.w, config.recipe)
+    if operands.w is not None and isinstance(operands.w_source, StepWeight):
+        w_source = operands.w_source.quantized_for_gradient(operands.w, config.recipe)
         operands = operands._replace(w_source=w_source)
     results, residuals = _forward(config, operands)
     if operands.w is not None:
@@ -421,7 +421,7 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME,
         )
-        if config.gradient_facts.is_unrolled:
+        if residuals.w.both_layouts is BothLayouts.ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
 

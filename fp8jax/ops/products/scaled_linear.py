@@ -14,7 +14,8 @@ from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts, StoredWeig
 from fp8jax.ops.dispatch.sharding import OutSharding
 from fp8jax.ops.products.linear import flatten_tokens, output_spec
 from fp8jax.ops.products.operands import Input, fallback_input_source
-from fp8jax.ops.products.product import QuantizedWeight, Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.weights import BothLayouts, QuantizedWeight
 from fp8jax.recipes import linear_part
 
 
@@ -70,6 +71,7 @@ def scaled_linear(
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
     stored_weight: StoredWeight | None = None,
+    both_layouts: BothLayouts = BothLayouts.NEVER,
     on_passthrough: Callable[[Array], None] | None = None,
 ) -> tuple[Array, ScalingStats]:
     """`linear` with a scaling that keeps a state.
@@ -84,7 +86,8 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding: as of `linear`. input_facts, stored_weight, on_passthrough: as of `dot_general`.
+        bias, key, out_sharding: as of `linear`. input_facts, stored_weight, both_layouts, on_passthrough: as of
+            `dot_general`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -123,6 +126,7 @@ def scaled_linear(
             out_spec=out_spec,
             bias=bias,
             stored_weight=stored_weight,
+            both_layouts=both_layouts,
         )
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     else:
@@ -137,6 +141,7 @@ def scaled_linear(
             bias=bias,
             on_passthrough=on_passthrough,
             stored_weight=stored_weight,
+            both_layouts=both_layouts,
         )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])
