@@ -18,9 +18,9 @@ from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
 
 _MAX_LISTED = 6  # layers that a sentence lists
-# The first six tell rows apart. Rows that are equal in the others are folded if the terminal is narrow.
-_HEAD = ("path", "operation", "shape", "line", "bytes", "gain us")
-_FOLDED_HEAD = ("forward", "dgrad", "wgrad", "saved", "why")
+# The first columns tell rows apart. Rows that are equal in the others are folded if the terminal is narrow.
+_NAME_HEAD = ("path", "shape", "line", "bytes", "gain us")
+_SHARED_HEAD = ("operation", "forward", "dgrad", "wgrad", "saved", "why")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Explanation:
         return tuple(entry for entry in self.entries if not entry.is_product)
 
     def __str__(self) -> str:
-        rows = [_HEAD + _FOLDED_HEAD, *map(_cells, self.rows)]
+        rows = [_NAME_HEAD + _SHARED_HEAD, *map(_cells, self.rows)]
         columns = [i for i in range(len(rows[0])) if i == 0 or any(row[i] != "-" for row in rows[1:])]
-        names = sum(i < len(_HEAD) for i in columns)
+        names = sum(i < len(_NAME_HEAD) for i in columns)
         sections = [table([[row[i] for i in columns] for row in rows], names=names)] if self.rows else []
         sections += [sentence(text) for text in self._sentences() if text]
         return "\n\n".join([*sections, *([str(self.program)] if self.program is not None else [])])
@@ -112,11 +112,11 @@ class Explanation:
 def _cells(entry: PlanEntry) -> tuple[str, ...]:
     return (
         entry.path or "-",
-        entry.kind,
         str(entry.shape or "-").replace(" ", ""),
         os.path.basename(entry.line.partition(" (")[0]) or "-",
         "-" if entry.residual_bytes is None else _format_bytes(entry.residual_bytes),
         "-" if entry.gain is None else f"{1e6 * entry.gain * entry.runs_per_step:+,.1f}",
+        entry.kind,
         *(entry.products.values() or ("-",) * 3),
         entry.residual,
         entry.reason,

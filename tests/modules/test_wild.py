@@ -125,7 +125,7 @@ class Experts(nnx.Module):
 
 def test_a_router_beside_activations_needs_no_line():
     parts = fp8jax.explain(Experts(), COAT, X).context_entries
-    assert [(part.path, part.computation) for part in parts] == [(f"experts/{i}/down", "silu(gate)") for i in range(2)]
+    assert [(part.path, part.kind) for part in parts] == [(f"experts/{i}/down", "silu(gate)") for i in range(2)]
 
 
 class Bridged(nnx.Module):
