@@ -52,7 +52,7 @@ def matmul(
 
     Codes are multiplied with fp32 (integers: int32) accumulation, and scales are applied to the sum. Scales that vary
     along the contraction split it, and each section is promoted to fp32 under its own scales. Operands without codes
-    for matrix units are multiplied in bf16, or in fp32 if one is an fp32 array. If a GPU has no kernel for the codes, both
+    for matrix units are multiplied in bf16 (fp32 if one is an fp32 array). If a GPU has no kernel for the codes, both
     operands are rounded to bf16 and multiplied with fp32 sums. GPUs without bf16, such as a T4, use fp16 and apply
     scales outside.
 
