@@ -90,7 +90,7 @@ def reshape_to_matrix(x: Array, rows: int, columns: int) -> Array:
 def reshape(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:
     """Return `x.reshape(shape)` with a sharding, which is ignored without Explicit axes."""
     if tuple(shape) == x.shape:
-        return x  # no equation: facts about gradients go by array
+        return x  # no equation: gradient facts are looked up by array identity
     sharding = named_sharding(spec, x)
     return lax.reshape(x, shape, out_sharding=sharding)
 
