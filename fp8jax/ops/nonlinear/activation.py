@@ -218,11 +218,13 @@ class ActivationBackward:
             return None
         from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-        arrays_and_scales: Any = [
-            array for q in saved for array in ((None, None) if q is None else fused_outputs.residual_matrices(q))
-        ]
+        (x, x_scale), (up, up_scale), (activated, activated_scale) = (
+            (None, None) if q is None else fused_outputs.residual_matrices(q) for q in saved
+        )
+        gradient = None if dy is None else fused_outputs.to_matrix(dy)
+        assert x is not None
         return operation, quantize_recomputed_triton.Operands(
-            *arrays_and_scales, None if dy is None else fused_outputs.to_matrix(dy)
+            x, x_scale, up, up_scale, activated, activated_scale, gradient
         )
 
 
