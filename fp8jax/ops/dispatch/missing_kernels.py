@@ -43,7 +43,7 @@ def advice() -> str | None:
     if not current_target().kernels or (reason := missing_kernels_reason()) is None:
         return None
     packages = " ".join(f'"{requirement}"' for requirement in REQUIREMENTS)
-    # A GPU that is too old needs no package.
+    # Packages do not help if the GPU is too old.
     remedy = f". Type: pip install {packages}" if capability() >= TRITON_CAPABILITY else ""
     return (
         f"no Triton kernel of fp8jax runs on this GPU, because {reason}. Steps may take longer than in bf16: XLA makes "

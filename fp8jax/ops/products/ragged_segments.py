@@ -147,7 +147,7 @@ def _magnitudes(x: Array) -> Array:
 
 
 def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
-    """Return the scales of microscaled groups from their amax, with (MOSS, section 3.1) or without (OCP) outer scales."""
+    """Return the scales of microscaled groups from their amax, with (MOSS, section 3.1) or without outer scales."""
     outer_scale = jnp.ones_like(outer_scale) if spec.outer_scale == "none" else outer_scale
     powers = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
     return outer_scale * formats.decode_e8m0(powers)

@@ -23,8 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-# An extra output (scale, dtype) of a kernel. A dtype of 8 bits requests codes, with row scales if the scale is None.
-# A dtype of 16 bits or more requests the result itself.
+# An extra output (scale, dtype) of a kernel. A dtype of 8 bits requests codes, with row scales if the scale is None. A
+# dtype of 16 bits or more requests the result itself.
 Result = tuple[Array | None, Any] | None
 _NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2", jnp.dtype(jnp.int16): "int10"}
 
