@@ -290,7 +290,7 @@ def _describe_cotangents(
 def _run_sharded(
     loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
 ) -> Any:
-    """Run `function(sharding, *operands)` on a device's shards of tokens and vocabulary."""
+    """Run `function(sharding, *operands)` on shards of tokens and vocabulary. `LinearHead` shards its own products."""
     if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
         return function(UNSHARDED, x, w, bias, *other_operands)
     weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]
@@ -417,7 +417,7 @@ def _sharded_losses(
 def _sharded_gradients(
     loss: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
 ) -> _Gradients:
-    """Return the gradients; those of a quantized head can be differentiated once."""
+    """Return the gradients. Those under a recipe cannot be differentiated again."""
     x, w, bias, *other_operands = operands if loss.linear_recipe is None else lax.stop_gradient(operands)
     outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[loss.vocabulary_axis], "v")
     total, *gradients = _run_sharded(

@@ -22,7 +22,7 @@ RATES_PATH = pathlib.Path(__file__).parents[2] / "core" / "rates.json"
 _WEIGHT, _WEIGHT_MAXIMUM = 8 + 2 - 6 + 6, 4
 # The result's gradient: one read and two codes. The input: two codes, twice if recomputed.
 _GRADIENT, _GRADIENT_MAXIMUM, _INPUT, _INPUT_MAXIMUM = 4, 2, 6, 2
-# A norm or activation that quantizes its result moves 2.2. Its kernels save 16 and 5 per element of XLA's passes,
+# A norm or activation that quantizes its result moves 2.2. Its kernels save 16 and 5 of those that XLA's passes move,
 # fitted to steps of Llama, GPT-2 and ViT on an H100. Bias gradients need no separate pass.
 _PRODUCER_BYTES = {"norm": 2.2 - 16, "activation": 2.2 - 5}
 _BIAS = 4

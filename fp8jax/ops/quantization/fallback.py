@@ -120,24 +120,24 @@ def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
 
 
 def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[FallbackTensor, QTensor | None]:
-    def quantize_arrays(x: Array, threshold: Array, *seed: Array) -> tuple[Array, ...]:
+    def quantize_arrays(x: Array, threshold: Array, *seeds: Array) -> tuple[Array, ...]:
         base = quantize_with_scale(x, spec, None)
         block_amax = blocks.reduce(jnp.abs(x.astype(jnp.float32)), spec.block_shape(x.shape), jnp.max, 0.0)
         fallback_tensor = make_fallback_tensor(
             x, base, jnp.where(jnp.isnan(base.scale), jnp.nan, block_amax) > threshold
         )
-        stochastic_codes = [quantize_with_scale(x, with_stochastic_rounding(spec), None, seed=w) for w in seed]
+        stochastic_codes = [quantize_with_scale(x, with_stochastic_rounding(spec), None, seed=s) for s in seeds]
         return tuple(jax.tree.leaves((fallback_tensor, stochastic_codes)))
 
-    words = () if key is None else (noise.key_to_seed(key),)
+    seeds = () if key is None else (noise.key_to_seed(key),)
     block_counts = blocks.counts(x.shape, spec.block_shape(x.shape))
-    like = [*[x.shape, block_counts] * 2, block_counts, *[x.shape, block_counts] * len(words)]
-    parts = blocks.on_logical_array(quantize_arrays, x, threshold, *words, out_shapes=like)
-    base, residual, *drawn = (
+    like = [*[x.shape, block_counts] * 2, block_counts, *[x.shape, block_counts] * len(seeds)]
+    parts = blocks.on_logical_array(quantize_arrays, x, threshold, *seeds, out_shapes=like)
+    base, residual, *stochastic = (
         QTensor(codes, scale, None, None, with_stochastic_rounding(spec) if i > 1 else spec)
-        for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if words else [])])
+        for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if seeds else [])])
     )
-    return FallbackTensor(base, residual, parts[4]), drawn[0] if drawn else None
+    return FallbackTensor(base, residual, parts[4]), stochastic[0] if stochastic else None
 
 
 def with_stochastic_rounding(spec: QuantSpec) -> QuantSpec:
