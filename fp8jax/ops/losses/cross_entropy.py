@@ -148,7 +148,7 @@ def linear_cross_entropy(
         recipe: recipe of the head's products: a `Linear`, such as `fp8jax.recipes.HEAD`, or a `Recipe`, whose `head`
             applies if quantized, else `linear`. None multiplies in the dtype of `x`. With one FP8 scale per operand,
             all chunks share the scales and logits are rounded to the dtype of `x`. Else each chunk has its own scales.
-            An 8-bit head costs accuracy: the error of logits is 3 % of their spread.
+            An 8-bit head costs accuracy.
         key: PRNG key for recipes that round stochastically.
 
     Returns:

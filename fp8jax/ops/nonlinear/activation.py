@@ -277,8 +277,7 @@ def activate(
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     out_spec = None if consumer is None else consumer.spec("x")
     fused_output = scale = codes = None
-    # Without the barrier, XLA fuses an approximate GELU into the preceding FP8 product and fails if that has other
-    # readers.
+    # Without the barrier, XLA fuses an approximate GELU into the FP8 product, and fails if that has other readers.
     barrier_gate = lax.optimization_barrier(g)
     activated = function(barrier_gate)
     y = activated if u is None else activated * u

@@ -70,8 +70,8 @@ def layer_norm(
 ) -> Array:
     """Return (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
 
-    The forward pass is exact, in fp32. The backward pass reads the fp32 root of each row and the codes of `x -
-    mean(x)`, whose error does not grow with the mean.
+    The forward pass is exact, in fp32. The backward pass reads the fp32 root of each row and the codes of the centered
+    `x`, whose error does not grow with the mean.
 
     Args:
         x: (..., channels), any floating dtype.
