@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, joins, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
@@ -137,7 +137,7 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
     for p in products:
         operation = (p.operation_node or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or isinstance(operation, (FrozenMatmulOperation, joins.JoinedOperation)):
+        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation):
             continue
         if p.concatenated:
             if any(scaling.collects_stats for scaling in linear.states.values()):
@@ -207,9 +207,6 @@ def _replace_all(
                 if (note := getattr(p.node.operation, "explain_note", "")) and p.operation_node is None:
                     entry = entry._replace(reason=f"{entry.reason}; {note}")
                 entries[p.operation_node or p.node] = entry
-    for (group_graph, _), group in groups.items():
-        if any(p.is_quantized and p.choice.linear.fuse_parallel_matmuls for p in group):  # type: ignore[union-attr]
-            joins.join_products(group_graph, group, entries)
     if not products and call_info.resolve_paths is not None and rules.rewrites_nonlinear:
         # A norm that is called by itself: what reads it is not here.
         for value in graph.outputs[: call_info.num_results]:
