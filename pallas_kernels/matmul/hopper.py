@@ -183,7 +183,7 @@ def pipelined_matmul(
     for n_stream, stream in enumerate(streams):
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.num_stages, *stream.window), stream.array.dtype)
     if tile.lead_slices and k_steps > tile.num_stages:
-        shared["lead_barrier"] = plgpu.Barrier()
+        shared["advance_barrier"] = plgpu.Barrier()
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * num_slots)
 
@@ -208,7 +208,7 @@ def pipelined_matmul(
         epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
         residual_ref = other_refs[-1] if has_residual else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
-        lead_barrier = scratch_refs.pop("lead_barrier", None)
+        lead_barrier = scratch_refs.pop("advance_barrier", None)
         stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(stream_windows))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
