@@ -80,7 +80,7 @@ def _cotangents(
     COLUMN_CODING: tl.constexpr, DTYPE: tl.constexpr, TWO_Z_LOSS: tl.constexpr, LABEL_WEIGHT: tl.constexpr,
     OTHER_WEIGHT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the codes of a tile (BLOCK_M, BLOCK_N), held as four slices of every fourth row."""
+    """Write the codes of a tile (BLOCK_M, BLOCK_N), which is read as four slices of every fourth row."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -137,7 +137,7 @@ def quantize_cotangents(
         z: logits (M, N), fp32, bf16 or fp16.
         lse: fp32 (M,).
         labels: int32 (M,); a label outside of [0, N) matches no column.
-        weights: fp32 (M,); a weight of 0 gives zeros even if the row has a NaN.
+        weights: fp32 (M,); a row of weight 0 has zero cotangents, even with NaN logits.
         rows, columns: coding of the codes and of their transposed copy: kind "tensor", FP8, round to nearest.
         scales: positive fp32 scalars, one per coding.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
