@@ -223,7 +223,7 @@ def pipelined_matmul(
         whole_rounds, tiles_in_last_round = divmod(tiles_m * tiles_n, num_blocks)
 
         def block_position(round_index: Any) -> jax.Array:
-            """Return the tile of a round for this block; with a second operand, odd rounds run backwards, for balance."""
+            """Return the tile of a round for this block; with a second operand, odd rounds run backwards."""
             return (
                 lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if has_second_operand else block
             )

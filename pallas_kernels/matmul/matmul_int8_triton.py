@@ -1,6 +1,6 @@
 """INT8 matrix product in blocks of 128x128 with a residual for fallback blocks of the left operand.
 
-In: int8 codes (M, K) and (N, K) with fp32 block scales. Out: (M, N). Hardware: Ampere or newer. Reference: as for
+In: int8 codes (M, K) and (N, K) with fp32 block scales. Out: (M, N). Hardware: Ampere or Ada. Reference: as for
 `matmul_int8_mosaic`.
 """
 
