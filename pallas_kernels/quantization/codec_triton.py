@@ -21,7 +21,7 @@ import triton.language as tl
 _SIGN_BIT = tl.constexpr(-0x80000000)
 # This number minus the bits of -x are the bits of an estimate of 1 / x.
 _RECIPROCAL_MAGIC = tl.constexpr(0x7EF311C7 - 0x80000000)
-# Equal to LARGEST_GRADIENT of the reference in fp8jax/ops/optimizers.
+# Equal to `fp8jax.ops.optimizers.leaf.LARGEST_GRADIENT`.
 LARGEST_GRADIENT = tl.constexpr(2.0**62)
 
 
