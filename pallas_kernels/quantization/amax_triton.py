@@ -1,6 +1,6 @@
 """Largest finite magnitudes of a matrix, of its rows and of its columns, in one pass.
 
-In: (M, N) fp32, bf16 or fp16. Out: fp32 (), (M,) and (N,). Hardware: any that Triton supports. Reference:
+In: (M, N) fp32, bf16 or fp16. Out: fp32 (), (M,) and (N,). Hardware: as for `quantize_triton`. Reference:
 `compute_amax` in fp8jax/core/scaling.py.
 """
 
