@@ -1,9 +1,8 @@
 """Calls of Triton kernels from JAX, with jax-triton before and since 0.4.
 
-XLA launches the kernels itself if it can (`launch_triton`); otherwise they are jax-triton's calls. Since 0.4, XLA can
-record those into a command buffer (a CUDA graph). Calls of 0.3 are rewritten here to the form of 0.4, because otherwise
-every kernel of a program waits for its own launch. For `jax.export`, disable the check of the custom call
-`__gpu$xla.gpu.ptx` or `triton_kernel_call_ffi`.
+XLA launches the kernels itself if it can (`launch_triton`); otherwise they are jax-triton's calls. Calls of 0.3 are
+rewritten to the form of 0.4, which XLA can record into a command buffer (a CUDA graph). For `jax.export`, disable the
+check of the custom call `__gpu$xla.gpu.ptx` or `triton_kernel_call_ffi`.
 """
 
 import functools

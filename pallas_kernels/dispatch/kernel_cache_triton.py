@@ -1,11 +1,8 @@
 """A cache of compiled Triton kernels on disk, shared by processes.
 
-The file name is a hash of everything that a compilation depends on: sources, argument types, specializations,
-constants, options, GPU architecture, and the versions of Triton, jax-triton and jaxlib. Files are written atomically. A
-damaged file is replaced.
-
-Only PTX is stored, without debug information or Triton IR: jaxlib hashes and compares all bytes of each call before
-each run of a program, on the host.
+The file name is a hash of everything that a compilation depends on: sources, argument types, constants, options, GPU
+architecture and versions. Files are written atomically; a damaged one is replaced. Only PTX is stored, without debug
+information or Triton IR: jaxlib hashes and compares all bytes of each call before each run of a program, on the host.
 
 The folder is the environment variable FP8JAX_KERNEL_CACHE; an empty value disables the cache. If it is unset, the
 folder is `fp8jax-triton` in JAX's compilation cache, or else `fp8jax/triton` in XDG_CACHE_HOME or ~/.cache.

@@ -1,14 +1,14 @@
 """Triton kernels as kernels that XLA launches itself.
 
 A call of jax-triton carries its kernel in a string, which jaxlib hashes and compares before each run. XLA records such
-a call into a command buffer (a CUDA graph) by running it, again after each change of an address. XLA's own call of PTX
-is parsed once, at compile time, and launched like XLA's own kernels.
+a call into a command buffer (a CUDA graph) again after each change of an address. XLA's own call of PTX is parsed once,
+at compile time.
 
 XLA passes only the addresses of operands and results. The PTX parameters are therefore declared again: integers move
 into one more operand, an array; unused parameters of Triton are removed; an aliased result gets a parameter. The
 instructions, and therefore the bits, stay the same.
 
-The GPU driver assembles each kernel once, when a program is loaded, and caches the result (~/.nv/ComputeCache or
+The GPU driver assembles each kernel once, when a program is loaded, and caches it (~/.nv/ComputeCache or
 CUDA_CACHE_PATH). The environment variable FP8JAX_KERNEL_CALLS selects the launcher: `xla`, `triton` (jax-triton), or,
 if unset, XLA with jax 0.11 or newer. The default falls back to jax-triton, with a warning, if the driver has no cache
 or a small test kernel fails.

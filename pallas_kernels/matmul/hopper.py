@@ -5,10 +5,8 @@ the products `matmul_*_mosaic.py`, which differ only in their `compute` function
 
 One thread block per multiprocessor walks over output tiles. One warp streams 128-deep slices of both operands into a
 ring of shared-memory stages by TMA; two compute warpgroups multiply them and write the tile. The ring continues across
-tiles: the loads of the next tile overlap the epilogue of this one.
-
-M, N and K are arbitrary. TMA fills reads outside of an operand with zeros and drops writes outside of the output.
-Operands are padded to 8 rows and 128 of K. The output is written in multiples of 8 rows and 128 bytes, then sliced.
+tiles: the loads of the next tile overlap the epilogue of this one. M, N and K are arbitrary: TMA pads loads with zeros
+and drops stores outside of the output.
 """
 
 import functools
@@ -114,15 +112,10 @@ def pipelined_matmul(
             row,
             first column, fp32 or int32 array). They cover its part of the tile, from left to right in each row.
         streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
-        name: name of the kernel in the compiled program.
-        tile: tile shape and pipeline.
-        epilogue: scales, bias and residual of the output.
-        out_dtype: bfloat16 or float32.
         use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
             four.
         second_operand: a second left operand, for which some slices are multiplied as well.
         static_key: static arguments of `compute` and `streams`, apart from name, tile and shapes.
-        interpret: interpreter parameters, to run on CPU.
     """
     if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")

@@ -71,12 +71,11 @@ class WarpgroupPipeline:
     """One warpgroup's part of a tile, and the ring of stages with its operands.
 
     Attributes:
-        row, col: position of the part in the product.
-        group: index of the warpgroup.
+        row, col: position of the part in the product. group: index of the warpgroup.
         first_slice: number of slices in the ring before this tile.
         k_steps: number of slices of this tile; a traced value with a second operand.
         needs_fence: whether reads of scales need a fence before the stage is released. Without a cluster, every thread
-            releases the stage after its own reads. In a cluster, one thread per block does it for the warpgroup. The
+            releases the stage after its own reads; in a cluster, one thread per block does it for the warpgroup. The
             interpreter supports only fences between a read and a TMA write.
         lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None without a lead.
     """
@@ -211,9 +210,8 @@ class Stream:
 class SecondOperand(NamedTuple):
     """A second left operand, for which some slices are multiplied as well, each after that of the first.
 
-    A row of tiles has the height of one tile. Rows have different numbers of slices. They are assigned in `row_order`,
-    the
-    longest first, and every other round of the thread blocks runs backwards.
+    Rows of tiles have different numbers of slices. They are assigned in `row_order`, the longest first, and every other
+    round of the thread blocks runs backwards.
 
     Attributes:
         codes: array of the first operand's shape.

@@ -4,8 +4,7 @@ In: FP8 or int8 stages in shared memory. Out: fp32 or int32 sums in registers. H
 `plgpu.wgmma` computes the same.
 
 Pallas assigns fresh, zeroed registers to every product, and multiplies whole swizzles. Here a product reuses the
-registers of sums that have been read. Without that, the assembler cannot start it before the previous sums are added.
-Parts of 32 of K are read directly from a 128-byte swizzle.
+registers of sums that have been read: otherwise it cannot start before the previous sums are added.
 """
 
 import importlib
@@ -116,7 +115,7 @@ def multiply_rows(
     *,
     is_interpreted: bool,
 ) -> tuple[jax.Array, Any]:
-    """Return the product of 64 rows of a slice, and the result of `run_meanwhile`, which overlaps it.
+    """Return the product of 64 rows of a slice, (64, cols) sums, and the result of `run_meanwhile`, which overlaps it.
 
     Args:
         pipeline: the warpgroup's part of a tile.
@@ -125,9 +124,6 @@ def multiply_rows(
         reused_sums: (64, cols) earlier sums that are no longer needed: registers and dtype of the result.
         run_meanwhile: called after the start of the product.
         is_interpreted: whether Pallas's interpreter runs, which has no registers.
-
-    Returns:
-        (64, cols) sums of 128 products, and the result of `run_meanwhile`.
     """
     a = pipeline.a(slot, first_row, 64)
     if not is_interpreted:

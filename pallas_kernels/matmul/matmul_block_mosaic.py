@@ -32,26 +32,17 @@ def matmul_block(
     """Return `dequantize(a) @ dequantize(b).T + bias + residual`, with a scale for every 128 of K.
 
     The tensor cores add 128 products with about 14 bits. Each partial sum, times its two scales, is added to an fp32
-    accumulator. NaN of a code or scale propagates to its row or column. Works under jit, scan, vmap, shard_map and
-    jax.export; has no derivative. The scheme is DeepSeek-V3's (arXiv 2412.19437, section 3.3).
+    accumulator. NaN of a code or scale propagates to its row or column. The scheme is DeepSeek-V3's (arXiv 2412.19437,
+    section 3.3). Transformations, copies and errors are those of `matmul_mosaic.matmul`.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2.
-        b: (N, K), likewise, K-major. The two types may differ.
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major. The two types may differ.
         a_scale: (M, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
-        bias: (N,) float32 or bfloat16.
-        residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
-        out_dtype: bfloat16 or float32.
-        tile: tuning; None selects it by shape.
-        interpret: interpreter parameters, to run on CPU.
+        bias, residual, out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.
 
     Returns:
-        (M, N) in `out_dtype`; copies for odd K and N as in `matmul_mosaic.matmul`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape other than these.
-        NotImplementedError: jax < 0.11.
+        (M, N) in `out_dtype`.
     """
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]

@@ -23,8 +23,7 @@ class FallbackResidual(NamedTuple):
     """The residual of the fallback blocks of a left operand.
 
     Attributes:
-        codes: int8, of the operand's shape; other blocks are not read.
-        scale: fp32, one per block; other blocks are not used.
+        codes: int8, of the operand's shape. scale: fp32, one per block. Other blocks are not used.
         is_fallback: bool, one per block.
     """
 
@@ -50,24 +49,17 @@ def matmul_int8_block(
     an
     fp32 accumulator. A fallback block is multiplied twice, the second time with its residual; other residual blocks are
     not
-    loaded. Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+    loaded. Transformations and errors are those of `matmul_mosaic.matmul`.
 
     Args:
-        a: (M, K) int8.
-        b: (N, K) int8, K-major.
-        a_scale: (ceil(M / 128), ceil(K / 128)) float32.
-        b_scale: (ceil(N / 128), ceil(K / 128)) float32.
+        a: (M, K) int8. b: (N, K) int8, K-major.
+        a_scale: (ceil(M / 128), ceil(K / 128)) float32. b_scale: (ceil(N / 128), ceil(K / 128)) float32.
         residual: residual of a, or None.
-        out_dtype: bfloat16 or float32.
         tile: tuning, with 128 rows per block; None selects it by shape.
-        interpret: interpreter parameters, to run on CPU.
+        out_dtype, interpret: as in `matmul_mosaic.matmul`.
 
     Returns:
         (M, N) in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape other than these.
-        NotImplementedError: jax < 0.11.
     """
     hopper.check_operands(a, b, out_dtype, (jnp.int8,))
     (m, k), n = a.shape, b.shape[0]

@@ -44,23 +44,18 @@ def matmul(
     Args:
         a: (M, K) float8_e4m3fn, float8_e5m2 or int8.
         b: (N, K), likewise, K-major. The two FP8 types may differ; int8 needs int8, and K up to 131,071.
-        scale: () float32, the product of both per-tensor scales.
-        row_scale: (M,) float32.
-        column_scale: (N,) float32.
-        bias: (N,) float32 or bfloat16.
-        residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
+        scale: () float32, the product of both per-tensor scales. row_scale: (M,) float32. column_scale: (N,) float32.
+        bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32.
         fast: whether FP8 products use fast accumulation.
-        tile: tuning; None selects it by shape.
-        interpret: interpreter parameters, to run on CPU.
+        tile: tuning; None selects it by shape. interpret: interpreter parameters, to run on CPU.
 
     Returns:
         (M, N) in `out_dtype`. Operands are copied unless M and N are multiples of 8, and K of 128. The output is copied
         unless M is a multiple of 8, and N a larger multiple of 64 (bfloat16) or 32 (float32).
 
     Raises:
-        TypeError, ValueError: a dtype or shape other than these.
-        NotImplementedError: jax < 0.11.
+        TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
     """
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
     is_int8 = a.dtype == jnp.int8

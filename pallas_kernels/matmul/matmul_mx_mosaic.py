@@ -40,21 +40,12 @@ def matmul_mx(
     per 32 of K (MOSS, section 3.1). Partial sums over 32, times their power of two, are added to an fp32 accumulator.
     Byte 0 stands for 0, because XLA flushes subnormals. Byte 255 (NaN) results in infinity or NaN.
 
-    Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
-
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2.
-        b: (N, K), likewise, K-major.
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
-        scale, row_scale, column_scale, bias, residual, out_dtype, interpret: as in `matmul_mosaic.matmul`.
         tile, unroll: tuning; tiles of 64 rows.
 
-    Returns:
-        (M, N) in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape other than these.
-        NotImplementedError: jax < 0.11.
+    Other arguments, the result, transformations and errors are those of `matmul_mosaic.matmul`.
     """
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
     hopper.check_operands(a, b, out_dtype)
