@@ -51,14 +51,9 @@ def _exponentials(
 
 
 def max_and_sum_exp(z: Array, *, compute_capability: int | None = None) -> tuple[Array, Array]:
-    """Return the maximum of each row of logits, and its sum of exp(z - maximum).
+    """Return the maximum of each row of logits, and its sum of exp(z - maximum), two fp32 (M,).
 
-    Args:
-        z: (M, N), fp32, bf16 or fp16.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
-
-    Returns:
-        Two fp32 arrays (M,). The maximum is NaN if the row has a NaN. A non-finite maximum is not subtracted.
+    The maximum is NaN if the row has a NaN. A non-finite maximum is not subtracted. `z` is (M, N), fp32, bf16 or fp16.
     """
     m, n = z.shape
     tiles_n = -(-n // _BLOCK_N)
@@ -140,7 +135,6 @@ def quantize_cotangents(
         weights: fp32 (M,); a row of weight 0 has zero cotangents, even with NaN logits.
         rows, columns: coding of the codes and of their transposed copy: kind "tensor", FP8, round to nearest.
         scales: positive fp32 scalars, one per coding.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
         Codes (M, N) and (N, M), in the dtypes of the codings.

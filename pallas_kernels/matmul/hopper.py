@@ -107,10 +107,9 @@ def pipelined_matmul(
 
     Args:
         compute: called by each compute warpgroup for each of its tiles, as `compute(pipeline, finish)`. It must wait
-            for
-            and release each 128-deep slice of K once, in order. It then calls `finish(parts)` with accumulators (first
-            row,
-            first column, fp32 or int32 array). They cover its part of the tile, from left to right in each row.
+            for and release each 128-deep slice of K once, in order. It then calls `finish(parts)` with accumulators
+            (first row, first column, fp32 or int32 array). They cover its part of the tile, from left to right in each
+            row.
         streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
         use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
             four.

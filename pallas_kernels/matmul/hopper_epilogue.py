@@ -64,7 +64,7 @@ def tiling_transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 class Writer:
     """Writes the accumulators of one warpgroup: fp32 epilogue, then shared-memory slots in rotation and TMA stores.
 
-    A piece is 64 rows of 128 bytes, or a whole tile. With a residual, its piece is first loaded into the slot.
+    A piece is 64 rows of 128 bytes, or a whole tile.
     """
 
     out_ref: Any

@@ -26,11 +26,9 @@ class Tile:
         band_width: width along N of the band of tiles that blocks walk together, for locality in L2.
         cluster: dimension along which the two blocks of a cluster lie; they share the other operand by multicast.
         lead_slices: slices of K by which the first of two warpgroups that share a tile leads the second. The promotions
-            and
-            the epilogue of one then overlap products of the other.
+            and the epilogue of one then overlap products of the other.
         store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that may wait for their store. A tile of no
-            more
-            pieces, without a residual, is stored at once.
+            more pieces, without a residual, is stored at once.
     """
 
     rows: int = 64
@@ -116,8 +114,8 @@ class WarpgroupPipeline:
         """Return the carry of `carry = body(i, slots, carry)` over K, `unroll` slices at a time, then the rest.
 
         `slots` are the stages of slices i, i + 1 and so on. With `with_next`, the stage of the following slice is
-        appended, or
-        None at the end. Stages are carried: derived from `i`, they would keep all stage addresses in registers.
+        appended, or None at the end. Stages are carried: derived from `i`, they would keep all stage addresses in
+        registers.
         """
         count = self.k_steps - with_next
         num_iterations, remaining_slices = divmod(count, unroll) if isinstance(count, int) else (count, 0)
@@ -179,9 +177,8 @@ class Stream:
     """Scales that are loaded with each stage: a window of an array of 4-byte values.
 
     `start(i, row, col)` is the start of the window, for slice `i` of the tile at this row and column. The window's last
-    side
-    is a multiple of 32, at most that of the array. It must start at a multiple of 4: starts off the 16-byte grid are an
-    illegal instruction.
+    side is a multiple of 32, at most that of the array. It must start at a multiple of 4: starts off the 16-byte grid
+    are an illegal instruction.
     """
 
     array: jax.Array

@@ -1,7 +1,7 @@
 """Block-scaled FP8 matrix product: 1x128 by 128x128 or 1x128 by 1x128, promoted to fp32 every 128 of K.
 
-In: FP8 codes (M, K) and (N, K) with fp32 scales. Out: (M, N) bf16 or fp32. Hardware: Hopper. Reference: `_reference`
-in fp8jax/ops/matmul/matmul.py.
+In: FP8 codes (M, K) and (N, K) with fp32 scales. Out: (M, N) bf16 or fp32. Hardware: Hopper. Reference: `_reference` in
+fp8jax/ops/matmul/matmul.py.
 """
 
 import math
@@ -72,8 +72,7 @@ def _make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> 
     """Return the `compute` function: 64 rows at a time, so that the sums of only one pass need registers.
 
     Tensor cores idle between two passes. Each pass therefore loads its scales, and the last one waits for the next
-    slice,
-    while products are in flight. Scales of single columns would need too many registers for that.
+    slice, while products are in flight. Scales of single columns would need too many registers for that.
     """
     width = math.gcd(tile.cols, 64 if has_column_scales else 128)  # columns scaled at a time
     row_starts, column_starts = range(0, tile.rows, 64), range(0, tile.cols, width)

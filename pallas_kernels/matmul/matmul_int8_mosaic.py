@@ -46,10 +46,8 @@ def matmul_int8_block(
     """Return `(dequantize(a) + is_fallback * dequantize(residual)) @ dequantize(b).T`, with one scale per block.
 
     Algorithm 1 of arXiv 2503.08040. Sums of 128 products are exact in int32. Times their two scales, they are added to
-    an
-    fp32 accumulator. A fallback block is multiplied twice, the second time with its residual; other residual blocks are
-    not
-    loaded. Transformations and errors are those of `matmul_mosaic.matmul`.
+    an fp32 accumulator. A fallback block is multiplied twice, the second time with its residual; other residual blocks
+    are not loaded. Transformations and errors are those of `matmul_mosaic.matmul`.
 
     Args:
         a: (M, K) int8. b: (N, K) int8, K-major.
@@ -95,10 +93,7 @@ def matmul_int8_block(
 
 
 def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
-    """Return the `compute` function: 64 rows at a time, as in `matmul_block_mosaic`, with int32 sums.
-
-    While a product is in flight, its scales are read; the last one of a slice also waits for the next slice.
-    """
+    """Return the `compute` function: 64 rows at a time, as in `matmul_block_mosaic`, with int32 sums."""
     row_starts = range(0, tile.rows, 64)
 
     def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:

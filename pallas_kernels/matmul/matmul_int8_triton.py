@@ -1,7 +1,6 @@
 """INT8 matrix product in blocks of 128x128 with a residual for fallback blocks of the left operand.
 
-In: int8 codes (M, K) and (N, K) with fp32 block scales. Out: (M, N). Hardware: Ampere or Ada. Reference: as for
-`matmul_int8_mosaic`.
+Arrays and reference are those of `matmul_int8_mosaic`. Hardware: Ampere or Ada.
 """
 
 from typing import Any
@@ -80,8 +79,7 @@ def matmul_int8_block(
     """Return the product of `matmul_int8_mosaic.matmul_int8_block`, with the same arguments except for tuning.
 
     Sums of 128 products are exact in int32, and are added in fp32 times their two scales. On Ampere these conversions
-    and
-    multiply-adds need about as long as the products (arXiv 2503.08040, appendix B).
+    and multiply-adds need about as long as the products (arXiv 2503.08040, appendix B).
 
     Args:
         compute_capability: GPU architecture to compile for, such as 80; None for the present GPU.

@@ -35,11 +35,9 @@ def matmul(
     """Return `(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :] + bias + residual`.
 
     The tensor cores add FP8 products along K with about 14 bits. With `fast`, they do so over all of K; otherwise sums
-    over
-    512 are promoted to fp32. Sums of int8 are exact in int32, and rounded to fp32 once. NaN in an operand or factor
-    propagates to its row, its column or the whole output. Rows are independent of each other. Works under jit, scan,
-    vmap,
-    shard_map and jax.export; has no derivative.
+    over 512 are promoted to fp32. Sums of int8 are exact in int32, and rounded to fp32 once. NaN in an operand or
+    factor propagates to its row, its column or the whole output. Rows are independent of each other. Works under jit,
+    scan, vmap, shard_map and jax.export; has no derivative.
 
     Args:
         a: (M, K) float8_e4m3fn, float8_e5m2 or int8.
@@ -128,8 +126,7 @@ def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) ->
     """Return the tile of least estimated time: number of waves times the cost of a tile.
 
     A 128-deep step costs its tensor-core cycles, and slightly more in narrow tiles. Alternating warpgroups, each with
-    128
-    rows and at most `max_cols` columns, hide their epilogues; a shared tile adds its own.
+    128 rows and at most `max_cols` columns, hide their epilogues; a shared tile adds its own.
     """
     steps = hopper.ceil_div(k, hopper.K_STEP)
 

@@ -120,10 +120,8 @@ def encode_activation_residuals(
     """Return residuals as `activation_triton.encode_activation_residuals`, and codes of the result with row scales.
 
     Args:
-        operation, gate, up: as there.
         coding: coding of the residuals, or None.
         dtype: dtype of the result's codes, float8_e4m3fn or float8_e5m2.
-        launch, compute_capability: as in `quantize_triton.quantize`.
 
     Returns:
         Residuals; codes of the result (M, N); and their scales, fp32 (M, 1).

@@ -1,8 +1,7 @@
 """Residuals of an activation, the amax of its result, and optionally the result or its codes, in one pass.
 
 In: gate and up (M, N), fp32, bf16 or fp16. Out: codes and scales of the residuals, fp32 (), (M, N). Hardware: Ada or
-newer for FP8 codes, Ampere otherwise. Reference: `encode_activation_residuals` in
-fp8jax/ops/quantization/fused_reference.py.
+newer for FP8 codes, Ampere otherwise. Reference: `encode_activation_residuals` in ops/quantization/fused_reference.py.
 """
 
 import dataclasses
@@ -124,19 +123,15 @@ def encode_activation_residuals(
     """Return codes and scales of an activation's residuals: gate, up and activated gate.
 
     Args:
-        operation: the activation.
-        gate: (M, N), fp32, bf16 or fp16.
-        up: (M, N) likewise, or None without a gate.
+        gate, up: (M, N), fp32, bf16 or fp16; `up` is None without a gate.
         coding: coding of the residuals.
         result: fp32 scalar scale and dtype of the result's codes; (None, dtype) for the result itself; None for
             neither.
-        launch, compute_capability: as in `quantize_triton.quantize`.
 
     Returns:
         For each residual codes (M, N) and scales (M, N / group), or None if the operation does not save it. Ten-bit
-        codes
-        are packed, (M, 5 N / 4). Then the amax of the result, an fp32 scalar, and the result or its codes (M, N), or
-        None.
+        codes are packed, (M, 5 N / 4). Then the amax of the result, an fp32 scalar, and the result or its codes (M, N),
+        or None.
     """
     m, n = gate.shape
     if launch is None:

@@ -54,10 +54,7 @@ def cotangents(
 ) -> list[Array]:
     """Return the cotangents of gate and, if gated, of up: (M, N), in the operation's dtype.
 
-    Args:
-        operation: the activation.
-        operands: residuals, and the cotangent of the result as `gradient`.
-        launch, compute_capability: as in `quantize_triton.quantize`.
+    `operands` are the residuals, with the cotangent of the result as `gradient`.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = launch or QuantizeLaunch(16, 128, 8)

@@ -1,8 +1,7 @@
 """RMSNorm and LayerNorm over whole rows: forward with residuals, and backward from these or from the input.
 
 In: (M, N) fp32, bf16 or fp16, weight and bias (N,). Out: (M, N), codes and scales, sums (N,). Hardware: Ada or newer
-for
-FP8 codes, Ampere otherwise. Reference: `forward` and `backward` in fp8jax/ops/quantization/fused_reference.py.
+for FP8 codes, Ampere otherwise. Reference: `forward` and `backward` in fp8jax/ops/quantization/fused_reference.py.
 """
 
 from typing import Any
@@ -173,17 +172,13 @@ def forward(
     """Return the residuals of a norm of (M, N), and optionally its result or the codes of that.
 
     Args:
-        operation: the norm.
         x: (M, N), fp32, bf16 or fp16.
         weight, bias: (N,), or None.
-        eps: added to the mean square.
         coding: coding of the input, or None.
         result: fp32 scalar scale and dtype of the result's codes, or None for no result. A scale of None stands for row
             scales; with a dtype of 16 or 32 bits, the result itself is returned.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
-        Six values:
         - codes (M, N) and scales (M, N / group) of the centered input, or None, None; ten-bit codes are uint8 (M, 5 N /
           4)
         - reciprocal root mean square of each row, fp32 (M,), and its mean, likewise, or None
@@ -229,14 +224,10 @@ def backward(
     """Return the cotangents of a norm's input, weight and bias.
 
     Args:
-        operation: the norm.
         codes, scales: of the input, centered if the norm is, packed if of ten bits; if exact, the input and None.
         inverse: reciprocal root mean squares, fp32 (M,).
-        weight: (N,), or None.
         dy: (M, N), the cotangent of the result.
-        dtype: dtype of the input's cotangent.
         residual: (M, N), a cotangent that is added to that of the input before it is rounded.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
         (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, or None; the amax of the first, an fp32 scalar.

@@ -2,8 +2,7 @@
 
 Operands `p` are pointers with the names of `quantize_recomputed_triton.Operands`. Hardware and reference are those of
 the kernels. Values are rounded to the dtype of the operation's result: their codes are those of the result. An
-exception
-is the exact GELU below -5, because 1 + erf(x) cancels.
+exception is the exact GELU below -5, because 1 + erf(x) cancels.
 """
 
 from typing import NamedTuple
@@ -189,10 +188,7 @@ def load_cotangent_operands(
 
 @triton.jit
 def compute_cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Return the cotangents of gate and up, rounded to DTYPE, and the result as `compute_result`.
-
-    Without up, the gate's cotangent is returned twice.
-    """
+    """Return the cotangents of gate and up (without up, of gate twice), rounded to DTYPE, and the recomputed result."""
     dy = x[0].to(tl.float32)
     activated, slope = activation_and_slope(decode_loaded(x[1], OPERATION), OPERATION.activation)
     if OPERATION.gated:

@@ -140,10 +140,7 @@ def _quantize_results(
     CODING: tl.constexpr, STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, RESULT_CODING: tl.constexpr,
     BY_ROW: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the codes of a tile, in four slices of every fourth row, as in `quantize_triton`.
-
-    Cotangents may come with transposed codes of the result (RESULT_CODING) and with partial column sums (SUMS).
-    """
+    """Store the codes of a tile; with cotangents, optionally transposed codes of the result and column sums."""
     p = Operands(
         first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
     )
@@ -226,10 +223,7 @@ def _quantize_and_predict(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     CODING: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store transposed codes of an activation's result, as `_quantize_results`, and the amax of its cotangents.
-
-    BY_ROW: scales and amax are per row.
-    """
+    """Store transposed codes of an activation's result and the amax of its cotangents, per row with BY_ROW."""
     p = Operands(
         first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
     )
@@ -310,7 +304,6 @@ def quantize(
     """Return the codes of one or two results of an operation.
 
     Args:
-        operation: the norm or activation.
         kinds: one or two of NORM, RESULT, GATE and UP.
         operands: arrays or residuals of the operation.
         scales: for each result an fp32 scalar, or (M,) for one per row.
@@ -318,7 +311,6 @@ def quantize(
         rows, columns: whether to return codes (M, N) and transposed codes (N, M).
         result_coding: scale and dtype of transposed codes of the activation's result, along with cotangents.
         sums: whether to return column sums of the cotangents.
-        launch, compute_capability: as in `quantize_triton.quantize`.
 
     Returns:
         A list of (codes, transposed codes) per result, then (None, codes) for `result_coding`; None for what is not

@@ -64,13 +64,9 @@ def requantize_if(
     """Return codes of a result (M, N), in place: recomputed under `scale` if `condition`, otherwise unchanged.
 
     Args:
-        operation: the operation, with `exact` operands.
-        kinds: `quantize_recomputed_triton.NORM` or `RESULT`.
-        operands: as in `quantize_recomputed_triton.quantize`.
+        operation, kinds: the operation, with `exact` operands; `quantize_recomputed_triton.NORM` or `RESULT`.
         codes: float8_e4m3fn or float8_e5m2 (M, N).
-        scale: fp32 scalar.
-        condition: boolean scalar.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
+        scale, condition: fp32 and boolean scalar.
     """
     inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), condition.reshape(1).astype(jnp.int32)]
     (requantized,) = quantize_triton.call(

@@ -1,8 +1,7 @@
 """Largest finite magnitudes of norm and activation results and of activation cotangents, which are not stored.
 
 In: `Operands` on (M, N). Out: fp32 (). Hardware: Ada or newer for FP8 residuals, Ampere otherwise. Reference: `peaks`
-in
-fp8jax/ops/quantization/fused_reference.py.
+in fp8jax/ops/quantization/fused_reference.py.
 """
 
 import jax
@@ -65,8 +64,7 @@ def peaks(
     """Return the largest finite magnitude of each result of an operation, fp32 scalars.
 
     Arguments are those of `quantize_recomputed_triton.quantize`. The first SAMPLE_ROWS of each SAMPLE_ROWS * `every`
-    rows
-    are used. If `compute_if`, a boolean scalar, is False, nothing is read and 0 is returned.
+    rows are used. If `compute_if`, a boolean scalar, is False, nothing is read and 0 is returned.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = QuantizeLaunch(SAMPLE_ROWS, 128, 4)

@@ -1,8 +1,7 @@
 """AdamW on 8-bit moments in one pass over gradient, weight, codes and scales.
 
 In: gradient (..., n), weight, moments as FP8 codes with fp32 scales and bf16 exponents per group, or as values. Out:
-the
-change or new weight, and both moments, in place. Hardware: Ada or newer. Reference: `reference` in
+the change or new weight, and both moments, in place. Hardware: Ada or newer. Reference: `reference` in
 fp8jax/ops/optimizers/adamw.py.
 """
 
@@ -40,11 +39,9 @@ class AdamWScalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar.
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps). Here m and v
-    are
-    the moments over `correction1` = 1 - b1^t and `correction2` = 1 - b2^t. Gradients are multiplied by `grad_scale`. If
-    `apply_if` is False, nothing is written. Without both, they are None. Finite directions are limited to
-    `max_direction`;
-    None does not limit them. `dither`, in (0, 1), is for first moments with `codec.add_dither`.
+    are the moments over `correction1` = 1 - b1^t and `correction2` = 1 - b2^t. Gradients are multiplied by
+    `grad_scale`. If `apply_if` is False, nothing is written. Without both, they are None. Finite directions are limited
+    to `max_direction`; None does not limit them. `dither`, in (0, 1), is for first moments with `codec.add_dither`.
     """
 
     rate: Any
@@ -71,8 +68,7 @@ class AdamWScalars(NamedTuple):
         """Return the scalars as the kernel reads them, fp32, with both corrections factored out of the moments.
 
         Let c = sqrt(correction2) and r = sqrt(v + eps_root * correction2). Then direction = m / (r + eps * c) * c /
-        correction1.
-        Under the root, zero is replaced by the smallest normal number.
+        correction1. Under the root, zero is replaced by the smallest normal number.
 
         - The first eight are for moments as stored.
         - The next twelve are for moments m / one_minus_b1 and v / one_minus_b2, with both factors times the gradient
@@ -144,10 +140,9 @@ class DeadElementParams(NamedTuple):
     """Static thresholds of dead elements, and their stored moments.
 
     Let D = max |m| / (sqrt(max v) + eps) of a group. An idle element has a direction below `idle` * D. A silent one has
-    no
-    gradient, and a direction below `silent` * D. An idle first moment becomes 0. A silent second moment keeps its
-    value, but
-    at least `lowest` of the group's largest. From `near` of that on, it becomes `raised` of that; larger ones decay.
+    no gradient, and a direction below `silent` * D. An idle first moment becomes 0. A silent second moment keeps its
+    value, but at least `lowest` of the group's largest. From `near` of that on, it becomes `raised` of that; larger
+    ones decay.
     """
 
     idle: float
@@ -166,8 +161,7 @@ class AdamWLaunch:
         vector: contiguous elements of a thread, in one layout for codes, gradients and weights; loads have at most 16
             bytes.
         elements: elements per thread of the fast path, 16 or 32; None: 32 for 16-bit results, otherwise 16. Groups of
-            1024
-            always use 32, other tiles of the general path 16.
+            1024 always use 32, other tiles of the general path 16.
     """
 
     warps: int = 1
@@ -252,10 +246,7 @@ def _adamw(
 def unsupported_reason(
     shape: tuple[int, ...], grad: Any, weight: Any, mu: tuple[Any, ...], nu: tuple[Any, ...], group_size: int
 ) -> str | None:
-    """Return why the kernel does not support this shape and these dtypes, or None.
-
-    `mu` and `nu` are the dtypes of a stored moment: (codes, scale), (codes, scale, exponent) or (values,).
-    """
+    """Return why the kernel does not support this shape, and these dtypes of arrays and stored moments, or None."""
     if not shape or math.prod(shape) == 0:
         return f"shape {shape} has no groups"
     if not MIN_GROUP <= group_size <= MAX_GROUP or group_size & (group_size - 1):
@@ -300,8 +291,7 @@ def adamw(
     Args:
         grad: gradient, any shape (..., n), fp32, bf16 or fp16.
         weight: the parameter; or, in place, its bf16 high part and the int8 or int16 remainder of its master. None only
-            for
-            a change without weight decay.
+            for a change without weight decay.
         mu, nu: moments: fp8 codes (..., n), fp32 scales (..., ceil(n / group_size)) and, with range expansion, bf16
             exponents of the scales' shape; or values in a plain dtype alone.
         scalars: the scalars of the step. If it is not applied, moments and an in-place weight stay; a change is
@@ -315,15 +305,12 @@ def adamw(
         nu_seed: two uint32 words for a second moment with stochastic rounding, in codes or bf16.
         salt: a number of this parameter that is mixed into `nu_seed`.
         run: for a shard, whose noise depends on the position in the whole: consecutive groups there, and the distance
-            to
-            the next such run; None if all are consecutive. `nu_seed` includes the index of the first group.
-        launch: tuning; None for the default.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
+            to the next such run; None if all are consecutive. `nu_seed` includes the index of the first group.
+        launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
 
     Returns:
         The change or the new weight (with a remainder, both parts), and both moments. Moments and an in-place weight
-        reuse
-        the memory of donated inputs.
+        reuse the memory of donated inputs.
 
     Raises:
         ValueError: the kernel does not support these arrays; the message has the reason.

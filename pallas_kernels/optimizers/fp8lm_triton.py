@@ -231,10 +231,7 @@ def _fp8lm(
 
 
 def unsupported_reason(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
-    """Return why the kernel does not support this shape and these dtypes, or None.
-
-    `grad` is the dtype of the gradient or of its codes, `weight` that of the working copy and the result.
-    """
+    """Return why the kernel does not support this shape, and these dtypes of gradient, weight and mu codes, or None."""
     if not shape or math.prod(shape) == 0:
         return f"shape {shape} has no elements"
     if stochastic and math.prod(shape) > MAX_ELEMENTS:
@@ -267,31 +264,25 @@ def fp8lm(
     Args:
         grad: gradient, of any shape, fp32, bf16 or fp16, or FP8 codes.
         weight: the working copy, fp32, bf16 or fp16; if it is not a rounding of the master weight, it replaces it. Or
-            the
-            master weight: fp32; in place, bf16 with `words`, or its bf16 high part and int8 or int16 remainder.
+            the master weight: fp32; in place, bf16 with `words`, or its bf16 high part and int8 or int16 remainder.
         codes: fp16 codes of the master weight, unless `weight` is it; FP8 codes of the first moment; and fp16 ones of
-            the
-            second moment.
+            the second moment.
         scales: fp32 (1 + 3 n, layers) for n arrays of codes and the layers of the leading axes. In order: scales of the
             gradient's codes, old scales, new scales, and reciprocals of the new ones; powers of two.
         scalars: the scalars of the step. If it is not applied, all stays, and a change and the maxima are undefined.
         in_place: whether the new working copy is returned, otherwise its change.
-        words: three words: two of noise for stochastic rounding of master weights, and the position of the first
-            element in
-            the whole array; None rounds to nearest.
+        words: two noise words for stochastic rounding of master weights, and the position of the first element in the
+            whole array; None rounds to nearest.
         run: for a shard: consecutive elements of the whole, and the distance to the next such run; None if all are
             consecutive.
         rounding: largest rounding error of a working copy over the power of two below its master weight, and the
-            smallest
-            such power.
-        launch: tuning; None for the default.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
+            smallest such power.
+        launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
 
     Returns:
         The change or the new weight (with a remainder, both parts); the codes; and the largest finite stored
-        magnitudes, in
-        units of the scales and before rounding to nearest, fp32 (n, layers, tiles). Donated inputs are updated in
-        place.
+        magnitudes, in units of the scales and before rounding to nearest, fp32 (n, layers, tiles). Donated inputs are
+        updated in place.
 
     Raises:
         ValueError: the kernel does not support these arrays; the message has the reason.

@@ -32,10 +32,7 @@ def _squares(
     x30: tl.tensor, x31: tl.tensor,
     unused: tl.tensor, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the sum of a piece. The table has for each array the programs up to its end, then the sizes of last pieces.
-
-    Its last entry is the position of the first sum.
-    """
+    """Store the sum of a piece. The table has ends in programs, sizes of last pieces, the index of the first sum."""
     program = tl.program_id(0)
     ends = tl.load(table_ptr + tl.arange(0, 32))
     array_index = tl.sum((ends <= program).to(tl.int32), 0)

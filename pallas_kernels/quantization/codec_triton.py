@@ -30,8 +30,7 @@ class Noise:
     """Static parameters of stochastic rounding.
 
     Attributes:
-        mantissa_bits: mantissa bits of the code format.
-        smallest_normal: smallest normal number of the code format.
+        mantissa_bits, smallest_normal: those of the code format.
         span_bounds: bounds of the ratio of largest to smallest code between which a group keeps its exponent.
     """
 
@@ -49,8 +48,7 @@ class Storage:
         expansion: range expansion: target ratio of largest to smallest magnitude in a group, and the bounds of its
             exponent; None for codes with a scale alone.
         smallest: the code of non-zero values that would round to zero; None lets them. With range expansion no value
-            rounds
-            to zero.
+            rounds to zero.
         signed: whether values may be negative.
         noise: stochastic rounding; None rounds to nearest.
         dither_format: mantissa bits and smallest normal number of the code format, for `add_dither`; None without
@@ -342,10 +340,7 @@ def pair_noise(octets: tl.tensor, element: tl.tensor, word1: tl.tensor, word2: t
 def add_dither(
     y: tl.tensor, decay: tl.tensor, dither: tl.tensor, NORMAL: tl.constexpr, MANTISSA: tl.constexpr
 ) -> tl.tensor:
-    """Return magnitudes in units of a format, dithered if decay would not change a code rounded to nearest.
-
-    See `Format.encode`.
-    """
+    """Return magnitudes in units of a format, dithered if nearest rounding would lose decay; see `Format.encode`."""
     power = from_bits(float_bits(y) & 0x7F800000)
     unit = tl.maximum(power, NORMAL)
     dithered = tl.maximum(tl.fma(unit, (dither - 0.5) * 2.0**-MANTISSA, y), power)
@@ -356,10 +351,7 @@ def add_dither(
 def round_stochastically(
     x: tl.tensor, noise: tl.tensor, element: tl.tensor, PAIRED: tl.constexpr, MAY_HAVE_NAN: tl.constexpr = True
 ) -> tl.tensor:
-    """Return bf16 from fp32, rounded up or down with an exact expectation; NaN and Inf stay.
-
-    PAIRED: neighbours in a thread are the pairs that share `noise`. MAY_HAVE_NAN: whether x may contain NaN.
-    """
+    """Return bf16 from fp32, rounded without bias; NaN and Inf stay. PAIRED: neighbours of a thread share `noise`."""
     x = float_bits(x)
     if MAY_HAVE_NAN:
         # Noise added to 0x7FFF0000 stays a NaN; added to the hardware's own NaN, 0x7FFFFFFF, it overflows.

@@ -37,10 +37,7 @@ def _max_finite_bits(magnitude: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def min_nonzero_bits_minus_one(magnitude: tl.tensor, FAST_PATH: tl.constexpr) -> tl.tensor:
-    """Return the bits of the smallest non-zero magnitude of each group, minus one; all ones for a group of zeros.
-
-    The fast path treats zeros as values; a program that finds one repeats the reduction on the slow path.
-    """
+    """Return the bits, minus one, of the smallest non-zero magnitude of each group; all ones for a group of zeros."""
     magnitude = codec.float_bits(magnitude)
     if FAST_PATH:
         smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
@@ -113,8 +110,7 @@ def interpolate_codes(y: tl.tensor, k: tl.tensor, one_bits: tl.tensor, STORAGE: 
     """Return the bits of normal y, shifted so that linear noise, minus one half, rounds without bias.
 
     Decoding is not linear between two codes. Let t be the relative position of y between them, h their distance, c
-    their
-    middle, and s = 1 - 1 / k. The unbiased probability of the upper code is, up to terms in (h / c)^2,
+    their middle, and s = 1 - 1 / k. The unbiased probability of the upper code is, up to terms in (h / c)^2,
 
         p = t + t * (1 - t) * s * h / (2 * c)
 
@@ -179,8 +175,7 @@ def encode_fast(
     """Return codes, scales and exponents as `encode` with range expansion, for values in units of `unit`.
 
     `inverse_unit` is 1 / `unit`. Values have no zeros, Inf or NaN, and no scale is subnormal. Neighbours are the pairs
-    of
-    `noise`.
+    of `noise`.
     """
     scale = codec.from_bits(largest) * (unit * (1 / STORAGE.max))
     log2_top = codec.log2_abs_approx(scale * (inverse_unit * STORAGE.max))
@@ -210,9 +205,8 @@ def encode(
     """Return the codes of a tile, and the scale and exponent of each group; without expansion, exponents are unused.
 
     `largest_bits` is `amax_bits` of each group; the smallest of `code_magnitudes` get non-zero codes. `previous`,
-    `noise`,
-    `element` and PAIRED are for stochastic rounding, as in `round_stochastically`. `decay` and `dither` are those of
-    `codec.add_dither`.
+    `noise`, `element` and PAIRED are for stochastic rounding, as in `round_stochastically`. `decay` and `dither` are
+    those of `codec.add_dither`.
     """
     largest = codec.from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / STORAGE.max), _TINY), 1.0)

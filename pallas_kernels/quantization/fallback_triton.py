@@ -24,8 +24,7 @@ class FallbackCodes(NamedTuple):
     """Codes of a matrix (M, N) in blocks (ceil(M / side), ceil(N / side)).
 
     Attributes:
-        base: int8 codes (M, N).
-        base_scale: fp32, per block.
+        base, base_scale: int8 codes (M, N), and fp32 per block.
         residual: int8 codes (M, N) of the error of the base; undefined in other blocks than fallback blocks.
         residual_scale: fp32, per block; 1 in other blocks.
         is_fallback: bool, per block.
@@ -169,9 +168,7 @@ def quantize(
         threshold: fp32 scalar.
         side: side of a block, 32 or 128.
         words: two uint32 words, for `FallbackCodes.stochastic`; None omits it.
-        place: as in `quantize_triton.quantize`.
-        launch: tuning; sides of a tile are multiples of a block's.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
+        place, launch, compute_capability: as in `quantize_triton.quantize`.
 
     Raises:
         ValueError: the kernel does not support these arguments; the message has the reason.

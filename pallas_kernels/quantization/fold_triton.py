@@ -46,10 +46,7 @@ def _fold(
     GROUPS_POW2: tl.constexpr,
     BY_ROW: tl.constexpr,
 ) -> None:
-    """Fold BLOCK_M rows, BLOCK_N columns at a time.
-
-    GROUPS_POW2 is the number of groups of a row, rounded up to a power of two.
-    """
+    """Fold BLOCK_M rows, BLOCK_N columns at a time; a row has up to GROUPS_POW2 groups."""
     GROUPS: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     top = tl.program_id(0) * BLOCK_M
@@ -91,10 +88,7 @@ def fold_codes(
         codes: (M, N) float8_e4m3fn.
         exponents: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
         outer_scale: positive fp32 level-1 scales, (1, 1) or (M, 1). If such a scale times the largest power is
-            subnormal in
-            fp32, the row keeps the scale, and its powers are folded as they are.
-        num_warps: tuning only.
-        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
+            subnormal in fp32, the row keeps the scale, and its powers are folded as they are.
 
     Returns:
         Codes (M, N) and fp32 scales (M, 1).

@@ -107,10 +107,7 @@ def quantize_rows(
         x: (M, N), fp32, bf16 or fp16, N at most 32768.
         coding: of kind "token", to nearest.
         outer_scale: positive fp32 scalar, or one per row (M, 1). Scales are then powers of two times it, rounded up.
-            None:
-            scales are those of the rows.
-        num_warps: tuning only.
-        compute_capability: as in `quantize_triton.quantize`.
+            None: scales are those of the rows.
 
     Returns:
         Codes (M, N) and fp32 scales (M, 1).

@@ -260,13 +260,12 @@ def quantize(
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) per row.
         column_scale: likewise of `columns`, (N, 1) per row of x.T.
         partial_amax: fp32 (n,) largest finite magnitudes of parts of `x`. Each program reads all; n should be small.
-            Their
-            maximum determines the missing scales of kind "tensor", which are then returned.
+            Their maximum determines the missing scales of kind "tensor", which are then returned.
         round_up_bf16: whether that maximum is rounded up to bf16.
         words: two uint32 random words, new in every call, for stochastic rounding.
         place: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
-            part. The
-            position is a quarter of the first row (a multiple of 4) times these columns, plus the first column.
+            part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
+            column.
         sums: whether to return column sums.
         launch: tuning; None for the default.
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.

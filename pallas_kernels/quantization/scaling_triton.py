@@ -67,7 +67,7 @@ class Coding:
 class CodingConstants(NamedTuple):
     """A `Coding` as a compile-time constant; also "none" for no codes, and "same" for transposed codes of the rows.
 
-    Triton 3.9 supports fields of such a constant in device code, but no properties.
+    Device code of Triton 3.9 supports fields of a constant, but no properties.
     """
 
     kind: str
@@ -238,10 +238,7 @@ def inverse_of_exponent(byte: tl.tensor) -> tl.tensor:
 def apply_inverse_scale(
     x: tl.tensor, inverse: tl.tensor, CODING: tl.constexpr, FINITE: tl.constexpr = False
 ) -> tl.tensor:
-    """Return x times the inverse scale, with subnormals flushed to zero; Inf becomes NaN in formats without Inf.
-
-    FINITE values need fewer instructions, as in `encode`.
-    """
+    """Return x times the inverse scale, with subnormals flushed to zero; Inf becomes NaN in formats without Inf."""
     if FINITE:
         addend = from_bits(tl.full([], _SIGN_BIT, tl.int32))
     elif CODING.format == "float8_e5m2":
@@ -287,8 +284,7 @@ def encode(
     With a given scale, y may be infinite and saturates although x is finite. With a computed scale, y can replace x.
 
     Stochastic rounding adds noise to the truncated bits. Below the smallest normal number, that number is added first:
-    all
-    values then have its exponent, and therefore the spacing of subnormals.
+    all values then have its exponent, and therefore the spacing of subnormals.
     """
     if CODING.format == "int8":
         value = tl.minimum(tl.maximum(y, -127.0), 127.0)
@@ -345,10 +341,7 @@ def scale_rows(
     scales_ptr: tl.tensor, powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     CODING: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the values of a slice, from column `left` on, over their scales; computed scales are stored.
-
-    `keys` are the `magnitude_key` maxima of groups.
-    """
+    """Return a slice from column `left` on over its scales; scales from group maxima `keys` are stored."""
     SIZE: tl.constexpr = CODING.size
     if CODING.kind == "group" or CODING.kind == "mx":
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)

@@ -11,10 +11,8 @@ def load_slices(
     pointer: tl.tensor, offsets: tl.tensor, stride: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return four slices of a tile of (M, N), each of every fourth row, `stride` apart; `m` are rows of the first.
-
-    All loads precede the first store, which may alias the source.
-    """
+    """Return four slices of a tile of (M, N), each of every fourth row, `stride` apart; `m` are rows of the first."""
+    # All loads come before the first store, which may alias the source.
     x0 = scaling.load_raw(pointer, offsets, scaling.tile_mask(m, n, M, N), MASKED)
     x1 = scaling.load_raw(pointer, offsets + stride, scaling.tile_mask(m + 1, n, M, N), MASKED)
     x2 = scaling.load_raw(pointer, offsets + 2 * stride, scaling.tile_mask(m + 2, n, M, N), MASKED)
@@ -27,8 +25,7 @@ def insert_byte(words: tl.tensor, codes: tl.tensor, j: tl.tensor, FOUR_AT_ONCE: 
     """Return words with codes inserted as byte j.
 
     In assembly, because ptxas 12.8 and 12.9 crash on LLVM's shifts. FOUR_AT_ONCE leaves codes in their registers; ptxas
-    13.0
-    crashes with it if the same codes are stored one by one.
+    13.0 crashes with it if the same codes are stored one by one.
     """
     selector = 0x3210 + ((4 - j) << (4 * j))
     if FOUR_AT_ONCE:

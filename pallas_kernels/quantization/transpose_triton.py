@@ -56,15 +56,11 @@ def transpose(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> Array:
-    """Return the transposed copy of a matrix of 8-bit codes.
+    """Return the transposed copy of a matrix of 8-bit codes, (N, M) in the dtype of `x`.
 
     Args:
         x: (M, N), any dtype of one byte.
-        launch, compute_capability: as in `quantize_triton.quantize`.
         factor: fp32 (M, 1) factors of the rows of FP8 codes, rounded to nearest; None leaves the codes unchanged.
-
-    Returns:
-        (N, M) in the dtype of `x`.
 
     Raises:
         ValueError: `x` is empty, no matrix, or has wider elements.
