@@ -147,6 +147,7 @@ def _dce_rule(used_outputs: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     return [is_needed] * len(equation.invars), equation if is_needed else None
 
 
+# jax-triton 0.4 keeps every call, by a rule of two arguments; JAX passes three since 0.12.
 _jax_triton_dce_rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
 if _jax_triton_dce_rule is not None and len(inspect.signature(_jax_triton_dce_rule).parameters) == 2:
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _dce_rule

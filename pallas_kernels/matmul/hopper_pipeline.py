@@ -177,8 +177,8 @@ class Stream:
     """Scales that are loaded with each stage: a window of an array of 4-byte values.
 
     `start(i, row, col)` is the start of the window, for slice `i` of the tile at this row and column. The window's last
-    side is a multiple of 32, at most that of the array. It must start at a multiple of 4: starts off the 16-byte grid
-    are an illegal instruction.
+    side is a multiple of 32, at most that of the array. It must start at a multiple of 4: other starts end in an
+    illegal instruction.
     """
 
     array: jax.Array

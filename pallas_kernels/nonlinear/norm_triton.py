@@ -179,8 +179,7 @@ def forward(
             scales; with a dtype of 16 or 32 bits, the result itself is returned.
 
     Returns:
-        - codes (M, N) and scales (M, N / group) of the centered input, or None, None; ten-bit codes are uint8 (M, 5 N /
-          4)
+        - codes (M, N) and scales (M, N / group) of the centered input, or None, None; ten bits: uint8 (M, 5 N / 4)
         - reciprocal root mean square of each row, fp32 (M,), and its mean, likewise, or None
         - amax of the result, an fp32 scalar
         - codes of the result (M, N), with scales (M, 1) if per row; or the result; or None

@@ -40,8 +40,9 @@ class AdamWScalars(NamedTuple):
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps). Here m and v
     are the moments over `correction1` = 1 - b1^t and `correction2` = 1 - b2^t. Gradients are multiplied by
-    `grad_scale`. If `apply_if` is False, nothing is written. Without both, they are None. Finite directions are limited
-    to `max_direction`; None does not limit them. `dither`, in (0, 1), is for first moments with `codec.add_dither`.
+    `grad_scale`. If `apply_if` is False, nothing is written. A step with neither has None for both. Finite directions
+    are limited to `max_direction`; None does not limit them. `dither`, in (0, 1), is for first moments with
+    `codec.add_dither`.
     """
 
     rate: Any

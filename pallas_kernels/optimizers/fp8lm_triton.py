@@ -47,7 +47,7 @@ class FP8LMScalars(NamedTuple):
         w - rate * (m * correction1 / (sqrt(v * correction2 + eps_root) + eps) + weight_decay * w)
 
     `dither`, in (0, 1), rounds an m whose decay rounding to nearest would lose. If `apply_if` is 0, nothing is written.
-    Without both `grad_scale` and `apply_if`, they are None.
+    A step with neither `grad_scale` nor `apply_if` has None for both.
     """
 
     rate: Any

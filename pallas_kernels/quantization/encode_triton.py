@@ -107,7 +107,7 @@ def group_exponents(
 
 @triton.jit
 def interpolate_codes(y: tl.tensor, k: tl.tensor, one_bits: tl.tensor, STORAGE: tl.constexpr) -> tl.tensor:
-    """Return the bits of normal y, shifted so that linear noise, minus one half, rounds without bias.
+    """Return the bits of normal y, shifted so that adding noise and truncating rounds without bias.
 
     Decoding is not linear between two codes. Let t be the relative position of y between them, h their distance, c
     their middle, and s = 1 - 1 / k. The unbiased probability of the upper code is, up to terms in (h / c)^2,

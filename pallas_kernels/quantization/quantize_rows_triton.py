@@ -1,7 +1,7 @@
 """Codes of a matrix with one scale per row, in one pass: a program processes whole rows.
 
-In: (M, N) fp32, bf16 or fp16. Out: 8-bit codes (M, N), fp32 scales (M, 1). Hardware: Ada or newer for FP8 codes.
-Reference: `_reference` in fp8jax/ops/quantization/quantize.py; with an outer scale, that of microscaling.py.
+In: (M, N) fp32, bf16 or fp16. Out: 8-bit codes (M, N), fp32 scales (M, 1). Hardware: Ada or newer for FP8 codes, Turing
+otherwise. Reference: `_reference` in fp8jax/ops/quantization/quantize.py; with an outer scale, that of microscaling.py.
 """
 
 from typing import Any

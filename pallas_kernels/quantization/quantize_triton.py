@@ -1,7 +1,7 @@
 """Codes and scales of a matrix and of its transposed copy, in one pass.
 
 In: (M, N) fp32, bf16 or fp16. Out: 8-bit codes (M, N) and (N, M), their scales, column sums fp32 (N,). Hardware: Ada or
-newer for FP8 codes. Reference: `_reference` in fp8jax/ops/quantization/quantize.py.
+newer for FP8 codes, Turing otherwise. Reference: `_reference` in fp8jax/ops/quantization/quantize.py.
 
 A program reads a tile once, as four slices of every fourth row. The codes of four neighbouring rows then become one
 32-bit word of the transposed copy, and threads exchange whole words.

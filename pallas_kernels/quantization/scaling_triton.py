@@ -34,7 +34,7 @@ class Coding:
         kind: granularity of the scales. "tensor" or "token" (per row): given scales. "group" of `size` along a row or
             "block" of `size` by `size`: computed. "mx": a computed power of two per `size` of a row, under a given
             scale.
-        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127. A NaN or Inf in int8 turns its scale into NaN. For
+        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127. With int8, NaN or Inf turns its scale into NaN. For
             residuals also int16: ten bits from -511 to 511, packed four in five bytes.
         size: 16, 32, 64 or 128; 0 for "tensor" and "token".
         ocp: for "mx", powers of two by OCP Microscaling Formats 1.0 (section 6.3), not rounded up.
@@ -341,7 +341,7 @@ def scale_rows(
     scales_ptr: tl.tensor, powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     CODING: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return a slice from column `left` on over its scales; scales from group maxima `keys` are stored."""
+    """Return a slice, from column `left` on, over its scales; those computed from `keys` are stored."""
     SIZE: tl.constexpr = CODING.size
     if CODING.kind == "group" or CODING.kind == "mx":
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
