@@ -148,7 +148,7 @@ class LoopInfo(NamedTuple):
 
     Attributes:
         size: their number.
-        scanned_operands: the operands of which each iteration receives a row.
+        scanned_operands: the operands that are split into one row per iteration.
         mesh_axes: the mesh's manual axes.
     """
 
@@ -219,7 +219,7 @@ def rebind_control_flow(
         operands: its operands.
         body_fns: for each jaxpr `fn(inputs, extra_consts, extra_xs)`, which returns its outputs.
         extra_consts: a pytree that each iteration receives.
-        extra_xs: a pytree of which each iteration of a scan, or each device, receives a row.
+        extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
         num_extra_outputs: the number of outputs that the functions add at the end. A scan or mesh stacks them by
             iteration
             or device. A while loop drops them.
@@ -337,7 +337,7 @@ def is_plain_ragged_dot(eqn: Any) -> bool:
 
 
 def function_name(eqn: Any) -> str:
-    """The name of the function that a call or a custom derivative is of; "" for any other equation."""
+    """The name of the function that is called, or that has the custom derivative; "" for any other equation."""
     if eqn.primitive.name in _CALLS:
         return str(eqn.params.get("name", ""))
     if eqn.primitive.name not in CUSTOM_DERIVATIVE_CALLS:
@@ -348,7 +348,7 @@ def function_name(eqn: Any) -> str:
 
 
 def is_differentiated(scope: str) -> bool:
-    """Whether a scope is that of a derivative that the program takes itself."""
+    """Whether a scope belongs to a derivative inside of the program."""
     return "jvp(" in scope or "transpose(" in scope
 
 
