@@ -68,8 +68,7 @@ def quantize_weights(
 
     Raises:
         ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own. Or gradients
-            have another dtype than these, or a recipe joins products (`Linear.fuse_parallel_matmuls`), which read no
-            held codes.
+            have another dtype than these.
     """
     if gradient_dtype is not None and str(jnp.dtype(gradient_dtype)) not in _GRADIENT_DTYPES:
         raise ValueError(
@@ -132,12 +131,6 @@ def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], 
         weight = _vmap_times(lambda w: quantizer(w, linear, None), num_layer_axes)(matrix)
     if weight is None:
         return False
-    if linear.fuse_parallel_matmuls:
-        raise ValueError(
-            f"{settings.prefix or 'the model'} has a recipe with linear.fuse_parallel_matmuls, whose products "  # type: ignore[union-attr]
-            "quantize their weights as one, in each call: they read no held codes. Quantize the model by one with "
-            "fuse_parallel_matmuls=False, or give a quantizer that returns None there"
-        )
     if not isinstance(state_module, ParameterStateModule):
         layer.dot_general = state_module = nnx.data(
             ParameterStateModule(linear, "kernel", layer.dot_general, lax.dot_general)

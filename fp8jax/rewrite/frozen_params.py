@@ -143,7 +143,13 @@ class FrozenMatmulOperation:
             else lax.stop_gradient(weight).reshape(frozen.adapter.shape)
         )
         w = w.T if self.is_transposed else w
-        y = recipe_dot(Input(flatten_tokens(value, w), value, input_facts=input_facts), w, self.linear, key)
+        y = recipe_dot(
+            Input(flatten_tokens(value, w), value, input_facts=input_facts),
+            w,
+            self.linear,
+            key,
+            both_layouts=interpreter.both_layouts,
+        )
         if isinstance(frozen, AdaptedWeight):
             y = y + apply_adapter(value, frozen.adapter.T if self.is_transposed else frozen.adapter)
         y = y.reshape(*y.shape[:-1], *self.shape)

@@ -84,11 +84,6 @@ class ProductOperation:
         return self.recipe.linear
 
     @property
-    def has_layout(self) -> bool:
-        """Whether the product's matrix is made of what is stored."""
-        return bool(self.layout)
-
-    @property
     def num_inputs(self) -> int:
         """How many inputs it sums over."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
@@ -130,19 +125,30 @@ class ProductOperation:
             on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored_weight = self._stored_weight(interpreter)
         w = stored_weight.layout(stored_weight.values)
-        original_weight = stored_weight if self.has_layout else None
+        original_weight = stored_weight if self.layout else None
         if self.saved_data is None:
-            y = self._dot_general(
+            contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
+            y = dot_general(
                 x,
                 w,
+                (contract, batch if self.side == 1 else batch[::-1]),
+                preferred_element_type=self.params["preferred_element_type"] or x.dtype,
+                recipe=linear,
                 key=key,
-                bias=self._bias(interpreter),
                 quantized=self._prequantized(use_inputs),
-                split_sizes=split_sizes,
+                # With the parameter on the left JAX's own rule places Explicit axes.
+                out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
+                input_facts=input_facts,
+                bias=self._bias(interpreter),
                 on_passthrough=on_passthrough,
                 stored_weight=original_weight,
-                input_facts=input_facts,
+                both_layouts=interpreter.both_layouts,
+                split_sizes=split_sizes,
             )
+            if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
+                num_batch = len(batch[0])
+                num_free = x.ndim - len(contract[0]) - num_batch
+                y = jnp.moveaxis(y, range(num_batch, num_batch + num_free), range(y.ndim - num_free, y.ndim))
         else:
             if w.ndim == 2 and x.shape[-1] == w.shape[0]:
                 product_input = Input(flatten_tokens(x, w), x, input_facts=input_facts)
@@ -160,6 +166,7 @@ class ProductOperation:
                 out_spec=spec,
                 bias=self._bias(interpreter),
                 stored_weight=original_weight,
+                both_layouts=interpreter.both_layouts,
                 split_sizes=split_sizes,
             )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
@@ -202,6 +209,7 @@ class ProductOperation:
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight),
             input_facts=input_facts,
             stored_weight=original_weight,
+            both_layouts=interpreter.both_layouts,
             on_passthrough=on_passthrough,
         )
         if interpreter.stats is None:
@@ -224,7 +232,7 @@ class ProductOperation:
     def _prequantized(self, use_inputs: UseInputs) -> Any:
         """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
         _, contract = self._contracting_axes()
-        return None if self.has_layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
+        return None if self.layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
 
     def _stored_weight(self, interpreter: "Interpreter") -> StoredWeight:
         """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
@@ -236,18 +244,6 @@ class ProductOperation:
             functools.partial(_apply_layout, self.layout),
             is_transpose,
         )
-
-    def _dot_general(self, x: Array, w: Array, **keywords: Any) -> Any:
-        contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
-        dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
-        if self.side == 1:
-            numbers = contract, batch
-            return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **keywords)
-        # The parameter on the left: its free axes come first. Where axes are Explicit, JAX's own rule places them.
-        n = len(batch[0])
-        num_free = x.ndim - len(contract[0]) - n
-        y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **keywords)
-        return y if self.is_transposed else jnp.moveaxis(y, range(n, n + num_free), range(y.ndim - num_free, y.ndim))
 
 
 @dataclasses.dataclass(eq=False)

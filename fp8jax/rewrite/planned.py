@@ -2,14 +2,16 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.dispatch import missing_kernels
 from fp8jax.rewrite.call_info import user_stacklevel
 from fp8jax.rewrite.entries import PlanEntry
+from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
 from fp8jax.rewrite.states import (
     ParameterState,
@@ -32,7 +34,7 @@ class CallPlan(NamedTuple):
         paths: for each array its parameter path; None for data.
         result_structure: the tree structure of the results.
         run, compiled: run the planned program on arrays and use inputs; `compiled` is jitted.
-        list_entries: returns all entries of `explain`, in program order; it searches what is not quantized.
+        list_rows: returns the rows of `explain`, in program order.
         error, share: see `fp8jax.rewrite.plan.ProgramPlan`.
     """
 
@@ -42,9 +44,20 @@ class CallPlan(NamedTuple):
     result_structure: Any
     run: Callable
     compiled: Callable
-    list_entries: Callable[[], tuple[PlanEntry, ...]]
+    list_rows: Callable[[], tuple[PlanEntry, ...]]
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
+
+    def explain(self, rows: Sequence[PlanEntry] | None = None, program: Any = None) -> Explanation:
+        """The plan as a table.
+
+        Args:
+            rows: the rows to show in place of those of `list_rows`.
+            program: the compiled program, `fp8jax.modules.compiled.Program`.
+        """
+        notes = (f"a call raises ValueError: {self.error}" if self.error else None, missing_kernels.advice())
+        rows = self.list_rows() if rows is None else rows
+        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), program)
 
 
 class Notices:

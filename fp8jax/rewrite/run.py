@@ -13,6 +13,7 @@ from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.products.weights import BothLayouts
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.frozen_params import as_array, run_unchanged
 from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value
@@ -88,7 +89,7 @@ class Interpreter:
     Attributes:
         facts: what operations have said of their results, for those that read them.
         use_inputs: what each use of a parameter is given, by path and number.
-        is_unrolled, outside_loops: as of `fp8jax.ops.autodiff.gradient_facts.GradientFacts`.
+        both_layouts: when products make the codes of their weights in both layouts.
         stats: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
             pass; None where it is the gradient of slots.
     """
@@ -102,11 +103,9 @@ class Interpreter:
         facts: Mapping[Value, ArrayFacts] = MappingProxyType({}),
         collect_stats: bool = False,
         is_loop_body: bool = False,
-        is_unrolled: bool = False,
-        outside_loops: bool | None = None,
+        both_layouts: BothLayouts = BothLayouts.FOR_GRADIENT,
     ) -> None:
-        self._is_loop_body, self.is_unrolled = is_loop_body, is_unrolled
-        self.outside_loops = not gradient_facts.is_in_loop() if outside_loops is None else outside_loops
+        self._is_loop_body, self.both_layouts = is_loop_body, both_layouts
         self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
         self._loop_depth = loop_depth  # how many counted loops and meshes stand around
         self.stats: dict[tuple[Any, str], Any] | None = {} if collect_stats else None
@@ -158,7 +157,7 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph."""
-        with gradient_facts.scope(self.is_unrolled, self.outside_loops):
+        with gradient_facts.scope():
             return self._run()
 
     def _run(self) -> list[Any]:
@@ -218,16 +217,14 @@ class Interpreter:
                 inner_facts,
                 collect_stats=self.stats is not None,
                 is_loop_body=is_loop,
-                is_unrolled=is_unrolled,
-                outside_loops=outside_loops,
+                both_layouts=both_layouts,
             )
             outputs, inner_stats = inner.run(), inner.stats or {}
             # Of a use in another branch nothing is seen: zeros, as slots are.
             return [*outputs, *(inner_stats.get((key, o), getattr(merged[key].slots, o)) for key, o in stat_keys)]
 
         is_loop = node.kind in ("scan", "while")
-        is_unrolled = on_cuda() and on_one_device() and primitives.is_unrolled(node.eqn, self.is_unrolled)
-        outside_loops = self.outside_loops and (is_unrolled or not is_loop)
+        both_layouts = self._both_layouts_in(node.eqn)
         stat_keys = [
             (key, o) for key in extra_xs for o in ("x", "w") if self.stats is not None and self._collects_stats(key, o)
         ]
@@ -239,6 +236,17 @@ class Interpreter:
         if self.stats is not None:
             self.stats |= dict(zip(stat_keys, results[len(node.results) :], strict=False))
         return results[: len(node.results)]
+
+    def _both_layouts_in(self, eqn: Any) -> BothLayouts:
+        """`both_layouts` of the programs of an equation."""
+        is_unrolled = primitives.is_unrolled(eqn, self.both_layouts is BothLayouts.ALWAYS)
+        if is_unrolled and on_cuda() and on_one_device():
+            # XLA copies the row of a stacked weight in each turn of such a loop. With both layouts, the backward pass
+            # does not read that copy, which has up to four bytes per parameter.
+            return BothLayouts.ALWAYS
+        if eqn.primitive.name in ("scan", "while"):
+            return BothLayouts.NEVER  # the loop would stack the codes of all turns
+        return BothLayouts.FOR_GRADIENT if self.both_layouts is BothLayouts.ALWAYS else self.both_layouts
 
     def _collects_stats(self, key: Any, operand: str) -> bool:
         return getattr(self.use_inputs[key].slots, operand) is not None

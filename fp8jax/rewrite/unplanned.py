@@ -1,4 +1,4 @@
-"""Entries of `explain` for what is not quantized: norms, activations and matmuls without a parameter."""
+"""Finds what the rules do not cover: norms, activations and matmuls without a parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -62,10 +62,10 @@ class _Program:
 Enclosing = tuple[tuple[Node, Graph], ...]
 
 
-def list_entries(
+def find(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
-) -> tuple[PlanEntry, ...]:
-    """All entries of `explain` for a planned program, in program order.
+) -> dict[Node, PlanEntry]:
+    """The entries of norms, activations and matmuls without a parameter that a plan does not list.
 
     Args:
         graph: the program, planned.
@@ -73,9 +73,6 @@ def list_entries(
         rules: the rules that choose a recipe for each layer.
         call_info: facts from the caller.
         entries: the plan's entries.
-
-    Returns:
-        The plan's entries, with those of other norms, activations and matmuls without a parameter.
     """
     program = _Program(
         graph, schedule, rules, call_info, {node for node, entry in entries.items() if entry.is_quantized}
@@ -91,18 +88,8 @@ def list_entries(
         else:
             entry = _activation_entry(program, node)
         if entry is not None:
-            found[node] = entry
-    found |= entries
-    return tuple(found[node] for node in _walk_nested(graph.nodes) if node in found)
-
-
-def _walk_nested(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, with calls and the nodes in them."""
-    for node in nodes:
-        yield node
-        yield from _walk_nested(node.inlined or ())
-        for body in node.bodies:
-            yield from _walk_nested(body.nodes)
+            found[node] = entry._replace(is_planned=False)
+    return found
 
 
 def _executed_nodes(schedule: Schedule, enclosing: Enclosing) -> Iterator[tuple[Node, Enclosing]]:

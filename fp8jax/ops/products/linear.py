@@ -24,7 +24,8 @@ from fp8jax.ops.dispatch.sharding import (
 )
 from fp8jax.ops.products.frozen_weights import FrozenWeight
 from fp8jax.ops.products.operands import Input, input_source
-from fp8jax.ops.products.product import QuantizedWeight, output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.weights import BothLayouts, QuantizedWeight
 from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -87,6 +88,7 @@ def dot_general(
     bias: Array | None = None,
     on_passthrough: Callable[[Array], None] | None = None,
     stored_weight: StoredWeight | None = None,
+    both_layouts: BothLayouts = BothLayouts.NEVER,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
@@ -105,7 +107,8 @@ def dot_general(
         bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
         on_passthrough: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
         stored_weight: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
-        split_sizes: as of `fp8jax.ops.products.product.recipe_dot`; `rhs` then has one free axis and no batch axes.
+        both_layouts: as of `fp8jax.ops.products.product.recipe_dot`.
+        split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`; with `split_sizes` several of
@@ -159,6 +162,7 @@ def dot_general(
             bias=bias,
             on_passthrough=on_passthrough,
             stored_weight=stored_weight,
+            both_layouts=both_layouts,
             split_sizes=split_sizes,
         )
 
@@ -287,10 +291,9 @@ def linears(
             w,
             linear_recipe,
             key,
-            None,
-            prequantized,
-            out_spec,
-            passthrough,
+            quantized=prequantized,
+            out_spec=out_spec,
+            passthrough=passthrough,
             returns_input=not is_last,
         )
         results.append(y)

@@ -1,29 +1,27 @@
-"""Operand sources: what a product is given for its input and for its weight, and what it saves of each.
+"""Operand sources: how a product gets the codes of its input and of its weight, and what it saves of each.
 
-A product y = x @ w reads both matrices twice: forward, and in the gradient of the other one. A source says where the
-codes come from. All sources have one contract:
+A product y = x @ w reads both matrices twice: in the forward pass, and in the gradient of the other one. All sources
+have one contract:
 
     operand = source.forward(matrix, side)              # codes for the forward product, or the matrix itself
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
     operand = residual.operand(side, cotangent_facts)   # codes for the backward product, from the residual alone
 
-where `cotangent_facts` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes,
-one or one a token, where the gradient's scales may be chosen to go with it, else None.
+`cotangent_facts` are the facts about the gradient of an input. `residual.token_scale` is the scale of its codes, one or
+one per token, if the scales of the gradient may be chosen to go with it, else None.
 
 | source | its codes | its residual |
 |---|---|---|
-| `QuantizeHere` | made in the product, under a given scale or the matrix's own | `ArrayResidual`: the matrix |
-| `PrequantizedInput` | made before, shared by all products of one input | `CodesResidual`: these codes |
-| `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before has saved, and one scale |
-| `PrequantizedWeight` | a weight's, made once a step, for both of its products | `OperandResidual`: the second one's |
-| `FrozenSource` (`frozen_weights`) | a weight's that is not trained, for both products | itself; nothing of the input |
-| `FallbackBlocks` | of an input's blocks, some with a residual, made before | `CodesResidual`: codes given for that |
+| `QuantizeHere` | of an input, made in the product | `ArrayResidual`: the input |
+| `PrequantizedInput` | of an input, made before, shared by its products | `CodesResidual`: these codes |
+| `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before saves, and one scale |
+| `FallbackBlocks` | of an input in blocks, some with a residual, made before | `CodesResidual`: codes given for that |
+| `StepWeight` (`weights`) | of a weight, made in the product or before | itself: codes of dgrad, or the weight |
+| `FrozenSource` (`frozen_weights`) | of a weight that is not trained | itself; nothing of the input |
 
-A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
-for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
-because an FP8 array may not enter a differentiated function. `choose_input_source` and
-`fp8jax.ops.products.weights.choose_weight_source` choose the source: what a product saves is decided there and nowhere
-else.
+Sources and residuals are pytrees without gradients. FP8 codes are in them as bytes, because an FP8 array may not enter
+a differentiated function. `choose_input_source` and `fp8jax.ops.products.weights.weight_source` choose the source, and
+with it what a product saves.
 """
 
 import dataclasses
@@ -49,7 +47,6 @@ from fp8jax.ops.autodiff.residuals import (
     ArrayFacts,
     CotangentFacts,
     InputFacts,
-    Layout,
     Recomputable,
     derive_key,
     from_bytes,
@@ -109,35 +106,31 @@ def weight_side(recipe: Linear) -> Side:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scale"],
-    meta_fields=["is_scale_clamped", "layout", "transposed"],
+    meta_fields=["is_scale_clamped"],
 )
 @dataclasses.dataclass(frozen=True)
 class ArrayResidual:
-    """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
+    """The matrix itself, and the scale of its codes if both products use one.
 
-    `is_scale_clamped` says whether codes were made under that, `transposed` as of `QuantizeHere`.
+    `is_scale_clamped` says whether codes were made under that scale before.
     """
 
-    values: Any
+    values: Array
     scale: Array | None
     is_scale_clamped: bool
-    layout: Layout | None = None
-    transposed: bool = False
     token_scale = None
 
     def __str__(self) -> str:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
-        values = self.values if self.layout is None else self.layout(self.values)
         return encode(
-            values,
+            self.values,
             side.backward,
             side.strategy,
             scale=self.scale,
             is_scale_clamped=self.is_scale_clamped,
-            transposed=not side.transposed,
-            x_is_transposed=self.transposed,
+            transposed=True,
         )
 
 
@@ -220,50 +213,22 @@ class RecomputeResidual:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OperandResidual:
-    """The operand of the backward product, its codes as bytes."""
-
-    codes: QTensor
-    token_scale = None
-
-    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
-        return from_bytes(self.codes)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout", "transposed"]
-)
-@dataclasses.dataclass(frozen=True)
 class QuantizeHere:
-    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
+    """An input that the product quantizes, under a given fp32 scale if there is one. The product saves `values`.
 
-    Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
-    parameter is saved, of which the layout makes it again. `transposed` says that the matrix is the transpose of what
-    lies in memory, as of `StoredWeight`: that is what is quantized then, and no transposed copy of the values is made.
+    Products of one input save the same array.
     """
 
-    scale: Array | None = None
-    values: Any = None
-    layout: Layout | None = None
-    transposed: bool = False
+    scale: Array | None
+    values: Array
 
     def forward(self, matrix: Array, side: Side) -> ForwardOperand:
-        return encode(
-            matrix,
-            side.forward,
-            side.strategy,
-            scale=self.scale,
-            transposed=side.transposed,
-            x_is_transposed=self.transposed,
-        )
+        return encode(matrix, side.forward, side.strategy, scale=self.scale)
 
     def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> ArrayResidual:
         keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
-        values = matrix if self.values is None else self.values
         scale = operand.scale if keeps_scale else convert_scale_to_spec(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return ArrayResidual(
-            values, with_checkpoint_name(scale, PRODUCT_AUX), keeps_scale, self.layout, self.transposed
-        )
+        return ArrayResidual(self.values, with_checkpoint_name(scale, PRODUCT_AUX), keeps_scale)
 
 
 @jax.tree_util.register_dataclass
@@ -308,34 +273,6 @@ class RecomputableInput:
         return RecomputeResidual(self.operation, self.residuals, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight as the products read it, made once for all calls of a step by `quantize_weight`.
-
-    Codes are kept as bytes, which unlike FP8 arrays may enter a differentiated function.
-
-    Attributes:
-        forward: (outputs, inputs).
-        dgrad: (inputs, outputs).
-    """
-
-    forward: QTensor
-    dgrad: QTensor
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PrequantizedWeight:
-    """A weight whose codes for both products were made before; the weight itself is not saved."""
-
-    weight: QuantizedWeight
-
-    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
-        return from_bytes(self.weight.forward)
-
-    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> OperandResidual:
-        return OperandResidual(self.weight.dgrad)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FallbackBlocks:
@@ -351,8 +288,8 @@ class FallbackBlocks:
         return CodesResidual(self.codes)
 
 
-Source = QuantizeHere | PrequantizedInput | RecomputableInput | PrequantizedWeight | FallbackBlocks
-Residual = ArrayResidual | CodesResidual | RecomputeResidual | OperandResidual
+Source = QuantizeHere | PrequantizedInput | RecomputableInput | FallbackBlocks
+Residual = ArrayResidual | CodesResidual | RecomputeResidual
 
 
 def choose_input_source(
@@ -411,9 +348,20 @@ def convert_scale_to_spec(scale: Array | None, forward: QuantSpec | None, spec: 
     return scaling.convert_scale(scale, formats.get(forward.format), formats.get(spec.format))
 
 
-def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **options: Any) -> QTensor:
-    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes; arguments as of `encode`."""
-    q = encode(lax.stop_gradient(x), spec, strategy, **options)
+def make_codes(
+    x: Array,
+    spec: QuantSpec,
+    strategy: Scaling,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    transposed: bool = False,
+    fused_output: fused_outputs.FusedOutput | None = None,
+) -> QTensor:
+    """Codes of a matrix, or of its transposed copy, as bytes and without a gradient; arguments as of `encode`."""
+    q = encode(
+        lax.stop_gradient(x), spec, strategy, key=key, scale=scale, transposed=transposed, fused_output=fused_output
+    )
     assert isinstance(q, QTensor)
     return to_bytes(q)
 

@@ -14,7 +14,8 @@ from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts, StoredWeig
 from fp8jax.ops.dispatch.sharding import OutSharding
 from fp8jax.ops.products.linear import flatten_tokens, output_spec
 from fp8jax.ops.products.operands import Input, fallback_input_source
-from fp8jax.ops.products.product import QuantizedWeight, Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.weights import BothLayouts, QuantizedWeight
 from fp8jax.recipes import linear_part
 
 
@@ -51,10 +52,10 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
     Raises:
         ValueError: the recipe's scaling keeps no state.
     """
-    values = {"w": w}
-    return ScalingState(
-        **{operand: strategy.init(values.get(operand)) for operand, strategy in _stateful_strategies(recipe).items()}
-    )
+    state = ScalingState()
+    for operand, strategy in _stateful_strategies(recipe).items():
+        state = state._replace(**{operand: strategy.init(w if operand == "w" else None)})
+    return state
 
 
 def scaled_linear(
@@ -70,6 +71,7 @@ def scaled_linear(
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
     stored_weight: StoredWeight | None = None,
+    both_layouts: BothLayouts = BothLayouts.NEVER,
     on_passthrough: Callable[[Array], None] | None = None,
 ) -> tuple[Array, ScalingStats]:
     """`linear` with a scaling that keeps a state.
@@ -84,7 +86,8 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding: as of `linear`. input_facts, stored_weight, on_passthrough: as of `dot_general`.
+        bias, key, out_sharding: as of `linear`. input_facts, stored_weight, both_layouts, on_passthrough: as of
+            `dot_general`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -96,18 +99,19 @@ def scaled_linear(
     strategies, linear_recipe, matrix = _stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
     values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
     state = lax.stop_gradient(state)
-    scaled_operands = {
-        name: value for name, value in values.items() if name in strategies and not strategies[name].is_threshold
-    }
-    scales = {name: _scale(name, value, state, linear_recipe) for name, value in scaled_operands.items()}
+    scales: Scales | None = None
+    for name, value in values.items():
+        if name in strategies and not strategies[name].is_threshold:
+            scales = (scales or Scales())._replace(**{name: _scale(name, value, state, linear_recipe)})
     if "dy" in strategies:
         if amax_slot is None:
             raise ValueError(
                 f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
             )
-        scales |= {"dy_amax": strategies["dy"].expected_amax(_operand_state(state, "dy")), "amax_slot": amax_slot}
+        dy_amax = strategies["dy"].expected_amax(_operand_state(state, "dy"))
+        scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
     out_spec = output_spec(x, w, out_sharding)
-    given_scales, stats = Scales(**scales) if scales else None, {}
+    stats: dict[str, Array] = {}
     threshold = strategies.get("x")
     if isinstance(threshold, Threshold):
         value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
@@ -117,11 +121,12 @@ def scaled_linear(
             w,
             linear_recipe,
             key,
-            given_scales,
-            quantized,
-            out_spec,
+            scales=scales,
+            quantized=quantized,
+            out_spec=out_spec,
             bias=bias,
             stored_weight=stored_weight,
+            both_layouts=both_layouts,
         )
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     else:
@@ -130,12 +135,13 @@ def scaled_linear(
             w,
             linear_recipe,
             key,
-            scales=given_scales,
+            scales=scales,
             quantized=quantized,
             out_spec=out_spec,
             bias=bias,
             on_passthrough=on_passthrough,
             stored_weight=stored_weight,
+            both_layouts=both_layouts,
         )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])
