@@ -251,20 +251,23 @@ def rebind_control_flow(
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))
     call_body = lambda operands, carried, rows: body(list(operands), carried, rows)  # noqa: E731
     if name in _CHECKPOINTS:
-        policy = {"policy": with_products(params["policy"]), "prevent_cse": params["prevent_cse"]}
-        return list(jax.checkpoint(call_body, **policy)(operands, extra_consts, extra_xs))
+        policy, prevent_cse = with_products(params["policy"]), params["prevent_cse"]
+        rematerialized = jax.checkpoint(call_body, policy=policy, prevent_cse=prevent_cse)
+        return list(rematerialized(operands, extra_consts, extra_xs))
     if name == "shard_map":
-        keywords = {"mesh": params["mesh"], "check_vma": params["check_vma"]}
-        keywords["axis_names"] = set(_manual_axes(params))
         replicated, per_device = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(loop_info(eqn).mesh_axes)  # type: ignore[union-attr]
 
         def device_body(operands: Any, carried: Any, rows: Any) -> list[Any]:
             results = call_body(operands, carried, jax.tree.map(lambda row: row[0], rows))
             return [*results[:num_outputs], *(x[None] for x in results[num_outputs:])]
 
-        specs = (list(params["in_specs"]), replicated, per_device)
         mapped = jax.shard_map(
-            device_body, in_specs=specs, out_specs=[*params["out_specs"], *[per_device] * num_extra_outputs], **keywords
+            device_body,
+            mesh=params["mesh"],
+            in_specs=(list(params["in_specs"]), replicated, per_device),
+            out_specs=[*params["out_specs"], *[per_device] * num_extra_outputs],
+            axis_names=set(_manual_axes(params)),
+            check_vma=params["check_vma"],
         )
         return list(mapped(operands, extra_consts, extra_xs))
     return list(_rebind_jit(params, call_body, operands, (extra_consts, extra_xs), num_extra_outputs))

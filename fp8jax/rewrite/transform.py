@@ -364,8 +364,8 @@ def transform(
         A `Transformed`.
 
     Raises:
-        ValueError: there are no rules. From a call: a rule matches nothing, there is no matmul of data with a
-            parameter, or one asks for a precision that no quantized matmul has.
+        ValueError: there are no rules. From a call: a rule matches nothing, or there is no matmul of data with a
+            parameter. Or one asks for a precision that no quantized matmul has.
         TypeError: the rules are of another type, or `fn` is no function.
     """
     return _make_transformed(fn, rules, params, static, (*_ARRAY_TYPES, *_NUMBER_TYPES))
