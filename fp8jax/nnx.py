@@ -1,4 +1,4 @@
-"""Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
+"""Flax NNX: quantization of existing models, with LoRA and training steps for them."""
 
 from fp8jax.flax_optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.flax_optimizers import end_nnx_step as _end_step
