@@ -109,29 +109,26 @@ def step_tree(
     def flatten(tree: Any) -> list[Any]:
         return [None] * n if tree is None else treedef.flatten_up_to(tree)  # type: ignore[no-any-return]
 
-    def make_leaf(
-        i: int, path: Any, mu: Any, nu: Any, grad: Any, weight: Any, decays: bool, master: Any, amax: Any
-    ) -> Leaf:
-        # A name alone, which is the same in a dict, a dataclass and an NNX state.
-        name = tree_slice.path(path)
-        leaf = Leaf(grad, weight, mu, nu, master, amax, decays=decays, in_place=in_place)
-        if master is not None or (weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)):
+    def add_noise(i: int, leaf: Leaf) -> Leaf:
+        """A leaf with noise from its path, a name that is the same in a dict, a dataclass and an NNX state."""
+        name, weight, nu = tree_slice.path(paths_and_mus[i][0]), leaf.weight, leaf.nu
+        if leaf.master is not None or (weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)):
             if random is not None:
                 leaf = dataclasses.replace(leaf, weight_seed=random[i])
             elif stochastic_weights:
-                assert adam.seed is not None
                 seed = make_weight_seed(adam.seed, name, weight.shape, tree_slice)
                 leaf = dataclasses.replace(leaf, weight_seed=seed)
-        if not stochastic_nu or not (is_quantized(nu) or nu.dtype == jnp.bfloat16):
-            return leaf
-        *rows, last = grad.shape or (1,)
-        size = math.prod(rows) * (leaf.padded_row or last)
-        blocks = tree_slice.preceding_blocks(size, grad.shape, "second moments", "nu_rounding='nearest'")
-        return dataclasses.replace(leaf, preceding_blocks=blocks, salt=noise.param_seed(name))
+        if stochastic_nu and (is_quantized(nu) or nu.dtype == jnp.bfloat16):
+            *rows, last = nu.shape or (1,)
+            size = math.prod(rows) * (leaf.padded_row or last)
+            blocks = tree_slice.preceding_blocks(size, nu.shape, "second moments", "nu_rounding='nearest'")
+            leaf = dataclasses.replace(leaf, preceding_blocks=blocks, salt=noise.param_seed(name))
+        return leaf
 
-    columns = map(flatten, (nu, grads, weights, jax.tree.broadcast(decays, treedef.unflatten([0] * n)), master, amax))
-    rows = zip(range(n), *zip(*paths_and_mus, strict=True), *columns, strict=True) if n else ()
-    leaves = [make_leaf(*row) for row in rows]
+    columns = [*map(flatten, (grads, weights, mu, nu, master, amax))]
+    decay_flags = flatten(jax.tree.broadcast(decays, treedef.unflatten([0] * n)))
+    leaves = [Leaf(*row, decays=flag, in_place=in_place) for *row, flag in zip(*columns, decay_flags, strict=True)]
+    leaves = [add_noise(i, leaf) for i, leaf in enumerate(leaves)]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     results = step_leaves(optimizer, adam, leaves, impl)
