@@ -9,9 +9,8 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.optimizers.global_norm import global_norm
-from fp8jax.ops.optimizers.leaf import load
+from fp8jax.ops.optimizers.leaf import is_quantized, load
 from fp8jax.optim import checks
 from fp8jax.optim.block_state import clip_factor
 from fp8jax.optim.fused import FusedTransformation
@@ -28,31 +27,26 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        if not any(map(_is_quantized, jax.tree.leaves(updates, is_leaf=_is_quantized))):
+        if not any(map(is_quantized, jax.tree.leaves(updates, is_leaf=is_quantized))):
             return optax_clip.update(updates, state, params)
         factor = clip_factor(max_norm, _grad_norm(updates))
 
         def clip(x: Any) -> Any:
-            quantized = isinstance(x, QTensor)
-            return dataclasses.replace(x, scale=x.scale * factor) if quantized else (x * factor).astype(x.dtype)
+            return dataclasses.replace(x, scale=x.scale * factor) if is_quantized(x) else (x * factor).astype(x.dtype)
 
-        return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
+        return jax.tree.map(clip, updates, is_leaf=is_quantized), state
 
     return optax.GradientTransformation(optax_clip.init, update)
 
 
 def _grad_norm(grads: optax.Updates) -> Array:
     """The global norm of gradients, fp32."""
-    leaves = jax.tree.leaves(grads, is_leaf=_is_quantized)
-    plain = [x for x in leaves if not _is_quantized(x)]
+    leaves = jax.tree.leaves(grads, is_leaf=is_quantized)
+    plain = [x for x in leaves if not is_quantized(x)]
     if len(plain) == len(leaves):
         return global_norm(plain)
     norm: Array = optax.tree.norm([load(x) for x in leaves])
     return norm
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QTensor)
 
 
 def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:

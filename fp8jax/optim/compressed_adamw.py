@@ -81,24 +81,8 @@ def scale_by_compressed_adam(
     is short. This depends on their global shape only.
 
     Args:
-        b1: decay of the first moment, in [0, 1).
-        b2: decay of the second moment, in [0, 1).
-        eps: added to the root of the second moment; not negative.
-        eps_root: added to the second moment under the root; not negative.
-        mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
-        nu: storage of the second moment, likewise.
-        group_size: elements along the last axis that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
-            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back. In its
-            groups, elements without gradients take range from the others, as in the paper.
-        nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
-            changes; or "auto", which is stochastic if b2 is at least 0.98, or an array, as in
-            `optax.inject_hyperparams`.
-        min_size: smallest parameter, in elements, whose moments are quantized.
-        impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter.
-        nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
-        mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
+        b1, b2, eps, eps_root: as of `optax.scale_by_adam`.
+        mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype: as of `compressed_adamw`.
 
     Returns:
         A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters if `update` is given

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.optimizers import fp8lm
 from fp8jax.ops.optimizers.leaf import load, store
 from fp8jax.optim import flax_variables, fp8lm_adamw, moments
@@ -156,14 +155,8 @@ def _convert_adam(old: Any, new: Any) -> Any:
     new = new._replace(**new_fields)
     if not is_fp8lm:
         return new
-    names = [name for name in ("master", "mu", "nu") if hasattr(new, name)]
-    stored_leaves = [jax.tree.leaves(getattr(new, name), is_leaf=moments.is_quantized) for name in names]
-    rows = [
-        jnp.stack([*map(fp8lm.block_amax, row)])
-        for row in zip(*stored_leaves, strict=True)
-        if isinstance(row[0], QTensor)
-    ]
-    return new._replace(largest=jax.tree.unflatten(jax.tree.structure(new.largest), rows))
+    stored = [getattr(new, name) for name in ("master", "mu", "nu") if hasattr(new, name)]
+    return new._replace(largest=jax.tree.map(fp8lm.stack_amax, *stored, is_leaf=moments.is_quantized))
 
 
 def _structure(tree: Any) -> Any:
@@ -197,10 +190,7 @@ def _store_fp8lm(like: Any, old: Any) -> Any:
     new = _store_like(like, old)
     if new is old or not isinstance(new, QTensor):
         return new
-    values, block, fmt = load(old), new.spec.block_shape(new.shape), formats.get(new.spec.format)
-    return quantize_with_scale(
-        values, new.spec, fp8lm.pow2_scale_from_bound(fp8lm.array_block_amax(values, block), fmt)
-    )
+    return fp8lm.quantize_to_pow2_scale(load(old), new.spec)
 
 
 def _place_like(x: Any, like: Any) -> Any:

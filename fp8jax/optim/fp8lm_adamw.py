@@ -12,7 +12,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import check_impl
 from fp8jax.ops.optimizers import fp8lm
@@ -202,14 +201,11 @@ def fp8lm_adamw(
             if name != "master":
                 return moments.zeros(param, spec, 0)
             if isinstance(spec, QuantSpec):
-                return _quantize_master(param, spec)
+                return fp8lm.quantize_to_pow2_scale(param, spec)
             return jnp.array(param, jnp.float32, copy=True)
 
-        def stack_amax(*stored: Any) -> Array | None:
-            return jnp.stack([*map(fp8lm.block_amax, stored)]) if isinstance(stored[0], QTensor) else None
-
         fields = {name: jax.tree.map(functools.partial(init_field, name), params, depths) for name in quantized_fields}
-        fields["largest"] = jax.tree.map(stack_amax, *fields.values(), is_leaf=moments.is_quantized)
+        fields["largest"] = jax.tree.map(fp8lm.stack_amax, *fields.values(), is_leaf=moments.is_quantized)
         if master_format is not None:
             fields["remainder"] = master_weights.init_remainders(params, master_format)
         return moments.replicate_scalars(params, state_class(count=jnp.zeros([], jnp.int32), **fields))
@@ -280,10 +276,3 @@ def params_from_master(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> op
             f"a {type(state).__name__} has no master weights: fp8jax.master_weights(state, params) gives them"
         )
     return jax.tree.map(lambda x: load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)
-
-
-def _quantize_master(param: Array, spec: QuantSpec) -> QTensor:
-    block = spec.block_shape(param.shape)
-    return quantize_with_scale(
-        param, spec, fp8lm.pow2_scale_from_bound(fp8lm.array_block_amax(param, block), formats.get("fp16"))
-    )

@@ -14,6 +14,7 @@ from fp8jax.core import blocks, expansion, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.optimizers.leaf import Moment
+from fp8jax.ops.optimizers.leaf import is_quantized as is_quantized
 
 # Names of moments in optax 0.2.8. State with another name (slow weights, accumulated gradients) may be a sum that would
 # stall in 8 bits: the user has to choose its storage.
@@ -154,8 +155,3 @@ def require_static(group_size: int | None, min_size: int | None) -> tuple[int, i
             "static_args=('group_size', 'min_size')"
         )
     return group_size, min_size
-
-
-def is_quantized(node: Any) -> bool:
-    """Whether a node of a tree is a `QTensor`."""
-    return isinstance(node, QTensor)

@@ -20,7 +20,6 @@ import pytest
 
 import fp8jax
 from fp8jax.core import masters, noise
-from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.ops.dispatch import partition
 from fp8jax.ops.optimizers import fp8lm
 from fp8jax.ops.optimizers.leaf import Adam, Leaf, load, master_seed
@@ -120,12 +119,11 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
 
     def stored(x: Any, fmt: str, underflow: str = "zero") -> Any:
         spec = fp8jax.QuantSpec(fmt, "tensor", layer_axes=depth, underflow=underflow)
-        bound = fp8lm.array_block_amax(jnp.asarray(x), spec.block_shape(shape))
-        return quantize_with_scale(jnp.asarray(x), spec, fp8lm.pow2_scale_from_bound(bound, fp8jax.formats.get(fmt)))
+        return fp8lm.quantize_to_pow2_scale(jnp.asarray(x), spec)
 
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
     kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
-    largest = jnp.stack([fp8lm.block_amax(q) for q in kept])
+    largest = fp8lm.stack_amax(*kept)
     copies = w.copy()
     if special:  # what somebody has changed, within and beyond the range of the next scale
         copies.reshape(-1)[20:24] = 0.3, -1e4, 2.5e4, 7e-3
@@ -198,8 +196,7 @@ def compare_large(grad: str, master: str) -> None:
     value: Any = jnp.asarray(x)
     if grad == "e5m2":
         spec = dataclasses.replace(leaf.mu.spec, format=grad)
-        bound = fp8lm.array_block_amax(jnp.asarray(x), spec.block_shape(x.shape))
-        value = quantize_with_scale(jnp.asarray(x), spec, fp8lm.pow2_scale_from_bound(bound, fp8jax.formats.get(grad)))
+        value = fp8lm.quantize_to_pow2_scale(jnp.asarray(x), spec)
     leaf = with_master(dataclasses.replace(leaf, grad=value), master)
     for factor in (None, 0.25, 1e10, 1e-30):
         adam = dataclasses.replace(ADAM, grad_scale=factor)

@@ -10,16 +10,15 @@ import optax
 from jax import Array
 
 from fp8jax.core import noise
-from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.optimizers import adamw_kernel
 from fp8jax.ops.optimizers.dead_elements import suppress_dead_elements
-from fp8jax.ops.optimizers.leaf import Adam, Leaf, StepResult, apply_change, load, scale_and_clip, store
+from fp8jax.ops.optimizers.leaf import Adam, Leaf, StepResult, apply_change, is_quantized, load, scale_and_clip, store
 from fp8jax.ops.optimizers.step import FusedOptimizer
 
 
 def reference(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
     """The step in plain JAX, also of leaves with a master weight in fp32."""
-    grads = [load(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad for leaf in leaves]
+    grads = [load(leaf.grad) if is_quantized(leaf.grad) else leaf.grad for leaf in leaves]
     mus, nus = [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves]
     directions, ms, vs = adam_direction(grads, mus, nus, adam)
     # Dead elements are found by moments alone: with nesterov a gradient may cancel the moment of a live one.
@@ -76,11 +75,11 @@ def adam_direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, 
     # optax's own functions over the whole tree give the bits of `optax.scale_by_adam`: XLA divides by a bias correction
     # differently if leaves do not share it.
     g = jax.tree.map(lambda x: scale_and_clip(x, adam.grad_scale), grads)
-    if adam.nesterov and not any(map(_is_quantized, jax.tree.leaves((mu, nu), is_leaf=_is_quantized))):
+    if adam.nesterov and not any(map(is_quantized, jax.tree.leaves((mu, nu), is_leaf=is_quantized))):
         # XLA would fuse the gradients' computation with these sums, and round them otherwise than optax's.
         g = jax.lax.optimization_barrier(g)
-    m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=_is_quantized), adam.b1, 1)
-    v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
+    m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=is_quantized), adam.b1, 1)
+    v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=is_quantized), adam.b2, 2)
     with jax.numpy_dtype_promotion("standard"):  # optax raises a number to an integer's power
         if adam.nesterov:
             next_m_hat = optax.tree.bias_correction(m, adam.b1, optax.safe_increment(adam.count))
@@ -96,7 +95,3 @@ def adam_direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, 
 def clip_finite(x: Array, limit: Any) -> Array:
     """`x` with finite values clipped to a magnitude; NaN and Inf stay."""
     return jnp.where((jnp.abs(x) > limit) & jnp.isfinite(x), jnp.sign(x) * limit, x)
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QTensor)

@@ -123,6 +123,17 @@ def _grad_dtype(leaf: Leaf) -> Any:
     return jnp.float32 if isinstance(leaf.grad, QTensor) else leaf.grad.dtype
 
 
+def quantize_to_pow2_scale(values: Array, spec: QuantSpec) -> QTensor:
+    """A quantized array whose scales are the powers of two for its own amax."""
+    bound = array_block_amax(values, spec.block_shape(values.shape))
+    return quantize_with_scale(values, spec, pow2_scale_from_bound(bound, formats.get(spec.format)))
+
+
+def stack_amax(*arrays: Any) -> Array | None:
+    """`Leaf.amax` of the stored arrays of a parameter; None if they are not quantized."""
+    return jnp.stack([*map(block_amax, arrays)]) if isinstance(arrays[0], QTensor) else None
+
+
 def block_amax(q: QTensor) -> Array:
     """The amax over the finite elements of each block of a quantized array, of its scale's shape."""
     codes = jnp.abs(formats.get(q.spec.format).decode(q.codes))

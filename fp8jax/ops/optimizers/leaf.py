@@ -163,6 +163,10 @@ class Leaf:
         """Whether a change must reproduce the bits of the new parameter: it has a remainder, or stochastic rounding."""
         return self.master is None and (isinstance(self.weight, MasterWeight) or self.weight_seed is not None)
 
+    def in_place_if_exact(self) -> "Leaf":
+        """The leaf for a step that makes a change from the new parameter if that must be exact."""
+        return dataclasses.replace(self, in_place=self.in_place or self.is_exact)
+
     @property
     def quantized_arrays(self) -> tuple[QTensor, ...]:
         """The quantized ones of master weight and moments."""
@@ -195,6 +199,11 @@ class Leaf:
     def advance_seed(self, seed: Array) -> Array:
         """The noise of a second moment's layer, from that of the stack."""
         return seed if self.preceding_blocks is None else noise.advance_counter(seed, self.preceding_blocks)
+
+
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a tree is a `QTensor`."""
+    return isinstance(node, QTensor)
 
 
 def load(moment: Moment) -> Array:

@@ -12,7 +12,6 @@ from jax import Array
 
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
-from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.dispatch import missing_kernels
 from fp8jax.ops.dispatch.choice import (
     Choice,
@@ -30,6 +29,7 @@ from fp8jax.ops.optimizers.leaf import (
     StepResult,
     TreeSlice,
     exact_update,
+    is_quantized,
     make_weight_seed,
 )
 from fp8jax.ops.optimizers.map_leaves import map_leaves
@@ -102,36 +102,33 @@ def step_tree(
     if stochastic_nu or stochastic_weights:
         adam = dataclasses.replace(adam, seed=noise.step_seed(adam.count))
     treedef: Any
-    paths_and_mus, treedef = jax.tree_util.tree_flatten_with_path(mu, is_leaf=lambda x: isinstance(x, QTensor))
+    paths_and_mus, treedef = jax.tree_util.tree_flatten_with_path(mu, is_leaf=is_quantized)
     n = len(paths_and_mus)
     random = None if key is None else jax.random.bits(key, (n, 2), jnp.uint32)
 
     def flatten(tree: Any) -> list[Any]:
         return [None] * n if tree is None else treedef.flatten_up_to(tree)  # type: ignore[no-any-return]
 
-    def make_leaf(
-        i: int, path: Any, mu: Any, nu: Any, grad: Any, weight: Any, decays: bool, master: Any, amax: Any
-    ) -> Leaf:
-        # A name alone, which is the same in a dict, a dataclass and an NNX state.
-        name = tree_slice.path(path)
-        leaf = Leaf(grad, weight, mu, nu, master, amax, decays=decays, in_place=in_place)
-        if master is not None or (weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)):
+    def add_noise(i: int, leaf: Leaf) -> Leaf:
+        """A leaf with noise from its path, a name that is the same in a dict, a dataclass and an NNX state."""
+        name, weight, nu = tree_slice.path(paths_and_mus[i][0]), leaf.weight, leaf.nu
+        if leaf.master is not None or (weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)):
             if random is not None:
                 leaf = dataclasses.replace(leaf, weight_seed=random[i])
             elif stochastic_weights:
-                assert adam.seed is not None
                 seed = make_weight_seed(adam.seed, name, weight.shape, tree_slice)
                 leaf = dataclasses.replace(leaf, weight_seed=seed)
-        if not stochastic_nu or not (isinstance(nu, QTensor) or nu.dtype == jnp.bfloat16):
-            return leaf
-        *rows, last = grad.shape or (1,)
-        size = math.prod(rows) * (leaf.padded_row or last)
-        blocks = tree_slice.preceding_blocks(size, grad.shape, "second moments", "nu_rounding='nearest'")
-        return dataclasses.replace(leaf, preceding_blocks=blocks, salt=noise.param_seed(name))
+        if stochastic_nu and (is_quantized(nu) or nu.dtype == jnp.bfloat16):
+            *rows, last = nu.shape or (1,)
+            size = math.prod(rows) * (leaf.padded_row or last)
+            blocks = tree_slice.preceding_blocks(size, nu.shape, "second moments", "nu_rounding='nearest'")
+            leaf = dataclasses.replace(leaf, preceding_blocks=blocks, salt=noise.param_seed(name))
+        return leaf
 
-    columns = map(flatten, (nu, grads, weights, jax.tree.broadcast(decays, treedef.unflatten([0] * n)), master, amax))
-    rows = zip(range(n), *zip(*paths_and_mus, strict=True), *columns, strict=True) if n else ()
-    leaves = [make_leaf(*row) for row in rows]
+    columns = [*map(flatten, (grads, weights, mu, nu, master, amax))]
+    decay_flags = flatten(jax.tree.broadcast(decays, treedef.unflatten([0] * n)))
+    leaves = [Leaf(*row, decays=flag, in_place=in_place) for *row, flag in zip(*columns, decay_flags, strict=True)]
+    leaves = [add_noise(i, leaf) for i, leaf in enumerate(leaves)]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     results = step_leaves(optimizer, adam, leaves, impl)
@@ -166,26 +163,16 @@ def _choose(optimizer: FusedOptimizer, adam: Adam, leaf: Leaf, impl: str) -> Cho
 
 def _step_by_platform(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], impl: str) -> list[StepResult]:
     """The step by the kernel on CUDA GPUs, and by the reference elsewhere, unless `impl` is "triton"."""
-    scalars = vars(adam)
-    moment_scalars = [x for name, x in scalars.items() if name not in ("rate", "weight_decay", "max_direction")]
-
-    def cast_varying(leaf: Leaf, result: StepResult) -> StepResult:
-        """Each result varies over the mesh axes of what it depends on: a rate may vary where moments do not."""
-        mu, nu = cast_varying_like((result.mu, result.nu), leaf, moment_scalars)
-        weight, master, amax = cast_varying_like(
-            (result.weight, result.master, result.amax), leaf, list(scalars.values())
-        )
-        return StepResult(weight, master, mu, nu, amax)
 
     def reference(leaves: Sequence[Leaf]) -> list[StepResult]:
         results = _step_by_reference(optimizer.reference, adam, leaves)
-        return [*map(cast_varying, leaves, results)]
+        return [_cast_varying(adam, leaf, result) for leaf, result in zip(leaves, results, strict=True)]
 
     def kernel(leaves: Sequence[Leaf]) -> list[StepResult]:
-        results = _with_exact_updates(optimizer.kernel, adam, leaves)
+        results = optimizer.kernel(adam, [leaf.in_place_if_exact() for leaf in leaves])
         # A kernel's parts have whole groups. Arrays on Explicit axes get their own sharding back.
         results = [jax.tree.map(reshard_array_like, r, leaf.unchanged) for r, leaf in zip(results, leaves, strict=True)]
-        return [*map(cast_varying, leaves, results)]
+        return [_cast_varying(adam, leaf, _exact_change(leaf, r)) for leaf, r in zip(leaves, results, strict=True)]
 
     default = None if impl == "triton" else reshard_like(kernel, reference, (leaves,))
     results: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=kernel, default=default)
@@ -203,32 +190,41 @@ def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]
     ]
     quantized = iter(map_leaves(_step_leaf, (reference, static), scalars, rows))
     plain_leaves = [leaf for leaf in leaves if not leaf.quantized_arrays]
-    plain = iter(_step_plainly(reference, adam, plain_leaves) if plain_leaves else ())
+    results = reference(adam, [leaf.in_place_if_exact() for leaf in plain_leaves]) if plain_leaves else []
+    plain = iter([_gate(adam, leaf, _exact_change(leaf, r)) for leaf, r in zip(plain_leaves, results, strict=True)])
     return [next(quantized if leaf.quantized_arrays else plain) for leaf in leaves]
 
 
 def _step_leaf(static: Any, scalars: Any, row: tuple[Leaf, Any]) -> StepResult:
+    """The step of one leaf in plain JAX, from what `_step_by_reference` gives to `map_leaves`."""
     (reference, constants), (leaf, salt) = static, row
-    leaf = dataclasses.replace(leaf, salt=salt)
-    return _step_plainly(reference, Adam(**dict(constants), **scalars), [leaf])[0]
+    adam, leaf = Adam(**dict(constants), **scalars), dataclasses.replace(leaf, salt=salt)
+    (result,) = reference(adam, [leaf.in_place_if_exact()])
+    return _gate(adam, leaf, _exact_change(leaf, result))
 
 
-def _step_plainly(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
-    results = _with_exact_updates(reference, adam, leaves)
+def _exact_change(leaf: Leaf, result: StepResult) -> StepResult:
+    """The result with the change of an exact leaf in place of its new parameter, unless that is asked for."""
+    if leaf.in_place or not leaf.is_exact:
+        return result
+    return result._replace(weight=exact_update(result.weight, leaf.weight))
+
+
+def _gate(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
+    """The result, or what it replaces if the step is not taken."""
     if adam.apply_if is None:
-        return results
-    unchanged = [leaf.unchanged for leaf in leaves]
-    gated: list[StepResult] = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), results, unchanged)
+        return result
+    gated: StepResult = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), result, leaf.unchanged)
     return gated
 
 
-def _with_exact_updates(step: LeavesStep, adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
-    """The results of `step`, which gives no exact changes: they are made of new parameters."""
-    results = step(adam, [dataclasses.replace(leaf, in_place=leaf.in_place or leaf.is_exact) for leaf in leaves])
-    return [
-        r._replace(weight=exact_update(r.weight, leaf.weight)) if leaf.is_exact and not leaf.in_place else r
-        for r, leaf in zip(results, leaves, strict=True)
-    ]
+def _cast_varying(adam: Adam, leaf: Leaf, result: StepResult) -> StepResult:
+    """Each result as varying over the mesh axes of what it depends on: a rate may vary where moments do not."""
+    scalars = vars(adam)
+    moment_scalars = [x for name, x in scalars.items() if name not in ("rate", "weight_decay", "max_direction")]
+    others = cast_varying_like(result._replace(mu=None, nu=None), leaf, list(scalars.values()))
+    mu, nu = cast_varying_like((result.mu, result.nu), leaf, moment_scalars)
+    return others._replace(mu=mu, nu=nu)  # type: ignore[no-any-return]
 
 
 def reshard_array_like(x: Array, like: Array) -> Array:
