@@ -24,6 +24,7 @@ from fp8jax.ops.products.linear import flatten_tokens
 from fp8jax.ops.products.lora import AdaptedWeight, apply_adapter, merge_adapter
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
+from fp8jax.ops.products.weights import StepWeight
 from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names
@@ -148,7 +149,7 @@ class FrozenMatmulOperation:
             w,
             self.linear,
             key,
-            both_layouts=interpreter.both_layouts,
+            weight=StepWeight(both_layouts=interpreter.both_layouts),
         )
         if isinstance(frozen, AdaptedWeight):
             y = y + apply_adapter(value, frozen.adapter.T if self.is_transposed else frozen.adapter)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts, StoredWeight
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
 from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
@@ -21,6 +21,7 @@ from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
+from fp8jax.ops.products.weights import StepWeight
 from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
@@ -123,9 +124,8 @@ class ProductOperation:
         if self.saved_data is None and interpreter.is_live_after(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
             on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
-        stored_weight = self._stored_weight(interpreter)
-        w = stored_weight.layout(stored_weight.values)
-        original_weight = stored_weight if self.layout else None
+        stored = self._stored_arrays(interpreter)
+        w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         if self.saved_data is None:
             contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
             y = dot_general(
@@ -135,14 +135,12 @@ class ProductOperation:
                 preferred_element_type=self.params["preferred_element_type"] or x.dtype,
                 recipe=linear,
                 key=key,
-                quantized=self._prequantized(use_inputs),
                 # With the parameter on the left JAX's own rule places Explicit axes.
                 out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
                 bias=self._bias(interpreter),
                 on_passthrough=on_passthrough,
-                stored_weight=original_weight,
-                both_layouts=interpreter.both_layouts,
+                weight=weight,
                 split_sizes=split_sizes,
             )
             if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
@@ -156,17 +154,16 @@ class ProductOperation:
             else:
                 tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
                 product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
-                original_weight = stored_weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
+                weight = weight if weight.values is not None else dataclasses.replace(weight, values=w)
+                weight = weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
             y = recipe_dot(
                 product_input,
                 matrix,
                 linear,
                 key,
-                quantized=self._prequantized(use_inputs),
+                weight=weight,
                 out_spec=spec,
                 bias=self._bias(interpreter),
-                stored_weight=original_weight,
-                both_layouts=interpreter.both_layouts,
                 split_sizes=split_sizes,
             )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
@@ -178,19 +175,20 @@ class ProductOperation:
         """The product under a scaling that keeps a state."""
         linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
-        stored_weight = self._stored_weight(interpreter)
-        weight = stored_weight.layout(stored_weight.values)
+        stored = self._stored_arrays(interpreter)
+        parameter, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         data = interpreter.array(self.data if self.saved_data is None else self.saved_data).reshape(self.data.shape)
-        left, right = to_matmul_order(data, weight, numbers)
+        left, right = to_matmul_order(data, parameter, numbers)
         num_leading, outputs = left.ndim - n, right.ndim - n
-        spec = product_sharding(data, weight, numbers, self.params.get("out_sharding") if self.side == 1 else None)
+        spec = product_sharding(data, parameter, numbers, self.params.get("out_sharding") if self.side == 1 else None)
         x, w = merge(left, *[1] * num_leading, n), merge(right, n, outputs)
         facts = interpreter.get_facts(self.canonical_data, x)
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        original_weight = on_passthrough = None
-        if w is not stored_weight.values[0]:
-            original_weight = stored_weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
+        on_passthrough = None
+        if w is not stored[0]:
+            weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
+            weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
         if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
             on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
                 self.data, _reshape_if_needed(passthrough, self.data.shape)
@@ -205,11 +203,9 @@ class ProductOperation:
             recipe=linear,
             bias=self._bias(interpreter),
             key=key,
-            quantized=self._prequantized(use_inputs),
-            out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight),
+            out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
-            stored_weight=original_weight,
-            both_layouts=interpreter.both_layouts,
+            weight=weight,
             on_passthrough=on_passthrough,
         )
         if interpreter.stats is None:
@@ -229,21 +225,24 @@ class ProductOperation:
         data, weight = zip(*pairs, strict=True) if pairs else ((), ())
         return data, weight
 
-    def _prequantized(self, use_inputs: UseInputs) -> Any:
-        """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
-        _, contract = self._contracting_axes()
-        return None if self.layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
-
-    def _stored_weight(self, interpreter: "Interpreter") -> StoredWeight:
-        """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
+    def _stored_arrays(self, interpreter: "Interpreter") -> list[Array]:
+        """The parameter, and the other operands of its layout."""
         operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
-        last = self.layout[-1].node if self.layout else None
-        is_transpose = last is not None and last.kind == "transpose" and last.results[0].aval.ndim == 2
-        return StoredWeight(
-            [interpreter.array(value) for value in operands],
-            functools.partial(_apply_layout, self.layout),
-            is_transpose,
-        )
+        return [interpreter.array(value) for value in operands]
+
+    def _step_weight(self, interpreter: "Interpreter", use_inputs: UseInputs, stored: list[Array]) -> StepWeight:
+        """The codes that are given of the parameter, or what the product's matrix is made from."""
+        if self.layout:
+            last = self.layout[-1].node
+            return StepWeight(
+                values=stored,
+                layout=functools.partial(_apply_layout, self.layout),
+                transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
+                both_layouts=interpreter.both_layouts,
+            )
+        _, contract = self._contracting_axes()
+        is_matrix = tuple(contract) == tuple(range(len(contract)))  # (inputs, outputs), as the given codes
+        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.both_layouts)
 
 
 @dataclasses.dataclass(eq=False)

@@ -74,23 +74,6 @@ def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     return jax.random.fold_in(key, {"x_residual": 0, "dy": 1}[use])
 
 
-Layout = Callable[[Any], Array]
-
-
-class StoredWeight(NamedTuple):
-    """What a weight is made of, which is saved in its place: `layout(values)` is the weight.
-
-    `transposed` says that the last step transposes a matrix (outputs, inputs).
-    """
-
-    values: Any
-    layout: Layout = lambda values: values
-    transposed: bool = False
-
-    def with_step(self, step: Layout) -> "StoredWeight":
-        return self._replace(layout=lambda values: step(self.layout(values)))
-
-
 @jax.jit  # traced once for all arrays of these shapes
 def match_vmap_axes(x: Array, y: Array) -> Array:
     """`x`, which `jax.vmap` maps where it maps `y`.
