@@ -1,7 +1,7 @@
-"""Whole weights for one layer at a time, of each device's shards: what a layer reads of them, and where gradients go.
+"""FSDP inside `jax.shard_map`: whole weights for one layer at a time, from the shards of the devices.
 
-FSDP inside `jax.shard_map`. A product reads codes, which are gathered as they are, forward and again backward; its
-gradient is that of the whole weight, and is scattered in its own backward pass.
+Products read codes, which are gathered as codes, in the forward and again in the backward pass. The gradient of the
+whole weight is reduced and scattered in the backward pass of the gather.
 """
 
 import functools
@@ -25,16 +25,15 @@ from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.quantize import quantize, transpose
 from fp8jax.recipes import linear_part
 
-# What a norm computes in fp32 of 16-bit values, which are kept themselves. No sums: in a model that computes in fp32
-# their operands would be kept in their place.
+# Primitives of a norm in fp32, whose 16-bit operands are saved. Sums are not among them: in a model that computes in
+# fp32, their operands would be saved instead.
 _ELEMENTWISE = frozenset(("convert_element_type", "mul", "square", "integer_pow", "broadcast_in_dim"))
 
 
 def regather_policy(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """A policy of `jax.checkpoint` that keeps all but what was gathered, which is gathered again backward.
+    """A policy of `jax.checkpoint` that saves everything except gathered arrays, which the backward pass gathers again.
 
-    Nor does it keep what elementwise operations make in fp32: `jax.checkpoint` holds its residuals as they are, where
-    XLA would compute them again of the 16-bit values that they come from.
+    It does not save fp32 results of elementwise operations either, which are recomputed from 16-bit values.
     """
     if primitive.name.startswith("all_gather"):
         return False
@@ -45,21 +44,21 @@ def regather_policy(primitive: Any, *operands: Any, **params: Any) -> bool:
 def gather_quantized(
     w: Array, axes: manual.Axes, recipe: Recipe | Linear | str, *, scale: Array | None = None
 ) -> QuantizedWeight | None:
-    """A whole weight as the products of a recipe read it, of each device's rows; to be called inside `jax.shard_map`.
+    """`fp8jax.quantize_weight` of the whole weight, from the rows of each device. Call it inside `jax.shard_map`.
 
-    The codes and scales are those that `fp8jax.quantize_weight` gives of the whole weight, bit for bit. A byte an
-    element travels. For `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under
-    `jax.checkpoint` with `regather_policy` or another policy that does not keep what was gathered.
+    The codes and scales equal those of the whole weight, bit for bit. One byte per element is gathered. Use it as
+    `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under `jax.checkpoint` with
+    `regather_policy` or another policy that does not save gathered arrays.
 
     Args:
-        w: a device's part of the rows of a weight (inputs, outputs).
-        axes: the mesh axes that rows are cut over.
+        w: a device's rows of a weight (inputs, outputs).
+        axes: the mesh axes over which the rows are sharded.
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
         scale: as of `quantize_weight`.
 
     Returns:
-        The whole weight; None where codes do not travel: the recipe reads the weight itself, quantizes it apart for
-        either product or observes it, or a shard ends within a block.
+        The codes of the whole weight. None if codes cannot be gathered: the recipe reads the weight unquantized, has
+        different codes for the two products, or collects statistics of the weight; or a shard ends within a block.
 
     Raises:
         ValueError: outside of `jax.shard_map`.
@@ -93,18 +92,18 @@ def fsdp_gather_weight(
     dtype: DTypeLike | None = None,
     needs_values: bool = True,
 ) -> Array:
-    """A whole weight of each device's shards; to be called inside `jax.shard_map`.
+    """A whole weight from the shards of the devices. Call it inside `jax.shard_map`.
 
-    Backward, the mean of gradients over the devices is scattered, in what `gradients` says.
+    The backward pass reduces the gradient to its mean over the devices, and scatters it.
 
     Args:
         w: a device's shard.
-        axes: the mesh axes that it is cut over.
+        axes: the mesh axes over which the weight is sharded.
         gradients: as of `reduce_scatter_gradients`.
-        dim: the dimension that is cut.
-        dtype: that it travels in and has; None keeps that of the shard.
-        needs_values: whether its values are read; without, it stands for the weight where `gather_quantized` gives its
-            codes: zeros, which nothing makes and nothing gathers.
+        dim: the sharded dimension.
+        dtype: of the gathered weight; None takes that of the shard.
+        needs_values: whether its values are read. If products read the codes of `gather_quantized`, pass False: the
+            result is zeros, and nothing is gathered.
 
     Raises:
         ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
