@@ -186,62 +186,77 @@ class Interpreter:
 
     def _run_nested(self, node: Node, bodies: Sequence[Schedule]) -> list[Any]:
         is_counted = primitives.loop_info(node.eqn) is not None
-        extra_consts: dict[Any, Any] = {}
-        extra_xs: dict[Any, Any] = {}
-        for use in dict.fromkeys(use for plan in bodies for use in plan.uses if use.key in self.use_inputs):
-            state, slots, weight = self.use_inputs[use.key]
-            # Each turn and device has its own slots. It has its own state and codes if it has its own parameter.
-            has_layer_axis = is_counted and use.levels[self._loop_depth].has_layer_axis
-            shared = UseInputs(
-                None if has_layer_axis else state, None if is_counted else slots, None if has_layer_axis else weight
-            )
-            extra_consts[use.key] = shared
-            extra_xs[use.key] = UseInputs(
-                state if has_layer_axis else None, slots if is_counted else None, weight if has_layer_axis else None
-            )
+        is_loop = node.kind in ("scan", "while")
+        both_layouts = self._both_layouts_in(node.eqn)
+        shared_inputs, row_inputs = self._split_use_inputs(bodies, is_counted)
+        stat_keys = [
+            (key, operand)
+            for key in row_inputs
+            for operand in ("x", "w")
+            if self.stats is not None and self._collects_stats(key, operand)
+        ]
+        # For each body, the facts about its inputs by position: arrays, and the function that rebuilds them.
+        flat_facts: list[dict[int, Any]] = [{} for _ in bodies]
+        if primitives.is_outside_loop(node.eqn):
+            flat_facts = [
+                {i: _flatten_facts(facts) for i, facts in self._body_facts(body.graph).items()} for body in bodies
+            ]
+        fact_arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in flat_facts]
 
-        body_facts = (
-            [self._body_facts(plan.graph) for plan in bodies]
-            if primitives.is_outside_loop(node.eqn)
-            else [{} for _ in bodies]
-        )
-        flat_facts = [{i: _flatten_facts(facts) for i, facts in each.items()} for each in body_facts]
-        arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in flat_facts]
-
-        def run(branch: int, inputs: Sequence[Any], more: Any, rows: Any) -> list[Any]:
-            (carried, arrays), plan = more, bodies[branch]
-            inner_facts = {
-                plan.graph.inputs[i]: rebuild(arrays[branch][i]) for i, (_, rebuild) in flat_facts[branch].items()
-            }
-            pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
-            merged = {key: UseInputs(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
+        def run_body(index: int, inputs: Sequence[Any], consts: Any, rows: Any) -> list[Any]:
+            (shared, arrays), body = consts, bodies[index]
+            facts = {body.graph.inputs[i]: rebuild(arrays[index][i]) for i, (_, rebuild) in flat_facts[index].items()}
+            use_inputs = {}
+            for key in rows:
+                pairs = zip(shared[key], rows[key], strict=True)
+                use_inputs[key] = UseInputs(*(a if b is None else b for a, b in pairs))
             inner = Interpreter(
-                plan,
+                body,
                 inputs,
-                merged,
+                use_inputs,
                 self._loop_depth + is_counted,
-                inner_facts,
+                facts,
                 collect_stats=self.stats is not None,
                 is_loop_body=is_loop,
                 both_layouts=both_layouts,
             )
-            outputs, inner_stats = inner.run(), inner.stats or {}
+            outputs, stats = inner.run(), inner.stats or {}
             # A use in another branch has no statistics: return its slots, which are zeros.
-            return [*outputs, *(inner_stats.get((key, o), getattr(merged[key].slots, o)) for key, o in stat_keys)]
+            return [*outputs, *(stats.get((key, o), getattr(use_inputs[key].slots, o)) for key, o in stat_keys)]
 
-        is_loop = node.kind in ("scan", "while")
-        both_layouts = self._both_layouts_in(node.eqn)
-        stat_keys = [
-            (key, o) for key in extra_xs for o in ("x", "w") if self.stats is not None and self._collects_stats(key, o)
-        ]
-        operands = [self.raw_value(value) for value in node.operands]
-        runs = [functools.partial(run, place) for place in range(len(bodies))]
         results = primitives.rebind_control_flow(
-            node.eqn, operands, runs, (extra_consts, arrays), extra_xs, len(stat_keys)
+            node.eqn,
+            [self.raw_value(value) for value in node.operands],
+            [functools.partial(run_body, index) for index in range(len(bodies))],
+            extra_consts=(shared_inputs, fact_arrays),
+            extra_xs=row_inputs,
+            num_extra_outputs=len(stat_keys),
         )
         if self.stats is not None:
             self.stats |= dict(zip(stat_keys, results[len(node.results) :], strict=False))
         return results[: len(node.results)]
+
+    def _split_use_inputs(
+        self, bodies: Sequence[Schedule], is_counted: bool
+    ) -> tuple[dict[Any, UseInputs], dict[Any, UseInputs]]:
+        """The inputs of the uses in `bodies`: those that all turns and devices share, and those with a row for each."""
+        shared: dict[Any, UseInputs] = {}
+        rows: dict[Any, UseInputs] = {}
+        for use in dict.fromkeys(use for body in bodies for use in body.uses if use.key in self.use_inputs):
+            state, slots, weight = self.use_inputs[use.key]
+            # Each turn and device has its own slots. It has its own state and codes if it has its own parameter.
+            has_layer_axis = is_counted and use.levels[self._loop_depth].has_layer_axis
+            shared[use.key] = UseInputs(
+                state=None if has_layer_axis else state,
+                slots=None if is_counted else slots,
+                weight=None if has_layer_axis else weight,
+            )
+            rows[use.key] = UseInputs(
+                state=state if has_layer_axis else None,
+                slots=slots if is_counted else None,
+                weight=weight if has_layer_axis else None,
+            )
+        return shared, rows
 
     def _both_layouts_in(self, eqn: Any) -> BothLayouts:
         """`both_layouts` of the programs of an equation."""
