@@ -232,13 +232,16 @@ def gradients(
             means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
             grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
         elif fsdp > 1:
-            how = {"specs": places, "layer_axes": depths}
-            grads, factors = _reduced(reduce_scatter_gradients, grads, "fsdp", comm, factors, **how)
+            grads, factors = _reduced(
+                reduce_scatter_gradients, grads, "fsdp", comm, factors, specs=places, layer_axes=depths
+            )
         if shared > 1:
             loss, grads = lax.psum(loss, tensor.AXIS), tensor.summed(grads, places, compute)
         if data > 1:
-            how = {"layer_axes": depths, "min_size": MIN_SIZE // (fsdp * shared)}
-            grads, factors = _reduced(all_reduce_gradients, grads, "data", comm, factors, **how)
+            min_size = MIN_SIZE // (fsdp * shared)
+            grads, factors = _reduced(
+                all_reduce_gradients, grads, "data", comm, factors, layer_axes=depths, min_size=min_size
+            )
         if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
             mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)
             factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))

@@ -83,7 +83,7 @@ class ReleasedOptimizer:
             held = held.with_clipping(self.clip, previous_norm=state.norm)
         value, updates = fp8jax.value_and_step(whole, argnums=(0, 1))(held, rest)
         (new, grads), norm = updates, fp8jax.grad_norm_from_states(updates)
-        rest, others = self.rest.step(grads, others, rest, factor=clip_factor(self.clip, norm))
+        rest, others = self.rest.step(grads, others, rest, grad_scale=clip_factor(self.clip, norm))
         inner = others._replace(
             **{
                 name: {**tree, LAYERS: getattr(new.state, name)}

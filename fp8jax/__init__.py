@@ -24,8 +24,8 @@ from fp8jax.ops.nonlinear.activation import activation as activation
 from fp8jax.ops.nonlinear.activation import glu as glu
 from fp8jax.ops.nonlinear.norm import layer_norm as layer_norm
 from fp8jax.ops.nonlinear.norm import rms_norm as rms_norm
-from fp8jax.ops.nonlinear.transformer import attention_out_proj as attention_out_proj
-from fp8jax.ops.nonlinear.transformer import glu_down_proj as glu_down_proj
+from fp8jax.ops.nonlinear.transformer import attention_output as attention_output
+from fp8jax.ops.nonlinear.transformer import glu_linear as glu_linear
 from fp8jax.ops.nonlinear.transformer import norm_linear as norm_linear
 from fp8jax.ops.products.frozen_weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.frozen_weights import freeze as freeze
@@ -70,7 +70,7 @@ if _TYPE_CHECKING:
     from fp8jax import nnx as nnx
     from fp8jax.modules.explain import explain as explain
 
-__version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
+__version__ = "0.2.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "CHECKPOINT_NAMES",
@@ -84,7 +84,7 @@ __all__ = [
     "Rule",
     "UnquantizedWarning",
     "activation",
-    "attention_out_proj",
+    "attention_output",
     "checkpoint_policies",
     "clip_by_global_norm",
     "compress_state",
@@ -101,7 +101,7 @@ __all__ = [
     "fused_backward",
     "get_weight_amax_bounds",
     "glu",
-    "glu_down_proj",
+    "glu_linear",
     "grad_norm_from_states",
     "init_scaling",
     "layer_norm",
@@ -140,7 +140,7 @@ _flax_state.install()
 
 
 def __dir__() -> list[str]:
-    """The public names, with those that need Flax; rooms such as `fp8jax.core` are for whoever changes fp8jax."""
+    """The public names, with those that need Flax; other modules, such as `fp8jax.core`, are internal."""
     return sorted({*__all__, *_NEED_FLAX, *(name for name in globals() if name.startswith("__"))})
 
 

@@ -1,4 +1,4 @@
-"""Policies of `jax.checkpoint` that see products in 8 bits, beside those of `jax.checkpoint_policies`."""
+"""Policies of `jax.checkpoint` that also recognize 8-bit products, for use with `jax.checkpoint_policies`."""
 
 from fp8jax.ops.autodiff.checkpointing import with_products as with_products
 

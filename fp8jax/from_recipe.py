@@ -1,4 +1,4 @@
-"""What training needs of a recipe beside its layers: the optimizer."""
+"""The optimizer of a recipe."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +17,8 @@ from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.max_adam_step import max_adam_step
 from fp8jax.optim.weight_bounds import with_weight_bounds
 
-# A parameter with quantized moments has four more arrays (scales and exponents), which take the host some 20 us a step.
-# Codes of so many elements save a GPU 7 us and 13 MB. Steps of small models wait for the host.
+# A parameter with quantized moments has four more arrays (scales and exponents): about 20 us of host time per step. At
+# this size codes save a GPU 7 us and 13 MB. Steps of small models wait for the host.
 _MIN_PROFITABLE_SIZE = 2**21
 
 
@@ -38,30 +38,30 @@ def optimizer(
     layer_axes: Any = NO_LAYER_AXES,
     track_weight_bounds: bool = True,
 ) -> FusedTransformation:
-    """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
+    """AdamW with moments stored as `recipe.optimizer` defines: `compressed_adamw` with its settings.
 
-    A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`; one whose moments have one
-    scale a tensor, such as `fp8_lm`, gets `fp8lm_adamw`. One with automatic weight scaling, such as `moss`, gets an
-    optimizer that follows how large weights can have become, `fp8jax.with_weight_bounds`.
+    Moments in fp32, as in `bf16`, give the bits of `optax.adamw`. One scale per tensor, as in `fp8_lm`, gives
+    `fp8lm_adamw`. Automatic weight scaling, as in `moss`, adds `fp8jax.with_weight_bounds`, which tracks upper bounds
+    of the weights.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
-        learning_rate, b1, b2, eps, eps_root, weight_decay, mask, impl: as of `compressed_adamw`; `impl` says nothing
-            about moments that are not quantized.
-        min_size: as of `compressed_adamw`. None is its default, 4,096 elements, and for recipes that select layers by
-            what they gain ("auto", `fp8jax.recipes.for_shapes`) 2^21, below which codes cost time.
-        clip: largest global norm of the gradients, as of `fp8jax.with_clipping`; None does not clip.
-        layer_axes: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
-        track_weight_bounds: follow the weights of a recipe with automatic scaling; False for a chain that ends with
-            `fp8jax.track_weight_amax`, for `fp8jax.fused_backward`, and where `jax.shard_map` cuts parameters, for
-            `fp8jax.with_weight_bounds(..., axis_name=)`.
+        learning_rate, b1, b2, eps, eps_root, weight_decay, mask, impl: as for `compressed_adamw`. `impl` has no effect
+            on moments that are not quantized.
+        min_size: as for `compressed_adamw`. None is its default, 4,096 elements. For recipes that select layers by gain
+            ("auto", `fp8jax.recipes.for_shapes`) None is 2^21, below which codes cost time.
+        clip: largest global norm of the gradients, as for `fp8jax.with_clipping`; None does not clip.
+        layer_axes: as for `fp8lm_adamw`, for recipes with one scale per tensor; ignored by others.
+        track_weight_bounds: track the weights of a recipe with automatic scaling. False is for a chain that ends with
+            `fp8jax.track_weight_amax`, for `fp8jax.fused_backward`, and for `fp8jax.with_weight_bounds(...,
+            axis_name=)` with parameters sharded by `jax.shard_map`.
 
     Returns:
         As `compressed_adamw`, or with `clip` as `fp8jax.with_clipping`.
 
     Raises:
-        ValueError: no recipe has this name, `clip` is not positive, or as `compressed_adamw`; a recipe with automatic
-            weight scaling has moments or masters, or there are decays, that no fused step is followed with.
+        ValueError: no recipe has this name, `clip` is not positive, or as for `compressed_adamw`; or a recipe with
+            automatic weight scaling has moments, masters or decays whose steps cannot be bounded.
         TypeError: `recipe` is neither.
 
     Examples:
@@ -101,7 +101,7 @@ def optimizer(
 def _with_weight_bounds(
     recipe: Recipe, tx: FusedTransformation, learning_rate: ScalarOrSchedule, b1: float, b2: float, decay: float
 ) -> FusedTransformation:
-    """An optimizer of a recipe with automatic weight scaling, made to follow the weights."""
+    """The optimizer `tx` of a recipe with automatic weight scaling, with tracking of weight bounds."""
     advice = (
         "give track_weight_bounds=False, and fp8jax.track_weight_amax() last in an optax.chain, which measures updates"
     )

@@ -1,16 +1,16 @@
-"""Low-rank adapters on weights that are held as 8-bit codes and not trained.
+"""Low-rank adapters on frozen weights in 8 bits.
 
-    base = fp8jax.lora.freeze(params, "e4m3:block128", targets=r".*/kernel")       # a byte a parameter
+    base = fp8jax.lora.freeze(params, "e4m3:block128", targets=r".*/kernel")       # one byte per parameter
     adapters = fp8jax.lora.init(key, base, rank=16, alpha=32, targets=r".*/(q|v)/kernel")
     y = fp8jax.lora.linear(x, base["q"]["kernel"], adapters["q/kernel"], recipe="te_current")
     params = fp8jax.lora.merge(base, adapters, jnp.bfloat16)
 
-Of a model that was not written for it, `adapt` puts both in the place of its parameters:
+`adapt` combines both into parameters for a model that has no code for adapters:
 
     fast = fp8jax.transform(loss, "te_current")
     grads = jax.grad(lambda adapters: fast(fp8jax.lora.adapt(base, adapters), batch))(adapters)
 
-Differentiate with respect to `adapters`, and give the optimizer these alone.
+Differentiate with respect to `adapters`, and give the optimizer only these.
 """
 
 from fp8jax.ops.products.lora import AdaptedWeight as AdaptedWeight

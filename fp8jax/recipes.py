@@ -1,4 +1,4 @@
-"""Presets: each published system is a combination of the parts of a `Recipe`."""
+"""Presets: each published system as a combination of the parts of a `Recipe`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,10 +20,10 @@ _MOSS_LINEAR = Linear(
     "e4m3:mx32+token", "e4m3", "e4m3:mx32+token", fast_accumulation=("forward", "dgrad")
 )  # fmt: skip
 
-# Of output heads (`Recipe.head`), at most as steep as softmax less 1: gradients of rare tokens' weights, whose
-# cotangents are all small, have the range of e5m2. Of 1,024 tokens and 32,000 entries the gradient of what the head
-# reads is off by 1.5 % for it, not 2.6 as in e5m2, and by 4.2 % with the codes of input and weight, which move logits.
-# All sums keep all bits: those that Hopper's fast accumulation cuts off take 0.3 % of each logit, and it is no faster.
+# Output head (`Recipe.head`). Cotangents of a softmax loss are at most 1. Those of rare tokens are all small, so wgrad
+# uses the range of e5m2. With dy in e4m3 the gradient of the head's input has 1.5 % error, not 2.6 % as in e5m2.
+# Quantized x and w move logits and raise it to 4.2 % (1,024 tokens, 32,000 entries). Hopper's fast accumulation adds
+# 0.3 % error to each logit and is no faster.
 HEAD = Linear("e4m3", "e4m3", "e4m3", dy_wgrad="e5m2", fast_accumulation=())
 
 
@@ -38,49 +38,50 @@ def coat_optimizer() -> Recipe:
 
 
 def coat() -> Recipe:
-    """COAT whole: 8-bit optimizer states and activations, of which only what is dear to compute again is kept.
+    """COAT: 8-bit optimizer states and activations. Only activations that are expensive to recompute are saved.
 
-    `Context("e4m3:group16", "faithful")` keeps what the paper keeps. Gradients that enter a product are in e5m2, as in
-    its code; `Linear(dy=None, w_dgrad=None, x_wgrad=None, dy_wgrad=None, ...)` leaves them in bf16, as its section G.5.
+    `Context("e4m3:group16", "faithful")` saves what the paper saves. Gradients in products are e5m2, as in COAT's code.
+    `Linear(dy=None, w_dgrad=None, x_wgrad=None, dy_wgrad=None, ...)` leaves them in bf16, as in its section G.5.
     """
     return Recipe("coat", optimizer=Optimizer(), linear=_COAT_LINEAR, context=_COAT_CONTEXT)
 
 
 def coat_fast() -> Recipe:
-    """COAT with fewer passes over memory than scales of the tensors' own largest magnitudes need.
+    """COAT with fewer passes over memory: scales of norms' and activations' results come from bounds.
 
-    Scales of what norms and activations make come from bounds, which nothing finite exceeds (`Context.scales`).
-    Gradients are summed with all bits, as in `coat`: fast accumulation of the weight's, over all tokens, costs 2.8 % of
-    the loss at 65 M parameters (docs/recipes/coat_fast.md).
+    Nothing finite exceeds a bound (`Context.scales`). Gradients accumulate with all bits, as in `coat`, because fast
+    accumulation of wgrad over all tokens costs accuracy (docs/recipes/coat_fast.md).
     """
     context = dataclasses.replace(_COAT_CONTEXT, scales="bound")
     return Recipe("coat_fast", optimizer=Optimizer(), linear=_COAT_LINEAR, context=context)
 
 
 def moss() -> Recipe:
-    """MOSS's scales (Zhang et al., 2025), folded into rows; weights per tensor by automatic scaling.
+    """MOSS's scales (Zhang et al., 2025), folded into rows; per-tensor weights with automatic scaling.
 
-    No microscaled product runs: with a level 1 of rows (k1 in section 3.1) the largest power of two of a row is 1, and
-    the others are folded into its codes, so that what is multiplied and kept is e4m3 with one fp32 scale a row, bit for
-    bit. It runs as fast as FP8 does and keeps no exponents; `moss_mx` multiplies two-level codes. Level 1 of a row
-    needs no pass over the tensor and no scale that spans tokens. Of gradients the paper says nothing; they are scaled
-    likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling needs
-    an optimizer that follows weights, as `fp8jax.optimizer` of this recipe is (or `fp8jax.track_weight_amax` last in a
-    chain), and its bounds in the model after each update: `fp8jax.nnx.Optimizer` does so, elsewhere
-    `fp8jax.nnx.end_step` and `fp8jax.linen.end_step`. A model that never gets them measures its weights in each call.
+    No microscaled product runs. If level 1 is a row (k1 in section 3.1), the largest power of two of a row is 1. The
+    others are folded into its codes, so operands are e4m3 with one fp32 scale per row, bit for bit. They run as fast as
+    other FP8 products and save no exponents; `moss_mx` multiplies two-level codes. Scales of rows need no pass over the
+    tensor and do not span tokens. The paper does not specify gradients; ours are scaled likewise
+    (results/pages/moss_snr.md).
+
+    Automatic scaling needs an optimizer that bounds the weights: `fp8jax.optimizer` of this recipe, or
+    `fp8jax.track_weight_amax` last in a chain. The model needs the bounds after each update: use
+    `fp8jax.nnx.Optimizer`, `fp8jax.nnx.end_step` or `fp8jax.linen.end_step`. A model without bounds measures its
+    weights in each call.
     """
     return Recipe("moss", optimizer=_FP32_MOMENTS, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
 
 def moss_mx() -> Recipe:
-    """MOSS's two-level microscaled products (Zhang et al., 2025, section 3.1), as they are: codes are not folded.
+    """MOSS's two-level microscaled products (Zhang et al., 2025, section 3.1), without folding.
 
-    Each group of 32 along a contraction has a power of two under its row's fp32 scale, and the kernel applies it to the
-    group's partial sum in registers (`pallas_kernels/matmul/matmul_mx_mosaic.py`). On an H200 such a product takes 1.8
-    times as long as one with a scale a tensor (results/pages/gemm.md), and layers keep 1.03 bytes an element. Where the
-    values of a row lie within 2^14 of each other `moss` is as exact: this is for rows that do not, and for the
-    comparison. The weight's gradient, whose sums are over tokens, reads inputs that are quantized again, with a scale a
-    channel, and gradients in groups of 32 tokens. Weights have their own scales, one a tensor.
+    Each group of 32 along a contraction has a power of two under its row's fp32 scale. The kernel applies it to the
+    group's partial sum in registers (`pallas_kernels/matmul/matmul_mx_mosaic.py`). These products are slower than
+    per-tensor ones (results/pages/gemm.md), and residuals also have exponents. `moss` is as exact if the values of each
+    row lie within 2^14 of each other; use this preset for rows that do not, and for comparison. wgrad, which sums over
+    tokens, reads inputs quantized again with a scale per channel, and gradients in groups of 32 tokens. Weights have
+    current per-tensor scales.
     """
     micro = "e4m3:mx32+token+exact"
     linear = Linear(micro, "e4m3", micro, x_wgrad="e4m3:token", dy_wgrad=micro)
@@ -88,11 +89,11 @@ def moss_mx() -> Recipe:
 
 
 def fast() -> Recipe:
-    """The preset we recommend: MOSS's scales, folded into rows, with COAT's contexts and optimizer states.
+    """The recommended preset: MOSS's scales, folded into rows, with COAT's contexts and optimizer states.
 
-    What is multiplied are codes with one fp32 scale a row (see `moss`). As there, only the weight's gradient,
-    whose sums are over all tokens, is summed with all bits. Weights have their own scales, so that layers keep no state
-    and any optimizer will do; `linear.w_scaling="automatic"` makes them as in `moss`.
+    Operands have one fp32 scale per row (see `moss`). Only wgrad, which sums over all tokens, accumulates with all
+    bits. Weights have current scales, so layers have no state and any optimizer works. For the scales of `moss`, set
+    `linear.w_scaling="automatic"`.
     """
     return Recipe("fast", optimizer=Optimizer(), linear=_MOSS_LINEAR, context=_COAT_CONTEXT)
 
@@ -103,26 +104,25 @@ def coat_activations() -> Recipe:
 
 
 def te_current() -> Recipe:
-    """Transformer Engine's current scaling: e4m3 forward, e5m2 gradients, scales of the tensors themselves."""
+    """Transformer Engine's current scaling: e4m3 forward, e5m2 gradients, per-tensor scales from the amax."""
     return Recipe("te_current", optimizer=_FP32_MOMENTS, linear=Linear("e4m3", "e4m3", "e5m2"))
 
 
 def te_delayed() -> Recipe:
-    """Transformer Engine's delayed scaling: scales from the largest magnitudes of the last 1,024 steps.
+    """Transformer Engine's delayed scaling: scales from the amax of the last 1,024 steps.
 
-    Layers have a state: see `fp8jax.nnx.value_and_grad` and `fp8jax.linen.end_step`.
+    Layers have state: see `fp8jax.nnx.value_and_grad` and `fp8jax.linen.end_step`.
     """
     return Recipe("te_delayed", optimizer=_FP32_MOMENTS, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed"))
 
 
 def deepseek() -> Recipe:
-    """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights.
+    """DeepSeek-V3, section 3.3: e4m3 in 1x128 groups for inputs and gradients, 128x128 blocks for weights.
 
-    The weight's gradient multiplies groups by groups, the slowest of the products. Blocks for the gradient of the
-    output, `dataclasses.replace(linear, dy_wgrad="e4m3:block128")`, take the three products of a layer 1.10 times as
-    fast on an H200; rows for both operands, `x_wgrad` and `dy_wgrad="e4m3:token"`, 1.07 times. But where tokens have
-    gradients of different sizes the error of the weight's gradient grows by 1.17 and 1.14, with outlying channels, too,
-    by 1.20 and 1.33 (`experiments.tables.deepseek_wgrad`), so the published groups are what this takes.
+    wgrad multiplies groups by groups, which is the slowest product. Two faster forms are `dataclasses.replace(linear,
+    dy_wgrad="e4m3:block128")`, and rows for both operands, `x_wgrad="e4m3:token", dy_wgrad="e4m3:token"`. Both raise
+    the error of wgrad if gradients differ in size between tokens, or with outlier channels
+    (`experiments.tables.deepseek_wgrad`). This preset uses the published groups.
     """
     group = "e4m3:group128"
     linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)
@@ -130,7 +130,7 @@ def deepseek() -> Recipe:
 
 
 def switchback() -> Recipe:
-    """SwitchBack (Wortsman et al., 2023): int8 with row-wise inputs and gradients, the weight's gradient in 16 bits."""
+    """SwitchBack (Wortsman et al., 2023): int8 with row-wise inputs and gradients, wgrad in 16 bits."""
     linear = Linear("int8:token", "int8", "int8:token", x_wgrad=None, dy_wgrad=None, x_residual=None)
     return Recipe("switchback", optimizer=_FP32_MOMENTS, linear=linear)
 
@@ -143,7 +143,7 @@ def jetfire() -> Recipe:
 
 
 def int8_block() -> Recipe:
-    """The block quantization under INT8 fallback: 128x128, gradients and saved inputs rounded stochastically."""
+    """The block quantization of INT8 fallback alone: 128x128, gradients and saved inputs rounded stochastically."""
     block = "int8:block128"
     linear = Linear(block, block, f"{block}+stochastic", x_residual=f"{block}+stochastic")
     return Recipe("int8_block", optimizer=_FP32_MOMENTS, linear=linear)
@@ -152,23 +152,24 @@ def int8_block() -> Recipe:
 def int8_fallback() -> Recipe:
     """INT8 training with dynamic block-level fallback (arXiv 2503.08040), section 5.
 
-    Blocks of an input with outliers have 16 bits in the forward product, 10 to 30 % of all; the threshold that decides
-    which is a state of each layer: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`. Norms and
-    activations keep 10 bits.
+    Blocks of an input with outliers, 10 to 30 % of all, have 16 bits in the forward product. The threshold that selects
+    them is a state of each layer: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`. Norms and
+    activations save 10 bits.
     """
     linear = dataclasses.replace(int8_block().linear, scaling="threshold")
     return Recipe("int8_fallback", optimizer=_FP32_MOMENTS, linear=linear, context=Context("int10:group128"))
 
 
 def fp8_lm() -> Recipe:
-    """FP8-LM (Peng et al., 2023): 6 bytes of optimizer a parameter, products and gradients between devices in FP8.
+    """FP8-LM (Peng et al., 2023): 6 bytes of optimizer state per parameter, FP8 products and gradient all-reduce.
 
-    Per-tensor scales everywhere: e4m3 forward and for weight gradients that travel, e5m2 backward, fp16 master weights.
-    Gradients are summed as the paper does (section 2.1): codes under one scale of all devices, by NCCL itself, in one
-    phase, with a factor mu a parameter that follows what saturates (equations 3 to 6). That needs GPUs of compute
-    capability 9.0 (elsewhere than on CUDA sums are in fp32 and are rounded once), a mesh with one axis, and with fsdp
-    whole parameters before each step; and it loses with every addition: of a mean over 1,024 replicas 3 dB are left,
-    where `fp8_lm_two_phase` has 31 (results/pages/fp8_lm_gradients.md).
+    Scales are per-tensor everywhere. Forward and gradients on the wire are e4m3, backward is e5m2, and master weights
+    are fp16. Gradients are reduced as in the paper (section 2.1): NCCL adds codes under one scale shared by all
+    devices, in one phase. A factor mu per parameter follows the saturated fraction (equations 3 to 6).
+
+    One-phase sums need GPUs of compute capability 9.0; off CUDA they are computed in fp32 and rounded once. They need a
+    mesh with one axis, and with fsdp whole parameters before each step. Each addition loses accuracy;
+    `fp8_lm_two_phase` does not (results/pages/fp8_lm_gradients.md).
     """
     return Recipe(
         "fp8_lm",
@@ -180,10 +181,10 @@ def fp8_lm() -> Recipe:
 
 
 def fp8_lm_two_phase() -> Recipe:
-    """`fp8_lm` with another reduction of gradients: codes are sent to the device that sums them in fp32.
+    """`fp8_lm` with a two-phase reduction of gradients: each device receives codes and sums them in fp32.
 
-    Nothing saturates, so there is no factor and no state; meshes may have both axes, and with fsdp layers' parameters
-    are gathered as codes when they run. Any GPU will do.
+    Nothing saturates, so there is no factor and no state. Meshes may have both axes. With fsdp, a layer's parameters
+    are gathered as codes when it runs. It runs on any GPU.
     """
     return dataclasses.replace(fp8_lm(), name="fp8_lm_two_phase", comm=Comm("e4m3"))
 
@@ -199,12 +200,12 @@ NAMES: tuple[str, ...] = tuple(_PRESETS)
 
 
 class Device(NamedTuple):
-    """What `for_device` takes for GPUs from a compute capability on.
+    """The preset of `for_device` for GPUs of at least one compute capability.
 
     Attributes:
-        min_capability: the capability, as 90 for an H200; 0 for whatever is no CUDA GPU.
-        recipe: a preset's name.
-        description: what runs in 8 bits there, and what does not, and why.
+        min_capability: the capability, such as 90 for an H200; 0 for anything other than a CUDA GPU.
+        recipe: name of a preset.
+        description: what runs in 8 bits there, what does not, and why.
     """
 
     min_capability: int
@@ -243,12 +244,12 @@ DEVICES = (
 
 
 def for_device(capability: int | None = None) -> Recipe:
-    """The preset for a GPU. `device(capability).computed` says what runs in 8 bits.
+    """The preset for a GPU. `device(capability).description` lists what runs in 8 bits.
 
-    `recipe="auto"` is this one, by `for_shapes`: layers that it makes no faster are left in 16 bits.
+    `recipe="auto"` is this preset with `for_shapes`: layers that do not get faster stay in 16 bits.
 
     Args:
-        capability: compute capability, as 80 for an A100; None asks JAX's default device, 0 is none of CUDA.
+        capability: compute capability, such as 80 for an A100, or 0 without CUDA; None uses JAX's default device.
 
     Raises:
         ValueError: the capability is negative.
@@ -257,18 +258,16 @@ def for_device(capability: int | None = None) -> Recipe:
 
 
 def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
-    """A recipe that leaves products in 16 bits where 8 bits lose time, as the projection after attention in a small
-    model.
+    """A recipe that leaves products in 16 bits if 8 bits are slower for their shapes.
 
-    `fp8jax.transform`, and `quantize` for Flax models, decide for each layer when they first see its shapes, by rates
-    of the GPU that `python -m experiments.bench rates` measures (fp8jax/core/rates.json), and `explain` says what each
-    gains. Of a device without rates, a CPU among them, those of an H100 are assumed, so that a model is the same
-    wherever it runs. Tokens are those of a device where the mesh is known (Explicit axes, `jax.set_mesh`,
-    `jax.shard_map`), else those of the program. Functions such as `fp8jax.linear` decide nothing: they do what they are
-    called for.
+    `fp8jax.transform`, and `quantize` for Flax models, decide for each layer when they first see its shapes. They use
+    rates of the GPU (fp8jax/core/rates.json, measured by `python -m experiments.bench rates`); `explain` lists each
+    layer's gain. Devices without rates, such as CPUs, use those of an H100, so that a model is the same everywhere.
+    Tokens are counted per device if the mesh is known (Explicit axes, `jax.set_mesh`, `jax.shard_map`), else for the
+    whole program. Functions such as `fp8jax.linear` always follow their recipe.
 
     Args:
-        recipe: a `Recipe` or a preset's name; None takes that of the device (`for_device`), as "auto" does.
+        recipe: a `Recipe` or a preset's name; None uses the device's (`for_device`), as "auto" does.
 
     Raises:
         TypeError: it is a part of a recipe.
@@ -281,7 +280,7 @@ def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
 
 
 def device(capability: int | None = None) -> Device:
-    """What `for_device` takes, and what runs in 8 bits with it."""
+    """The entry of `DEVICES` for a compute capability; None uses JAX's default device."""
     if capability is None:
         gpu = jax.devices()[0]
         digits = str(getattr(gpu, "compute_capability", "0")).replace(".", "")
@@ -295,10 +294,10 @@ AUTO = "auto"
 
 
 def get(name: str) -> Recipe:
-    """The preset called `name`; of "auto", that for the default device, in layers that gain (`for_shapes`).
+    """The preset called `name`; for "auto", the default device's with `for_shapes`.
 
     Raises:
-        ValueError: no preset has this name; the message lists those there are.
+        ValueError: no preset has this name; the message lists all names.
     """
     if name == AUTO:
         return for_shapes()
@@ -308,12 +307,12 @@ def get(name: str) -> Recipe:
 
 
 def resolve(recipe: Any) -> Any:
-    """A recipe or one of its parts as it is, and the preset that a name stands for.
+    """A recipe or one of its parts unchanged, or the preset of a name.
 
-    All that takes a recipe asks here: `recipe="te_current"` and `recipe=te_current()` are the same everywhere.
+    All functions with a recipe argument call this: `recipe="te_current"` and `recipe=te_current()` are the same.
 
     Raises:
-        ValueError: no preset has this name; the message lists those there are.
+        ValueError: no preset has this name; the message lists all names.
         TypeError: it is neither, such as a preset that was not called.
     """
     if isinstance(recipe, str):
@@ -328,10 +327,10 @@ def resolve(recipe: Any) -> Any:
 
 
 def linear_part(recipe: Recipe | Linear | str) -> Linear:
-    """The part of a recipe, or of the preset of this name, that products follow.
+    """The `Linear` of a recipe or preset, which products follow.
 
     Raises:
-        ValueError, TypeError: as `resolve`; or it is a `Context`, which says nothing of products.
+        ValueError, TypeError: as for `resolve`; or it is a `Context`, which does not define products.
     """
     preset = resolve(recipe)
     if isinstance(preset, Context):
@@ -340,10 +339,10 @@ def linear_part(recipe: Recipe | Linear | str) -> Linear:
 
 
 def context_part(recipe: Recipe | Context | str) -> Context:
-    """The part of a recipe, or of the preset of this name, that non-linear operations follow.
+    """The `Context` of a recipe or preset, which non-linear operations follow.
 
     Raises:
-        ValueError, TypeError: as `resolve`; or it is a `Linear`, which says nothing of them.
+        ValueError, TypeError: as for `resolve`; or it is a `Linear`, which does not define them.
     """
     preset = resolve(recipe)
     if isinstance(preset, Linear):
@@ -352,6 +351,6 @@ def context_part(recipe: Recipe | Context | str) -> Context:
 
 
 def __dir__() -> list[str]:
-    """The presets, the parts of a recipe, and how one is found."""
+    """The presets, the parts of a recipe, and the functions that find one."""
     parts = ["HEAD", "Comm", "Context", "Linear", "Optimizer", "Recipe", "Weights"]
     return [*NAMES, *parts, "DEVICES", "Device", "NAMES", "device", "for_device", "for_shapes", "get"]

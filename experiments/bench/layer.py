@@ -87,9 +87,9 @@ def functions(
     x_NxD, *qkv = normed(x_NxD, "attention_norm", "q", "k", "v")
     q, k, v = (y.reshape(-1, length, y.shape[-1] // (2 * half), 2 * half) for y in qkv)
     y = attend(apply_rope(q, *tables), apply_rope(k, *tables), v, is_causal=True)
-    out = fp8jax.attention_out_proj(y, kernels["out"], recipe=recipe, quantized=codes["out"])
+    out = fp8jax.attention_output(y, kernels["out"], recipe=recipe, quantized=codes["out"])
     x_NxD, gate, up = normed(x_NxD + out.reshape(x_NxD.shape), "mlp_norm", "gate", "up")
-    return fp8jax.glu_down_proj(gate, up, kernels["down"], x_NxD, recipe=recipe, quantized=codes["down"])
+    return fp8jax.glu_linear(gate, up, kernels["down"], x_NxD, recipe=recipe, quantized=codes["down"])
 
 
 def _kernels(params: Any) -> dict[str, jax.Array]:

@@ -97,11 +97,16 @@ def _run(asked: dict[str, Any], environment: dict[str, str]) -> dict[str, TorchT
     command = [sys.executable, "-m", "experiments.bench.step_torch", json.dumps(asked)]
     # JAX makes the tables of positions there, and takes none of the GPU for it.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if done.returncode or not told:
-        print(f"  torch's arms ended with code {done.returncode}: rows left out", flush=True)
-    found = [json.loads(line.removeprefix(_MARK)) for line in told]
+    found = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_MARK):
+                found.append(json.loads(line.removeprefix(_MARK)))
+                seconds = timing.Seconds(found[-1]["late"])
+                print(f"  {found[-1]['arm']}: {1e3 * seconds:.1f} ms a step", flush=True)
+    if process.returncode or not found:
+        print(f"  torch's arms ended with code {process.returncode}: rows left out", flush=True)
     return {of["arm"]: TorchTimes(timing.Seconds(of["late"]), timing.Seconds(of["synchronised"]), tuple(of["memory"]))
             for of in found}  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Statistics over blocks of an array, and block values spread back over it.
+"""Reductions over blocks of an array, and broadcasts of block values back to it.
 
-A granularity is a block shape: an entire tensor, one group along an axis, a square of the last two axes. Blocks are
-counted from the start of each dimension of the global shape, and the last block of a dimension may be short.
+A granularity is a block shape: a whole tensor, a group along one axis, or a square of the last two axes. Blocks count
+from the start of each dimension of the global shape. The last one may be short.
 """
 
 import math
@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
-    """Number of blocks along each dimension; none along an empty one."""
+    """Number of blocks along each dimension; 0 along an empty one."""
     return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
 def is_whole_axis(length: int, n: int) -> bool:
-    """Whether a block of this length holds a whole dimension; False where a symbolic one leaves it open."""
+    """Whether a block of this length covers a dimension of `n`; False if a symbolic dimension leaves that open."""
     try:
         return bool(length >= n)
     except jax.errors.InconclusiveDimensionOperation:
@@ -28,7 +28,7 @@ def is_whole_axis(length: int, n: int) -> bool:
 
 
 def expand_to_rank(vector: Array, ndim: int) -> Array:
-    """A vector of channels with so many axes, (1, ..., channels), as `jax_numpy_rank_promotion="raise"` asks for."""
+    """A (channels,) vector reshaped to (1, ..., channels), for `jax_numpy_rank_promotion="raise"`."""
     return jnp.expand_dims(vector, tuple(range(ndim - vector.ndim)))
 
 
@@ -39,7 +39,7 @@ def reduce(x: Array, blocks: Sequence[int], op: Callable[..., Array], initial: f
         x: array of any rank.
         blocks: block length along each dimension of `x`.
         op: `jnp.max` or `jnp.min`.
-        initial: the neutral element of `op`; pads short blocks.
+        initial: neutral element of `op`; it also pads short blocks.
 
     Returns:
         Array of the rank of `x`, with `counts(x.shape, blocks)` entries along each dimension.
@@ -73,12 +73,12 @@ def broadcast_blocks(values: Array, shape: Sequence[int], blocks: Sequence[int])
 
 
 def spec_entry_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a `PartitionSpec` names."""
+    """The mesh axes named by one entry of a `PartitionSpec`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def block_partition_spec(spec: PartitionSpec, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
-    """The sharding of block values: that of the array, replicated where the block count does not divide."""
+    """The `PartitionSpec` of block values: the array's, but replicated on axes that do not divide the block count."""
     entries = []
     for n, entry in zip(shape, spec, strict=False):
         entries.append(entry if n % math.prod(mesh_shape[a] for a in spec_entry_axes(entry)) == 0 else None)
@@ -86,26 +86,26 @@ def block_partition_spec(spec: PartitionSpec, shape: Sequence[int], mesh_shape: 
 
 
 def explicit_axes(x: Array) -> dict[str, int]:
-    """Names and sizes of the Explicit axes of the mesh in the type of `x`."""
+    """Names and sizes of the Explicit mesh axes in the type of `x`."""
     mesh = jax.typeof(x).sharding.mesh
     return {name: mesh.shape[name] for name in mesh.explicit_axes}
 
 
 def on_logical_array(
-    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, out_shapes: Sequence[Sequence[int]]
+    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array | None, out_shapes: Sequence[Sequence[int]]
 ) -> tuple:
-    """Calls `fn(x, *args)` on global arrays, also under an Explicit mesh, which splits no sharded axis.
+    """Returns `fn(x, *args)` on global arrays, also under an Explicit mesh, where no reshape may split a sharded axis.
 
     Args:
         fn: a function of global arrays.
-        x: the array whose sharding the results follow.
-        *args: further arrays.
-        out_shapes: the shapes of the results, each of the rank of `x`.
+        x: the array that determines the sharding of the results.
+        *args: further arrays, or None.
+        out_shapes: shapes of the results, each of the rank of `x`.
     """
     axes = explicit_axes(x)
     if not axes:
         return fn(x, *args)
-    # With the mesh, for arrays lie on one without `jax.set_mesh`, too.
+    # Name the mesh: arrays can have one without `jax.set_mesh`.
     mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
     out_shardings = tuple(NamedSharding(mesh, block_partition_spec(spec, shape, axes)) for shape in out_shapes)
     return jax.sharding.auto_axes(fn, axes=tuple(axes), out_sharding=out_shardings)(x, *args)

@@ -1,4 +1,4 @@
-"""`Comm`: the part of a `Recipe` that says what gradients are when they travel between devices."""
+"""`Comm`: the part of a `Recipe` that defines the format of gradients between devices."""
 
 import dataclasses
 
@@ -14,16 +14,16 @@ class Comm:
     """How the gradients of data-parallel replicas are reduced.
 
     Attributes:
-        gradients: what travels: a `QuantSpec` in its string form, of granularity "tensor" or "group" ("e4m3",
-            "e4m3:group128", "int8"); or "bf16" or "fp32", which are sums of that dtype. None leaves the reduction to
-            XLA, which sums gradients in their own dtype wherever sharded batches make that necessary.
-        form: of an 8-bit reduction. "two_phase" sends codes to the device that sums them in fp32, quantizes the means
-            anew, and gathers those codes. "one_phase" lets NCCL add the codes themselves (FP8-LM, section 2.1): one
-            rounding to 8 bits at each addition, saturating; it needs GPUs of compute capability 9.0.
-        auto_scale: FP8-LM's factor mu, which keeps sums of one phase in range (equation 3); it has a state.
+        gradients: format on the wire. A `QuantSpec` in string form, of granularity "tensor" or "group" ("e4m3",
+            "e4m3:group128", "int8"). Or "bf16" or "fp32", for sums of that dtype. None leaves the reduction to XLA,
+            which sums gradients in their own dtype.
+        form: form of an 8-bit reduction. "two_phase" sends codes to the device that sums them in fp32, quantizes the
+            means again, and gathers those codes. "one_phase" lets NCCL add the codes themselves (FP8-LM, section 2.1).
+            Each addition then rounds to 8 bits and saturates; it needs GPUs of compute capability 9.0.
+        auto_scale: use FP8-LM's factor mu, which keeps one-phase sums in range (equation 3); it has state.
 
     Raises:
-        ValueError: a format or granularity that does not travel, an unknown form, or settings that contradict each
+        ValueError: a format or granularity that cannot be reduced, an unknown form, or settings that contradict each
             other.
     """
 
@@ -59,5 +59,5 @@ class Comm:
 
     @property
     def spec(self) -> QuantSpec | None:
-        """How gradients are quantized; None where they are not."""
+        """The `QuantSpec` of the gradients; None if they are not quantized."""
         return None if self.gradients is None or self.gradients in _PLAIN else QuantSpec.parse(self.gradients)

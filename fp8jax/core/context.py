@@ -1,4 +1,4 @@
-"""`Context`: what norms and activations keep for the backward pass, as part of a recipe."""
+"""`Context`: the part of a `Recipe` that defines what norms and activations save for the backward pass."""
 
 import dataclasses
 import functools
@@ -11,36 +11,35 @@ SCALES = ("largest", "bound")
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What non-linear operations (norms, gated and plain activations) keep of their inputs for the backward pass.
+    """Storage of the inputs that norms and (gated) activations save for the backward pass.
 
-    What they compute forward, and their gradients, stay in the model's own dtype (COAT, section 5.2 and G.5). An
-    operation that keeps codes can be differentiated once.
+    Forward results and gradients stay in the model's dtype (COAT, section 5.2 and G.5). An operation that saves codes
+    can be differentiated only once.
+
+    The bounds of `scales="bound"` may exceed the amax by up to `fp8jax.core.scaling.max_slack_binades`. If one is
+    looser, or a sampled one is exceeded, the exact amax defines the scale, and a second pass writes the codes.
+
+    - Norm: sqrt(channels) times the largest scale, plus the largest bias. It counts as looser if one channel's scale is
+      more than 8 times the geometric mean.
+    - Activation: 4 times the amax of a sample, the first 32 of every 512 rows.
+    - Cotangent of an activation, "lean" and e5m2 only: a Cauchy-Schwarz bound. It uses the norms of the next layer's
+      gradient and weight, and each row's largest gate and up. A sample of rows shows whether it is loose.
+
+    Bounds need the whole recipe, because the operation writes the codes of the next layer's input. A result that is
+    cast first is quantized again under the same scale. If no layer reads the codes, they waste one byte per element.
+    The exact amax is used if the gradient is reshaped or has several readers, and for block scales and microscales.
 
     Attributes:
-        residual: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and
-            stored in bf16, such as COAT's "e4m3:group16"; None keeps what JAX keeps, or on a GPU, before layers whose
-            inputs have an FP8 scale a tensor or a row, the inputs alone.
-        mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
-            keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
-            up; linear layers that read their results compute them again from those.
-        scales: where the scales come from of what these operations make, as linear layers quantize it per tensor: its
-            "largest" magnitude, for which kernels take a pass over it; or a "bound" on that, which saves the pass.
-            Nothing finite saturates. A bound lies at most 6 binades above the largest magnitude in e4m3 and 12 in e5m2,
-            of 15 and 30 binades of normal numbers (`fp8jax.core.scaling.max_slack_binades`): if it is looser, the
-            largest magnitude gives the scale, and a second pass the codes. A norm's result is at most the root of the
-            channels times its largest scale, plus its largest bias. The bound counts as looser if one channel's scale
-            is more than 8 times the geometric mean of all. An activation's is taken to be at most four times the
-            largest of every 16th 32 rows; where it is larger, that gives the scale, and a second pass the codes. In
-            both the operation makes the codes at once: as the layers of its recipe want them, so it takes the whole
-            recipe (of its context alone it is the largest). What is cast before it is read is quantized anew, under the
-            same scale; and where no layer reads it that quantizes so, codes are made for nothing: a byte an element.
-            Lean, of an activation's e5m2 cotangents by the inequality of Cauchy and Schwarz, from the norms of the next
-            layer's gradient and weight and the largest gate and up of each row; a sample of rows shows whether that is
-            loose. It is the largest where the gradient does not come back directly (it is reshaped, or has several
-            readers), and where what is kept has scales of blocks or microscales.
+        residual: string form of the `QuantSpec` of the saved input, (..., channels), such as COAT's "e4m3:group16".
+            Scales run along the channels and are stored in bf16. None saves what JAX saves. On a GPU it saves only the
+            inputs if the next layer's input has FP8 scales per tensor or per row.
+        mode: "faithful" saves all that COAT saves: the norm's input, gate, up, the activated gate, and each linear
+            layer's codes. "lean" saves the norm's input, gate and up; linear layers recompute their inputs from those.
+        scales: source of the per-tensor scales of the results. "largest" is the exact amax, one more pass for kernels.
+            "bound" is an upper bound of the amax, under which nothing finite saturates.
 
     Raises:
-        ValueError: a spec is malformed or of no use here, or a mode is unknown or has nothing to apply to.
+        ValueError: a spec is malformed or not applicable here, or a mode is unknown or has nothing to apply to.
     """
 
     residual: str | None = None
@@ -72,7 +71,7 @@ class Context:
 
     @functools.cached_property
     def spec(self) -> QuantSpec | None:
-        """How an input is kept; None as it is."""
+        """The `QuantSpec` of saved inputs; None if they are saved as they are."""
         if self.residual is None:
             return None
         return dataclasses.replace(QuantSpec.parse(self.residual), scale_format="bf16")

@@ -1,7 +1,7 @@
-"""Values whose derivative would be lost in 8 bits: an exception takes the place of a gradient that is silently 0.
+"""Errors in place of gradients that 8-bit casts would silently make 0 or NaN.
 
-A cast to codes has the derivative 0 almost everywhere, and one from FP8 codes has a cotangent in FP8, which becomes NaN
-beyond 448. So JAX's own rules give a gradient without a word, and no one sees that a part of the model has none.
+A cast to codes has derivative 0 almost everywhere. A cast from FP8 codes has an FP8 cotangent, which is NaN beyond 448.
+JAX's own rules would return these gradients without an error.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 Tree = TypeVar("Tree")
 
-# The name of a token for policies of `jax.checkpoint`: where it is not kept, what it depends on seems to be read again.
+# `checkpoint_name` of a guard. If a policy of `jax.checkpoint` does not save it, its inputs appear to be read again.
 GUARD_NAME = "fp8jax_token"
 
 CAST_TO_CODES_ERROR = (
@@ -42,7 +42,7 @@ FORWARD_MODE_ERROR = (
 
 
 def error_if_differentiated(reason: str, values: Tree, inputs: Any = ()) -> Tree:
-    """`values`; raises ValueError with the reason where they, or `inputs`, are differentiated."""
+    """Returns `values`; raises ValueError(reason) if they or `inputs` are differentiated."""
     leaves, structure = jax.tree.flatten(values)
     found = _error_if_differentiated_p.bind(*leaves, *jax.tree.leaves(inputs), reason=reason, count=len(leaves))
     result: Tree = jax.tree.unflatten(structure, found)
@@ -54,17 +54,17 @@ def _raise_value_error(*_: Any, reason: str, **__: Any) -> Any:
 
 
 def qualified_op_name(operation: str) -> str:
-    """An operation as messages name it: with the `jax.named_scope` around it, where there is one."""
+    """The operation's name for messages, with the surrounding `jax.named_scope` if there is one."""
     scope = re.sub(r"\w*\(|\)", "", str(source_info_util.current_name_stack())).strip("/")  # without "jvp(...)"
     return f"{operation} in {scope!r}" if scope else operation
 
 
 def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
-    """`values`, floats that an operation computes from `inputs`, and that have no derivative by these.
+    """Returns `values`, floats computed from `inputs` whose derivative by these must not be used.
 
-    The derivative may be asked for as long as it is not used, as under `jax.lax.stop_gradient`: ValueError is raised
-    where a cotangent comes back to it, or where it is evaluated in forward mode. Nothing of it is in a program that
-    differentiates once. `jax.vmap` maps all values where it maps one of the others.
+    A derivative that is never used is allowed, as under `jax.lax.stop_gradient`. ValueError is raised if a cotangent
+    reaches it, or in forward mode. The check adds nothing to a program that differentiates once. `jax.vmap` maps all
+    values if it maps one operand.
     """
     leaves, structure = jax.tree.flatten(values)
     float_inputs = [x for x in jax.tree.leaves(inputs) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -75,20 +75,19 @@ def differentiable_once(operation: str, values: Tree, inputs: Any = ()) -> Tree:
 
 
 def second_order_guard(operation: str, *inputs: Array | None) -> Array:
-    """An array for a function with a backward pass of its own, which takes it as an operand and a residual.
+    """An fp32 array of shape (0,), an operand and residual of a function with its own backward pass.
 
-    It is empty; on devices of a `jax.shard_map` it has one element. Its derivative by the inputs is as that of
-    `differentiable_once`: so forward mode is told before JAX comes to the function, and a backward pass knows the
-    inputs whose derivative its results have not.
+    Its derivative by the inputs is that of `differentiable_once`. Forward mode therefore fails before JAX reaches the
+    function, and a second derivative fails in its backward pass. Inside `jax.shard_map` the shape is (1,).
     """
-    # XLA for CPU crashes on empty arrays that loops pass out of a shard_map; elsewhere they cost nothing.
+    # XLA on CPUs crashes if a loop returns an empty array out of a shard_map. Elsewhere empty arrays are free.
     size = int(bool(jax.sharding.get_abstract_mesh().manual_axes))
     empty: Array = checkpoint_name(differentiable_once(operation, jnp.zeros((size,), jnp.float32), inputs), GUARD_NAME)
     return empty
 
 
 def _once_jvp(primals: Any, tangents: Any, *, count: int, **params: Any) -> tuple[Any, Any]:
-    # Tangents that are 0 stand for no array; the first ones are there for their types.
+    # The first tangents are needed for their types only, so zeros are instantiated. Zeros among the others are dropped.
     first = [ad.instantiate_zeros(t) for t in tangents[:count]]
     nonzero_tangents = [t for t in tangents[count:] if type(t) is not ad.Zero]
     return _differentiable_once_p.bind(*primals, count=count, **params), _forbidden_tangent_p.bind(
@@ -118,7 +117,7 @@ def _leading_operands(*operands: Any, count: int, **_: Any) -> list[Any]:
     return list(operands[:count])
 
 
-# The first operands, which have no derivative at all.
+# Returns its first `count` operands; differentiating any operand is an error.
 _error_if_differentiated_p = Primitive("fp8jax_refused")
 _error_if_differentiated_p.multiple_results = True
 _error_if_differentiated_p.def_abstract_eval(_leading_operands)
@@ -132,13 +131,14 @@ batching.primitive_batchers[_error_if_differentiated_p] = lambda operands, dims,
 )
 ad.primitive_jvps[_error_if_differentiated_p] = _raise_value_error
 
-# The first operands; and of tangents a linear map, of which no more is known than that it is not 0.
+# `fp8jax_once` returns its first operands. `fp8jax_lost` stands for its tangent: a linear map, known only to be
+# non-zero.
 _differentiable_once_p, _forbidden_tangent_p = Primitive("fp8jax_once"), Primitive("fp8jax_lost")
 for _primitive in (_differentiable_once_p, _forbidden_tangent_p):
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_leading_operands)
 batching.fancy_primitive_batchers[_differentiable_once_p] = functools.partial(_batch_once, _differentiable_once_p)
-# In reverse mode it is transposed before anything is mapped.
+# In reverse mode it is transposed before batching, so only forward mode gets here.
 batching.fancy_primitive_batchers[_forbidden_tangent_p] = lambda _, operands, dims, **params: _raise_forward_mode(
     **params
 )
@@ -152,13 +152,13 @@ ad.primitive_transposes[_forbidden_tangent_p] = _forbidden_tangent_transpose
 
 
 def check_differentiable_dtypes(name: str, result: Array, *inputs: Array | None) -> Array:
-    """The result of an operation, to which gradients pass: it and its inputs are floats of 16 bits or more.
+    """Returns `result`, after checking that it and its inputs are floats of at least 16 bits.
 
-    Arrays in FP8 are taken as long as nothing is differentiated.
+    FP8 arrays are allowed as long as nothing is differentiated.
 
     Raises:
-        TypeError: an input is of no floating dtype.
-        ValueError: an array of 8 bits is differentiated, or the result is to be no float.
+        TypeError: an input is not of a floating dtype.
+        ValueError: an 8-bit array is differentiated, or a result that is not a float.
     """
     dtypes = [x.dtype for x in (*inputs, result) if x is not None]
     if all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in dtypes):

@@ -1,4 +1,4 @@
-"""Codes, scales, exponents and powers of two of an array, and its values from these."""
+"""Encoding of an array to codes, scales, exponents and microscales, and decoding from these."""
 
 import functools
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from fp8jax.core.spec import QuantSpec
 
 
 class QTensorLeaves(NamedTuple):
-    """The arrays of a QTensor; None for those that its spec has no use for."""
+    """The arrays of a QTensor; None for those that its spec does not use."""
 
     codes: Array
     scale: Array
@@ -37,7 +37,7 @@ def encode(
     x = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, x, scale).astype(jnp.float32)
     is_scale_given, raw = scale is not None, jnp.abs(x)
     magnitude = formats.where(~(raw < formats.TINY), raw, 0)
-    # The largest magnitudes are rid of subnormals after: XLA on a GPU writes a mask that two passes have in common.
+    # Subnormals are removed from the block maxima below: here XLA on a GPU would write the mask that two passes share.
     measured = magnitude if spec.expand else raw
     finite_magnitude = formats.where(jnp.isfinite(measured), measured, 0)
     bad = None
@@ -47,7 +47,7 @@ def encode(
             bad |= x <= -formats.TINY  # smaller ones count as zeros
     if scale is None:
         if bad is not None and not spec.expand:
-            # The maximum says it, too; a NaN would be lost where devices share a block.
+            # Put Inf, not NaN, into the maximum: a NaN would be lost where devices share a block.
             finite_magnitude = formats.where(~bad, raw, jnp.inf)
         largest = blocks.reduce(finite_magnitude, block_shape, jnp.max, 0.0)
         largest = formats.where(largest >= formats.TINY, largest, 0)
@@ -64,8 +64,8 @@ def encode(
     if spec.scale_format != "fp32":
         scale = jnp.minimum(scale, _max_scale(spec.scale_format, spec.format))
     scale = cast_scale(scale, spec, is_given=is_scale_given)
-    # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
-    # not in others, and the codes must not depend on that.
+    # Multiply by reciprocals throughout. XLA turns divisions by constants and scalars into such products in some
+    # programs only, and the codes must not depend on that.
     scale_fp32 = scale.astype(jnp.float32)
     exponent = microscale = None
     if spec.expand:
@@ -92,18 +92,18 @@ def encode(
             micro_shape = spec.micro_shape(x.shape)
             largest = blocks.reduce(formats.where(jnp.isfinite(y), y, 0), micro_shape, jnp.max, 0.0)
             microscale = compute_microscales(largest * (1 / scale_fp32), spec, fmt)
-            # The power comes first: a quotient by the level 1 scale alone may be subnormal, which devices flush or not.
+            # Apply the power first: y / outer scale alone may be subnormal, which only some devices flush.
             power = jnp.ldexp(jnp.float32(1), 127 - microscale.astype(jnp.int32))
             y = y * blocks.broadcast_blocks(power, x.shape, micro_shape)
         if fmt.max >= 4:
             y = y * blocks.broadcast_blocks(1 / scale_fp32, x.shape, block_shape)
         else:
-            # Scales are as large as values here, and beyond 2^126 have no normal number as their reciprocal.
+            # Scales are as large as the values here. Above 2^126 their reciprocals are subnormal.
             unit = jnp.where(scale_fp32 > 2.0**125, np.float32(2.0**-32), 1.0)
             y = y * blocks.broadcast_blocks(unit, x.shape, block_shape)
             y = y * blocks.broadcast_blocks(1 / (scale_fp32 * unit), x.shape, block_shape)
         if is_scale_given and fmt.inf is not None:
-            # In units of a given scale a finite value may lie beyond fp32; it is none of the infinite ones.
+            # In units of a given scale a finite value may exceed fp32. It saturates; only Inf stays Inf.
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
@@ -111,7 +111,7 @@ def encode(
         y = expansion.debias_for_rounding(y, k, fmt)
     uniform_noise = None
     if seed is not None:
-        # Short groups are counted as whole ones, so that kernels can go by group and place in the group.
+        # Noise counts short groups as full ones, so that kernels can index by group and position in it.
         row = None if spec.group_size is None else -(-x.shape[-1] // spec.group_size) * spec.group_size
         uniform_noise = noise.uniform(seed, x.shape, row)
     if dither is not None:
@@ -126,16 +126,16 @@ def encode(
 
 
 def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
-    """Values whose groups get exponents of `min_exponent` or more, so that no tiny member takes codes from others.
+    """Values clamped so that the exponents of their groups are at least `min_exponent`.
 
-    Magnitudes below a group's largest / R^(1 / min_exponent), with R the range of the format, become 0, or where the
-    spec keeps what is not zero from decoding to it (underflow "smallest"), that bound. Specs without expansion, and
-    with the paper's ("coat"), leave all values as they are.
+    Otherwise one tiny member makes a group's exponent small and all its codes coarse. Magnitudes below amax / R^(1 /
+    min_exponent), with R the range of the format, become 0, or that threshold with underflow "smallest". Specs without
+    expansion, and with the paper's ("coat"), return the values unchanged.
 
     Args:
-        x: array of a floating dtype, to be quantized as `spec` says.
-        spec: how.
-        min_exponent: the smallest exponent, in (0, 16].
+        x: array of a floating dtype, to be quantized by `spec`.
+        spec: the `QuantSpec`.
+        min_exponent: smallest exponent, in (0, 16].
     """
     if spec.expand is not True:
         return x
@@ -152,10 +152,10 @@ def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
 
 
 def cast_scale(scale: Array, spec: QuantSpec, *, is_given: bool = False) -> Array:
-    """Positive fp32 scales in the dtype that a spec stores them in.
+    """Positive fp32 scales, cast to the scale dtype of a spec.
 
-    Those of integers are rounded up, unless they are given: under a scale that was rounded down to bf16 the largest of
-    511 codes would saturate by two steps, where all others err by half of one.
+    Scales of integer formats are rounded up unless they are given. Rounded down to bf16, the largest of 511 codes would
+    saturate by two steps.
     """
     fmt = formats.get(spec.format)
     integers = not fmt.is_float and fmt.codebook is None
@@ -164,7 +164,7 @@ def cast_scale(scale: Array, spec: QuantSpec, *, is_given: bool = False) -> Arra
 
 @functools.cache
 def _max_scale(scale_format: str, name: str) -> float:
-    """The largest number of a format that times the largest code of another is finite in fp32."""
+    """The largest number of a scale format whose product with the largest code is finite in fp32."""
     limit, dtype = formats.FP32.max / formats.get(name).max, formats.get(scale_format).dtype
     bits = np.asarray(limit, dtype).view(np.uint16)  # limits are positive
     largest = (bits - np.uint16(1)).view(dtype) if float(bits.view(dtype)) > limit else bits.view(dtype)
@@ -172,13 +172,13 @@ def _max_scale(scale_format: str, name: str) -> float:
 
 
 def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
-    """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given."""
+    """E8M0 bytes of groups from their amax in units of the outer scale."""
     if spec.outer_scale == "none":
-        # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element less that of the format.
+        # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element minus that of the format.
         exponent = formats.encode_e8m0(amax, "down").astype(jnp.int32) - int(np.log2(fmt.max))
         return jnp.where(amax > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
-    # MOSS, equation 3: the group's own scale over that of level 1, rounded up, so that no code saturates. Zeros have
-    # the smallest, so that they leave the largest power of a row to others.
+    # MOSS, equation 3: the group's own scale over the outer scale, rounded up, so that no code saturates. Groups of
+    # zeros get the smallest power, so that another group has the largest of the row.
     return formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
 
 
@@ -196,11 +196,11 @@ def decode(leaves: QTensorLeaves, shape: tuple[int, ...], spec: QuantSpec) -> Ar
         decoded = values * scale
     else:
         root = blocks.broadcast_blocks(1 / leaves.expansion.astype(jnp.float32), shape, block_shape)
-        # Half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
+        # Apply half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
         half = expansion.power(jnp.abs(values) * np.float32(1 / fmt.max), 1.0, root / 2)
         decoded = jnp.copysign(half * (scale * fmt.max) * half, values)
     if spec.expand or spec.underflow == "smallest":
-        # The rounding of a value close to the smallest normal must not take it where XLA flushes to zero.
+        # Rounding must not move a value near the smallest normal into the range that XLA flushes to zero.
         nonzero = jnp.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
         decoded = jnp.where(values == 0, decoded, nonzero)
     return decoded

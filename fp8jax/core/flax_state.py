@@ -1,4 +1,4 @@
-"""QTensors in Flax's serialization, which looks types up in a table of its own, whenever Flax is imported."""
+"""Registration of `QTensor` in Flax's serialization, now or when Flax is imported."""
 
 import importlib.machinery
 import sys
@@ -38,7 +38,7 @@ def _register(module: ModuleType) -> None:
 
 
 class _ImportHook:
-    """Finds Flax's serialization where Python does, and registers QTensors there once it is loaded."""
+    """An import hook that registers `QTensor` once `flax.serialization` is loaded."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
@@ -58,7 +58,7 @@ class _ImportHook:
 
 
 def install() -> None:
-    """Registers QTensors where Flax is imported already, or when it will be."""
+    """Registers `QTensor` now if Flax is imported, else at its import."""
     if hasattr(sys.modules.get(MODULE), "register_serialization_state"):
         _register(sys.modules[MODULE])
     elif _ImportHook not in sys.meta_path:

@@ -1,4 +1,4 @@
-"""Number formats as records: a new format is a new constant, and `ALL` parametrises the tests.
+"""Number formats as records. To add one, add a constant and list it in `ALL`, from which tests take it.
 
 Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3 without infinities, e5m2 with them), OCP Microscaling Formats
 1.0 (e8m0), Dettmers et al., 8-bit Optimizers via Block-wise Quantization (the dynamic exponent code books).
@@ -17,15 +17,15 @@ from fp8jax.core import derivatives
 
 E4M3_DTYPE, E5M2_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 
-# XLA flushes fp32 subnormals on some backends and keeps them on others; the quantizers treat them as zeros on all.
+# XLA flushes fp32 subnormals on some backends only. The quantizers treat them as zeros on all.
 TINY = float(np.finfo(np.float32).tiny)
 
 
 def where(condition: Array, x: Array, other: float) -> Array:
-    """`jnp.where(condition, x, other)` of fp32 values and a number, made of bits.
+    """`jnp.where(condition, x, other)` for fp32 values and a number, computed on bits.
 
-    `jnp.where` makes an array of the number. Of a scan that is differentiated JAX computes such a constant array once,
-    outside of the loop, and every pass over a matrix in it then reads one from memory.
+    `jnp.where` broadcasts the number to an array. In a differentiated scan JAX hoists that constant out of the loop,
+    and every pass over a matrix then reads it from memory.
     """
     bits, mask = jax.lax.bitcast_convert_type(x, jnp.int32), -condition.astype(jnp.int32)
     bits_or_other = bits & mask
@@ -39,22 +39,22 @@ class Format:
     """A storage format of real numbers.
 
     Attributes:
-        name: the name used in specs, recipes and on the command line.
+        name: the name in specs, recipes and on the command line.
         dtype: dtype of the codes.
-        bits: bits of a code. It is stored as one element of `dtype`, which may have more, unless it is packed.
-        max: largest finite magnitude that a code stands for.
-        smallest: smallest non-zero magnitude that a code stands for (a subnormal, where the format has them).
-        smallest_normal: smallest magnitude with the full relative precision; `smallest` where there is no such notion.
+        bits: bits of a code. Unless it is packed, it is stored as one element of `dtype`, which may be wider.
+        max: largest finite magnitude.
+        smallest: smallest non-zero magnitude (a subnormal, if the format has them).
+        smallest_normal: smallest magnitude with full relative precision; `smallest` for formats without that notion.
         mantissa_bits: explicitly stored bits of the significand; 0 for formats that are not floating point.
         signed: whether there are negative values.
-        inf: what the code of an infinity decodes to (Inf, or NaN where the format has none); None for a format that
-            can represent neither, where the scale of the block becomes NaN instead.
-        codebook: the values of all codes in increasing order, for formats given by a table.
-        packing: how codes are packed, "four_in_five": 10-bit integers, four in five bytes (`fp8jax.core.packing`); None
-            are not.
+        inf: the decoded value of an infinity's code: Inf, or NaN for formats without Inf. None for formats with
+            neither; the block's scale then becomes NaN.
+        codebook: the values of all codes in increasing order, for formats defined by a table.
+        packing: "four_in_five" packs four 10-bit integers into five bytes (`fp8jax.core.packing`); None does not pack.
 
     Raises:
-        ValueError: the packing is unknown or not for such codes, codes have more bits than the dtype, or XLA has none.
+        ValueError: the packing is unknown or does not fit the codes, codes have more bits than the dtype, or XLA has no
+            such dtype.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Format:
 
     @property
     def needs_scale(self) -> bool:
-        """Whether tensors in this format need a scale; bf16 and fp32 hold fp32's own range."""
+        """Whether tensors in this format need a scale; bf16 and fp32 have fp32's range."""
         return self.max < float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
     @property
@@ -94,49 +94,49 @@ class Format:
 
     @property
     def is_matmul_format(self) -> bool:
-        """Whether matrix units take the codes as they are."""
+        """Whether matrix units multiply the codes directly."""
         return self.is_fp8 or (self.dtype == np.int8 and self.bits == 8)
 
     @property
     def is_fp8(self) -> bool:
-        """Whether codes are of the two FP8 dtypes that GPUs have and kernels are written for."""
+        """Whether codes are of one of the two FP8 dtypes that GPUs and our kernels support."""
         return self.dtype in (E4M3_DTYPE, E5M2_DTYPE)
 
     @property
     def expansion_range(self) -> float:
         """Ratio R of largest to smallest magnitude that range expansion maps a group onto (COAT, section 4.2).
 
-        For floating point half the smallest normal, so one bit into the subnormals: 57344 for e4m3. COAT's text takes
-        the smallest subnormal (229376), where the relative error of small second moments doubles; its code takes
-        100352. For the others the smallest value.
+        Floating-point formats use half the smallest normal, one bit into the subnormals: R is 57344 for e4m3. COAT's
+        text uses the smallest subnormal (229376), which doubles the relative error of small second moments. COAT's code
+        uses 100352. Other formats use the smallest value.
         """
         return self.max / (self.smallest_normal / 2 if self.is_float else self.smallest)
 
     @property
     def normal_range(self) -> float:
-        """Ratio of largest to smallest magnitude of codes with the full relative precision, which one rule rounds.
+        """Ratio of largest to smallest normal magnitude, `max / smallest_normal`.
 
-        `max / smallest_normal`; the range that groups are kept within whose codes are rounded stochastically.
+        Groups that are rounded stochastically are kept within this range.
         """
         return self.max / self.smallest_normal
 
     def encode(
         self, y: Array, key: Array | None = None, noise: Array | None = None, dither: Array | None = None
     ) -> Array:
-        """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible where the format can show them.
+        """Codes of fp32 values, saturating at `max`; NaN and Inf stay visible if the format has them.
 
         Args:
             y: fp32 values in units of the format (already divided by their scale), any shape.
-            key: a PRNG key for stochastic rounding, which is unbiased; None rounds to nearest, ties to even (in a code
-                book, to the smaller value).
-            noise: uniform in [0, 1), of the shape of `y`, for stochastic rounding without a key.
-            dither: of values that decay, noise in (0, 1) and the decay, behind a first axis of two, as
-                `fp8jax.core.noise.decay_dither` has them: up or down by that noise where the next decay would not leave
-                the nearest code, so that the value kept it for ever; elsewhere to nearest.
+            key: PRNG key for unbiased stochastic rounding. None rounds to nearest, ties to even (in a code book, ties
+                to the smaller value).
+            noise: uniform noise in [0, 1), of the shape of `y`, for stochastic rounding without a key.
+            dither: (2, ...) noise in (0, 1) and decay factor, from `fp8jax.core.noise.decay_dither`, for values that
+                decay. It rounds by the noise where rounding to nearest would undo the next decay; elsewhere it rounds
+                to nearest.
 
         Returns:
-            Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`; NaN the format's NaN and
-            Inf `inf`, or some finite code where `inf` is None.
+            Codes of dtype `dtype` in the shape of `y`. Magnitudes above `max` become `max`. NaN becomes the format's
+            NaN and Inf becomes `inf`; both are arbitrary finite codes if `inf` is None.
 
         Raises:
             ValueError: codes are differentiated; their gradient would be 0.
@@ -158,28 +158,28 @@ class Format:
             step = _ulp(finite, self)
             finite = _round_stochastic(finite / step, noise) * step
         if self.bits < 16 and not self.is_fp8 and noise is None:
-            # Some emitters of XLA cast to others than the two by way of fp16, and so round twice.
+            # Some XLA emitters cast to other dtypes through fp16, which rounds twice.
             step = _ulp(finite, self)
             finite = jnp.round(finite * (1 / step)) * step
-        if self.inf is None:  # the scale of the block says it
+        if self.inf is None:  # the block's scale is NaN
             return jax.lax.optimization_barrier(jnp.where(jnp.isnan(y), 0.0, finite).astype(self.dtype))
         infinite = y
         if np.isnan(self.inf):
             quiet = jax.lax.bitcast_convert_type(y, jnp.int32) | np.int32(1 << 22)  # with its sign
             infinite = jax.lax.bitcast_convert_type(quiet, jnp.float32)
         codes = jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
-        # For `decode`: where XLA casts to another dtype and back it leaves both out, on a GPU.
+        # On a GPU, XLA removes a cast to another dtype and back (`decode`).
         return codes if self.is_fp8 else jax.lax.optimization_barrier(codes)
 
     def _dither_decay(self, y: Array, dither: Array) -> Array:
-        """Values whose decay rounding to nearest would undo, moved so that it takes them up or down by the noise."""
+        """Values with dither added where rounding to nearest would undo their decay."""
         magnitude, noise_offset, decay_loss = jnp.abs(y), dither[0] - 0.5, 1 - dither[1]
         if self.codebook is not None:
             below, above = self.floor_ceil(magnitude)
             width = above - below
             dithered = jnp.where(magnitude - below > (0.5 - noise_offset) * width, above, below)
         else:
-            # No value falls below the power of two under it, which has a code: those below are closer to each other.
+            # Keep each value at or above its power of two, which has a code: the codes below it are closer together.
             bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & np.int32(0x7F800000)
             power = jax.lax.bitcast_convert_type(bits, jnp.float32)
             width = jnp.ones_like(y)
@@ -189,7 +189,7 @@ class Format:
         return jnp.where(width > 2 * decay_loss * magnitude, jnp.copysign(dithered, y), y)
 
     def floor_ceil(self, y: Array) -> tuple[Array, Array]:
-        """The values of the codes around fp32 magnitudes, below (or equal) and above."""
+        """The two representable values around fp32 magnitudes: at or below, and above."""
         if self.codebook is not None:
             return _bracketing_values(y, np.asarray(self.codebook, np.float32))[1:]
         step = _ulp(y, self) if self.is_float else 1.0
@@ -197,7 +197,7 @@ class Format:
         return below, below + step
 
     def decode(self, codes: Array) -> Array:
-        """The fp32 values of codes, in units of the format; raises ValueError where FP8 codes are differentiated."""
+        """The fp32 values of codes, in units of the format; raises ValueError if FP8 codes are differentiated."""
         if self.is_fp8:
             codes = derivatives.error_if_differentiated(derivatives.CAST_FROM_CODES_ERROR, codes)
         if self.name == "e8m0":
@@ -208,13 +208,13 @@ class Format:
 
 
 def _ulp(y: Array, fmt: Format) -> Array:
-    """Distance of the codes around values of a floating format; of bf16 no less than fp32's smallest normal."""
+    """Spacing of a floating-point format around `y`; for bf16 at least fp32's smallest normal."""
     _, exponent = jnp.frexp(jnp.maximum(jnp.abs(y), fmt.smallest_normal))
     return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 1 - fmt.mantissa_bits, -126))
 
 
 def _codebook_index(y: Array, fmt: Format, noise: Array | None) -> Array:
-    """Index in a code book, of the nearest value or of one of the two around."""
+    """Code book index of the nearest value, or with noise of one of the two neighbours."""
     values = np.asarray(fmt.codebook, np.float32)
     if noise is None:
         boundaries = (values[1:].astype(np.float64) + values[:-1]) / 2
@@ -233,29 +233,29 @@ def _bracketing_values(y: Array, values: np.ndarray) -> tuple[Array, Array, Arra
 
 @jax.jit  # traced once for all codes of a shape
 def decode_fp8(codes: Array) -> Array:
-    """The fp32 values of FP8 codes, made of bits.
+    """The fp32 values of FP8 codes, computed on bits.
 
-    XLA on GPUs takes a cast to 8 bits and back for excess precision and leaves both out: nothing would be rounded.
+    XLA on GPUs treats a cast to 8 bits and back as excess precision and removes both casts.
     """
     bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
     if codes.dtype == jnp.float8_e5m2:
         return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
     magnitude = bits & 0x7F
-    half = jax.lax.bitcast_convert_type((bits & 0x80) << 8 | magnitude << 7, jnp.float16)  # its exponent is 8 more
+    half = jax.lax.bitcast_convert_type((bits & 0x80) << 8 | magnitude << 7, jnp.float16)  # fp16's bias is 8 more
     return where(magnitude != 0x7F, half.astype(jnp.float32) * 256, jnp.nan)
 
 
 def round_to(x: Array, fmt: Format) -> Array:
-    """fp32 values in a plain floating format, rounded for good.
+    """fp32 values rounded to a plain floating-point format.
 
-    XLA on GPUs computes on with the fp32 value behind a cast to bf16 and back, unless told that the rounding is meant.
+    Without `reduce_precision`, XLA on GPUs may skip a cast to bf16 and back and keep the fp32 value.
     """
     exponent_bits = fmt.bits - 1 - fmt.mantissa_bits
     return jax.lax.reduce_precision(x, exponent_bits, fmt.mantissa_bits).astype(fmt.dtype)
 
 
 def round_up(x: Array, fmt: Format) -> Array:
-    """As `round_to` of positive values, but to the next number of the format that is no smaller; NaN stays."""
+    """Positive values rounded up to a plain floating-point format; NaN is kept."""
     dropped_bits = FP32.mantissa_bits - fmt.mantissa_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << dropped_bits) - 1)
     up = jax.lax.bitcast_convert_type(bits & -(1 << dropped_bits), jnp.float32)
@@ -263,7 +263,7 @@ def round_up(x: Array, fmt: Format) -> Array:
 
 
 def _round_stochastic(y: Array, noise: Array) -> Array:
-    """Integers around y, up or down by noise: beside 10 bits of y fp32 has no place for all of the noise's."""
+    """Integers above or below y, chosen by noise."""
     below = jnp.floor(y)
     return below + (y - below + noise >= 1).astype(below.dtype)
 
@@ -271,15 +271,14 @@ def _round_stochastic(y: Array, noise: Array) -> Array:
 def encode_e8m0(y: Array, rounding: str) -> Array:
     """Exponent bytes of positive fp32 values: byte b stands for 2^(b - 127), and 255 for NaN.
 
-    Exponents are read from the bits: the floor of a computed logarithm is wrong one ulp below powers of two.
-
     Args:
-        y: fp32 values; zero, negative and non-finite ones give 255, subnormals 0.
+        y: fp32 values. Zero, negative and non-finite ones give 255, subnormals 0.
         rounding: "nearest" (ties up), "up" or "down", to a power of two.
 
     Returns:
         uint8 bytes in the shape of `y`.
     """
+    # Read the bits: the floor of a computed logarithm is wrong one ulp below powers of two.
     bits = jax.lax.bitcast_convert_type(y, jnp.int32)
     carry = {"nearest": 1 << 22, "up": (1 << 23) - 1, "down": 0}[rounding]
     exponent = jnp.minimum((bits + carry) >> 23, 254)
@@ -287,13 +286,13 @@ def encode_e8m0(y: Array, rounding: str) -> Array:
 
 
 def decode_e8m0(codes: Array) -> Array:
-    """The fp32 values of exponent bytes; 2^-127, a subnormal, is 0 where XLA flushes those."""
+    """The fp32 values of exponent bytes. 2^-127 is subnormal, and 0 on backends that flush subnormals."""
     bits = codes.astype(jnp.int32) << 23
     return jnp.where(codes == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def significand(x: Array) -> Array:
-    """The significands of normal fp32 values, in [1, 2): the values over the powers of two at or below them."""
+    """The significands of normal fp32 values, in [1, 2)."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
 
@@ -310,7 +309,7 @@ def _floating(name: str, dtype: type) -> Format:
         smallest=float(info.smallest_subnormal),
         smallest_normal=float(info.smallest_normal),
         mantissa_bits=int(info.nmant),
-        inf=None if np.isfinite(inf) else inf,  # of 4 bits there is neither NaN nor Inf
+        inf=None if np.isfinite(inf) else inf,  # 4-bit formats have neither NaN nor Inf
     )
 
 
@@ -320,10 +319,10 @@ def _integer(name: str, dtype: type, bits: int, packing: str | None = None) -> F
 
 
 def _dynamic_exponent(name: str, signed: bool) -> Format:
-    """The code book of 8-bit dynamic exponents: seven decades from 1e-6 to 1, each with twice the values of the last.
+    """The 8-bit dynamic exponent code book: seven decades from 1e-6 to 1, each with twice the values of the one below.
 
-    A decade is cut into equal cells, and the values are their midpoints; zero and one complete the 256. The signed
-    book has 127 positive and as many negative midpoints, and no -1.
+    Each decade is divided into equal cells, and the values are their midpoints. Zero and one complete the 256 values.
+    The signed book has 127 positive and 127 negative midpoints, and no -1.
     """
     positive = []
     for decade in range(7):
@@ -355,7 +354,7 @@ def get(name: str) -> Format:
     """The format called `name`.
 
     Raises:
-        ValueError: no format has this name; the message lists those there are.
+        ValueError: no format has this name; the message lists all names.
     """
     for fmt in ALL:
         if fmt.name == name:
@@ -364,5 +363,5 @@ def get(name: str) -> Format:
 
 
 def __dir__() -> list[str]:
-    """The formats, and how one is found."""
+    """The formats and `get`."""
     return ["ALL", "Format", "get", *(f.name.upper() for f in ALL)]

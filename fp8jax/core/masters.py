@@ -1,14 +1,14 @@
-"""Master weights by parts: what the forward pass computes with in 16 bits, and a remainder of 8 or 16 more.
+"""Master weights in two parts: the 16-bit parameter of the forward pass, and a remainder of 8 or 16 more bits.
 
-A master is a float with the exponent of its high part's format and 8 or 16 more mantissa bits: of bf16 and int16, fp32
-itself. With its bits as an integer P (sign aside) and R bits of remainder,
+A master is a float with the exponent of its high part's format and 8 or 16 more mantissa bits. With bf16 and int16 it
+is fp32 itself. Let P be its bits as an integer without the sign, and R the bits of the remainder:
 
-    high = (P + 2^(R - 1)) >> R,    remainder = P - (high << R),
+    high = (P + 2^(R - 1)) >> R,    remainder = P - (high << R)
 
-so the high part is the float of 16 bits next to the master, of two as near the one of larger magnitude, and the
-remainder lies in [-2^(R - 1), 2^(R - 1)). Each master has one such pair, also where the high part carries into the next
-binade or overflows. Ties to even would not have: an even high part would own 2^R + 1 masters. Where the high part is
-zero the remainder has the sign, since sums of parameters and changes have no negative zero.
+The high part is the 16-bit float nearest to the master; ties go to the larger magnitude. The remainder lies in [-2^(R -
+1), 2^(R - 1)). Each master has exactly one such pair, even if the high part carries into the next binade or overflows.
+Ties to even would break that: an even high part would own 2^R + 1 masters. If the high part is zero, the remainder
+carries the sign, because sums of parameters and changes have no negative zero.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats
 
 HIGH_FORMATS, REMAINDER_DTYPES = ("bf16", "fp16"), ("int8", "int16")
-NAMES = ("fp32", "bf16", "bf16+stochastic", *(f"{high}+{rest}" for high in HIGH_FORMATS for rest in REMAINDER_DTYPES))
-# Of fp16 and fp32: mantissa bits, and the difference of the biases of their exponents.
+NAMES = ("fp32", "bf16", "bf16+stochastic", *(f"{high}+{low}" for high in HIGH_FORMATS for low in REMAINDER_DTYPES))
+# Mantissa bits of fp16 and fp32, and the difference of their exponent biases.
 _FP16_MANTISSA, _FP32_MANTISSA, _BIAS = 10, 23, 127 - 15
 
 
 @dataclasses.dataclass(frozen=True)
 class Master:
-    """How master weights are stored that the optimizer updates.
+    """Storage of the master weights that the optimizer updates.
 
     Attributes:
-        name: "fp32"; "bf16", rounded to nearest; "bf16+stochastic", up or down by noise; or "bf16+int8", "bf16+int16",
-            "fp16+int8", "fp16+int16", a high part and a remainder.
+        name: "fp32"; "bf16", rounded to nearest; "bf16+stochastic", rounded by noise; or a high part and a remainder:
+            "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16".
 
     Raises:
         ValueError: there is no such name.
@@ -47,12 +47,12 @@ class Master:
 
     @property
     def param_format(self) -> formats.Format:
-        """The format of the parameters themselves."""
+        """The format of the parameters."""
         return formats.get(self.name.partition("+")[0])
 
     @property
     def remainder(self) -> np.dtype | None:
-        """The dtype of remainders; None where there are none."""
+        """The dtype of remainders; None if there are none."""
         remainder_name = self.name.partition("+")[2]
         return np.dtype(remainder_name) if remainder_name in REMAINDER_DTYPES else None
 
@@ -63,7 +63,7 @@ class Master:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes a parameter, both parts together."""
+        """Bytes per parameter, both parts together."""
         remainder = self.remainder
         return self.param_format.bytes_per_element + (0 if remainder is None else remainder.itemsize)
 
@@ -71,7 +71,7 @@ class Master:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MasterWeight:
-    """A master weight by parts.
+    """A master weight in two parts.
 
     Attributes:
         high: bf16 or fp16, any shape: the parameter.
@@ -91,15 +91,15 @@ class MasterWeight:
         return self.high.dtype  # type: ignore[no-any-return]
 
     def astype(self, dtype: DTypeLike) -> Array:
-        """The master's value."""
+        """The master's value in `dtype`."""
         return join(self.high, self.remainder).astype(dtype)
 
 
 def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> MasterWeight:
-    """A value by parts, rounded to nearest, ties to even, where the master has fewer bits than fp32.
+    """An fp32 value in two parts, rounded to nearest, ties to even, if the master has fewer bits than fp32.
 
-    fp32 is exact in bf16 and int16; in fp16 and int16 from 2^-17 on, and below that to 2^-41. Above 65,536 a master of
-    fp16 is Inf. The remainder of Inf and NaN is zero.
+    bf16 and int16 hold fp32 exactly. fp16 and int16 do from 2^-17 on, and below with an error of at most 2^-41. A
+    master of fp16 is Inf above 65,536. The remainder of Inf and NaN is zero.
 
     Args:
         x: fp32, any shape.
@@ -114,13 +114,13 @@ def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> Master
         if jnp.dtype(high_dtype) == jnp.bfloat16
         else _fp32_to_extended_fp16(x, magnitude, remainder_bits)
     )
-    # NaN could carry into the sign, and its remainder would say nothing.
+    # A NaN could carry into the sign bit.
     master_bits = jnp.where(jnp.isnan(x), _nan(high_dtype) << np.uint32(remainder_bits), master_bits)
     half = 1 << (remainder_bits - 1)
     high_bits = (master_bits + np.uint32(half)) >> np.uint32(remainder_bits)
     sign, is_high_zero = (bits >> 16) & np.uint32(0x8000), (high_bits == 0) & (master_bits > 0)
     codes = (high_bits | jnp.where(is_high_zero, np.uint32(0), sign)).astype(jnp.uint16)
-    # XLA may compute x again for the remainder, and otherwise in its last bit: it is of the high part that there is.
+    # XLA may recompute x for the remainder with another last bit. The barrier ties the remainder to this high part.
     codes = lax.optimization_barrier(codes)
     high_bits = codes.astype(jnp.uint32) & np.uint32(0x7FFF)
     remainder_value = lax.bitcast_convert_type(master_bits - (high_bits << np.uint32(remainder_bits)), jnp.int32)
@@ -132,8 +132,8 @@ def split(x: Array, high_dtype: DTypeLike, remainder_dtype: DTypeLike) -> Master
 def join(high: Array, remainder: Array) -> Array:
     """The fp32 value of a master weight.
 
-    Exact for what `split` makes. A high part that somebody has changed since, to zero say, keeps its remainder, and is
-    off by at most half its own last place.
+    Exact for the results of `split`. If the high part was changed since, for example to zero, its old remainder adds an
+    error of at most half its last place.
 
     Args:
         high: bf16 or fp16, any shape.
@@ -159,7 +159,7 @@ def _nan(dtype: DTypeLike) -> np.uint32:
 
 
 def _shift_right_to_even(magnitude: Array, drop: int) -> Array:
-    """A magnitude's bits without the last ones, to nearest, ties to even."""
+    """The bits of a magnitude without the last `drop`, rounded to nearest, ties to even."""
     if drop == 0:
         return magnitude
     odd = (magnitude >> np.uint32(drop)) & np.uint32(1)
@@ -167,7 +167,7 @@ def _shift_right_to_even(magnitude: Array, drop: int) -> Array:
 
 
 def _fp32_to_extended_fp16(x: Array, magnitude: Array, remainder_bits: int) -> Array:
-    """A magnitude's bits as of a float with fp16's exponent and `remainder_bits` more mantissa bits."""
+    """The bits of an fp32 magnitude in a float with fp16's exponent and `remainder_bits` more mantissa bits."""
     mantissa = _FP16_MANTISSA + remainder_bits
     rebased = magnitude - np.uint32(_BIAS << _FP32_MANTISSA)
     if mantissa > _FP32_MANTISSA:
@@ -181,7 +181,7 @@ def _fp32_to_extended_fp16(x: Array, magnitude: Array, remainder_bits: int) -> A
 
 
 def _extended_fp16_to_fp32(master_bits: Array, remainder_bits: int) -> Array:
-    """Bits of the fp32 that such bits stand for."""
+    """The inverse of `_fp32_to_extended_fp16`."""
     mantissa = _FP16_MANTISSA + remainder_bits
     drop = mantissa - _FP32_MANTISSA
     shifted = master_bits >> np.uint32(drop) if drop > 0 else master_bits << np.uint32(-drop)

@@ -1,4 +1,4 @@
-"""10-bit codes, four in five bytes: along the packed axis the low bytes of all, then the high bits, four in a byte."""
+"""10-bit codes, four in five bytes: the packed axis has all low bytes, then the high bits, four per byte."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -48,5 +48,5 @@ def unpack(packed: Array, axis: int, length: int) -> Array:
 
 
 def _shifts(ndim: int) -> Array:
-    """How far the high bits of four codes lie in their byte, along the last of so many axes."""
+    """Shifts of four codes' high bits in their byte, along the last of `ndim` axes."""
     return expand_to_rank(jnp.arange(0, 8, 2, dtype=jnp.int32), ndim)

@@ -1,9 +1,9 @@
-"""JAX's product of arrays, as it was when this library was imported.
+"""JAX's `dot_general` as it was when this library was imported.
 
-Libraries that add adapters or quantization to a model change `jax.lax.dot_general` and `jnp.einsum` while it runs: the
-name in the module, or the code of the function itself, as Qwix does. What they mean are the model's own products, not
-those of codes that stand in the place of these. So operations here multiply by `dot_general` below, which no such
-change reaches (but in `jax.vmap`, whose rule calls JAX's), and layers ask `find_patched_matmul`.
+Libraries that add adapters or quantization patch `jax.lax.dot_general` and `jnp.einsum` at run time: the module
+attribute, or the function's code, as Qwix does. They mean to patch the model's matmuls, not our matmuls of codes.
+Operations here therefore call `dot_general` below, which such patches do not reach (except in `jax.vmap`, whose rule
+calls JAX's). Layers check `find_patched_matmul`.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from jax import lax
 
 
 def _copy(function: Any) -> Callable[..., Any]:
-    """A function with code of its own; itself where it is none written in Python."""
+    """A copy of a Python function with its own code object; any other callable unchanged."""
     if not isinstance(function, types.FunctionType):
         return function  # type: ignore[no-any-return]
     code_fields = (
@@ -43,7 +43,7 @@ _ORIGINALS = {
 
 
 def find_patched_matmul() -> str | None:
-    """The product of JAX that another library has changed, as "jax.lax.dot_general"; None where it is JAX's own."""
+    """The JAX matmul that another library has patched, such as "jax.lax.dot_general"; None if there is none."""
     for path, (module, name, function, code) in _ORIGINALS.items():
         current = getattr(module, name)
         if current is not function or _code(current) is not code:

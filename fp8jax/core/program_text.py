@@ -1,4 +1,4 @@
-"""The text of a compiled program: its instructions, by computation, and how often each computation runs."""
+"""The instructions of a compiled program's text by computation, and how often each computation runs."""
 
 import collections
 import re
@@ -13,7 +13,7 @@ _TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
 
 
 class Line(NamedTuple):
-    """An instruction of a computation: its parts, and the text it was read from."""
+    """An instruction of a computation: its parts, and its text."""
 
     name: str
     type: str
@@ -23,10 +23,10 @@ class Line(NamedTuple):
 
 
 def computations_of(text: str) -> tuple[dict[str, list[Line]], str]:
-    """The instructions of each computation, and the name of the one that the program begins with.
+    """The instructions of each computation, and the name of the entry computation.
 
     Args:
-        text: of an executable, `jax.jit(f).lower(...).compile().as_text()`.
+        text: text of an executable, `jax.jit(f).lower(...).compile().as_text()`.
     """
     computations: dict[str, list[Line]] = {}
     entry, lines = "", list[Line]()
@@ -40,7 +40,7 @@ def computations_of(text: str) -> tuple[dict[str, list[Line]], str]:
 
 
 def runs_of(computations: Mapping[str, list[Line]], entry: str) -> collections.Counter[str]:
-    """How often each computation runs; loops without a known length count once."""
+    """How often each computation runs; a loop of unknown length counts once."""
     calls: dict[str, collections.Counter[str]] = {}
     for name, lines in computations.items():
         calls[name] = collections.Counter()

@@ -1,4 +1,4 @@
-"""`QTensor`, the one pytree that quantized tensors travel in, and the quantizer that makes it."""
+"""`QTensor`, the pytree of a quantized tensor, and the functions that quantize to it."""
 
 import dataclasses
 import functools
@@ -17,13 +17,12 @@ from fp8jax.core.encoding import QTensorLeaves
 from fp8jax.core.short_blocks import ShortBlocks
 from fp8jax.core.spec import QuantSpec
 
-# Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
-# one): to change a meaning, count this up, and go on to read the old one.
+# Version of the storage. Saved states load for ever (tests/data holds one): to change the meaning of an array,
+# increment this and keep reading the old version.
 VERSION = 1
-# Of packed codes; no optimizer's state has them. Version 1 had the five bytes of four codes side by side.
+# Version of packed codes, which no optimizer state has. Version 1 interleaved the five bytes of four codes.
 PACKED_VERSION = 2
-# The arrays beside the codes in the order of leaves, which is that of the alphabet: a dict of them, as Orbax restores
-# without a target, then has its leaves in the same order.
+# Metadata arrays in alphabetical order. Orbax restores dicts without a target, whose leaves have that order too.
 METADATA_FIELDS = ("expansion", "microscale", "scale")
 METADATA_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in METADATA_FIELDS)
 
@@ -34,52 +33,48 @@ QTensorStatic = tuple[QuantSpec, int | None, ShortBlocks]
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """A quantized tensor: codes, the scales of their blocks, and what expansion or microscaling adds.
+    """A quantized tensor: codes, the scales of their blocks, and optional expansion exponents or microscales.
 
-    With M the largest value of the format, and s, k and e the scale, exponent and E8M0 byte of an element's block, a
+    Let M be the largest value of the format, and s, k and e the scale, exponent and E8M0 byte of an element's block. A
     code c decodes to
 
         sign(c) * (s * M) * (|c| / M)^(1 / k) * 2^(e - 127)
 
-    which is c * s without expansion (k = 1) and microscaling (e = 127). What always holds, and `validate` checks:
+    which is c * s without expansion (k = 1) and microscaling (e = 127). `validate` checks these invariants:
 
-    - `codes` has the logical shape and the format's dtype; those of int10 alone are packed, uint8, five bytes for four
-      along `spec.axis`, whose logical length is `length`;
-    - `scale` and `expansion` have the rank of `codes` and one entry a block (`spec.block_shape`), `microscale` one a
-      group (`spec.micro_shape`), counted from the start of each dimension of the global shape;
+    - `codes` has the logical shape and the format's dtype. Only int10 is packed: uint8, five bytes for four codes along
+      `spec.axis`, whose logical length is `length`;
+    - `scale` and `expansion` have the rank of `codes` and one entry per block (`spec.block_shape`), `microscale` one
+      per group (`spec.micro_shape`), counted from the start of each dimension of the global shape;
     - scales are positive and of dtype `spec.scale_format`; a block of zeros has scale 1;
     - `expansion` is None unless `spec.expand`; else bf16 in [1/16, 16];
     - `microscale` is None unless the granularity is "mx"; else uint8 exponents, which unlike an E8M0 dtype have a zero
       and survive `zeros_like`;
     - no two leaves share a buffer;
-    - the last block along an axis is as short as when the codes were made (`short_blocks`).
+    - the last block along an axis is as short as when the codes were computed (`short_blocks`).
 
-    Non-finite inputs stay visible: NaN is the format's NaN, Inf its Inf, or NaN where it has none, and they do not
-    enter the statistics of their block. Where a format has neither (integers, code books) the scale of the block is
-    NaN, as it is where an unsigned format meets a negative value.
+    Non-finite inputs stay visible and do not enter the statistics of their block. NaN becomes the format's NaN, Inf its
+    Inf, or NaN if it has none. If a format has neither (integers, code books), the scale of the block becomes NaN. The
+    same holds for a negative value in an unsigned format.
+
+    The path of the codes' leaf is `storage_key`, such as "codes:e4m3:group128+expand:v1". Libraries that save trees by
+    path (Orbax, Flax's serialization, a flat dict) then refuse to restore codes into a template with other storage, and
+    name both keys. To convert a state, restore it into a template of its own kind, dequantize, and quantize again.
+
+    Maps over a state and a tree with one leaf per parameter must treat QTensors as leaves, as in
+    `optax.tree.map_params` with a tree of shardings: pass `is_leaf=lambda x: isinstance(x, QTensor)`. `shardings`
+    returns the shardings of the arrays.
 
     Attributes:
         codes: array of the logical shape (int10: packed).
-        scale: one value a block.
-        expansion: one exponent a block, or None.
-        microscale: one E8M0 byte a group, or None.
+        scale: one value per block.
+        expansion: one exponent per block, or None.
+        microscale: one E8M0 byte per group, or None.
         spec: the static `QuantSpec`.
         length: static logical length of the packed axis, or None.
-        short_blocks: static; set where a tree is rebuilt, else found from the codes. Blocks are counted from the start
-            of an axis, so that arrays of two QTensors, joined along it, decode wrongly where a block but the last is
-            short. `dequantize` and `validate` refuse that; `storage_key` says nothing of it.
-
-    Saved state says how it is stored: in the paths of leaves the key of the codes is `storage_key`, such as
-    "codes:e4m3:group128+expand:v1". Whatever saves trees by paths (Orbax, Flax's serialization, a flat dict) then
-    refuses codes that were stored in another way than its template says, and names both keys. To convert a state,
-    restore it into a template of its own kind, and quantize again what that decodes to. An array leaf with the same
-    record would be restored without being looked at, for values cannot be checked under `jax.jit`, and each step would
-    have one more argument for each moment; keys cost neither.
-
-    Maps over a state beside a tree with a leaf for each parameter (`optax.tree.map_params` with a tree of shardings)
-    have to be told that QTensors are leaves: `is_leaf=lambda x: isinstance(x, QTensor)`; `shardings` gives those of the
-    arrays. No QTensor can say so itself: `jax.tree.map` takes apart every node of the first tree that it is not told
-    to leave whole, and refuses a leaf of another tree where the first has a node.
+        short_blocks: static lengths of the last blocks, set when a tree is rebuilt, else derived from the codes. Codes
+            of two QTensors, concatenated along an axis, decode wrongly if a block other than the last is short.
+            `dequantize` and `validate` raise in that case.
     """
 
     codes: Array
@@ -109,21 +104,20 @@ class QTensor:
     def _short_blocks(self) -> ShortBlocks:
         if self.short_blocks is not None:
             return self.short_blocks
-        # A part of an array, inside of jax.shard_map, may have blocks of its own.
+        # Inside jax.shard_map a shard may have blocks of its own.
         manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return ShortBlocks() if manual else ShortBlocks.from_shape(getattr(self.codes, "shape", None), self.spec)
 
     def with_codes(self, codes: Any) -> "QTensor":
-        """The same with other codes of the same blocks, such as their bytes."""
+        """A copy with other codes of the same blocks, such as their bytes."""
         _, static = self.tree_flatten()
         return self.tree_unflatten(static, (codes, *(getattr(self, name) for name in METADATA_FIELDS)))
 
     @property
     def storage_key(self) -> str:
-        """What decoding depends on: format, blocks, expansion, packed length, and the version of the storage.
+        """A string of all that decoding depends on: format, blocks, expansion, packed length and storage version.
 
-        How values are rounded, which rule makes exponents, and what underflow becomes, are of no matter to who reads
-        codes, and not part of it.
+        It does not include rounding mode, exponent rule or underflow: they do not affect decoding.
         """
         return storage_key(self.spec, self.length)
 
@@ -144,7 +138,7 @@ class QTensor:
         return QTensorLeaves(self.codes, self.scale, self.expansion, self.microscale)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-        """The values that the codes stand for, computed in fp32 and cast to `dtype`."""
+        """The decoded values, computed in fp32 and cast to `dtype`."""
         self.check_blocks()
         names = [name for name, part in self._leaves._asdict().items() if part is not None]
 
@@ -156,7 +150,7 @@ class QTensor:
         return derivatives.check_differentiable_dtypes("dequantize", values.astype(dtype), values)
 
     def shardings(self, sharding: NamedSharding) -> "QTensor":
-        """The shardings of the arrays where the codes have `sharding`: replicated on axes that blocks do not divide."""
+        """The shardings of arrays for codes with `sharding`: replicated on axes that do not divide the block count."""
         mesh = sharding.mesh
 
         def sharding_of(array: Array) -> NamedSharding:
@@ -165,7 +159,7 @@ class QTensor:
         return jax.tree.map(sharding_of, self)
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the arrays that there are to be."""
+        """The shapes that the arrays must have."""
         count = blocks.counts(self.shape, self.spec.block_shape(self.shape))
         shapes = {"codes": self.spec.stored_shape(self.shape), "scale": count}
         if self.spec.expand:
@@ -175,10 +169,10 @@ class QTensor:
         return shapes
 
     def check_blocks(self) -> None:
-        """Checks that blocks are where the codes were made; also of an abstract QTensor.
+        """Checks that blocks are where they were when the codes were computed; also of an abstract QTensor.
 
         Raises:
-            ValueError: the arrays were joined, cut or stacked, each by itself, along an axis that blocks cut.
+            ValueError: the arrays were joined, cut or stacked one by one along an axis that is divided into blocks.
         """
         short, expected = ShortBlocks.from_shape(self.codes.shape, self.spec), self._expected_shapes()
         shapes = {name: getattr(self, name).shape for name in expected if getattr(self, name) is not None}
@@ -201,7 +195,7 @@ class QTensor:
         """Checks the invariants in the class docstring on concrete arrays.
 
         Raises:
-            ValueError: one does not hold; the message names it.
+            ValueError: an invariant does not hold; the message names it.
         """
         fmt, spec = formats.get(self.spec.format), self.spec
         dtypes = dict(zip(("codes", *METADATA_FIELDS), _dtypes(spec), strict=True))
@@ -225,9 +219,9 @@ class QTensor:
 
 
 def _is_compatible_shape(shape: tuple[Any, ...], expected: tuple[Any, ...], must_match: bool) -> bool:
-    """Whether an array of this shape has an entry a block; unless `must_match`, one for all along an axis will do."""
+    """Whether a shape has the expected entries; unless `must_match`, 1 is compatible with any length."""
     if not all(isinstance(n, int) for n in (*shape, *expected)):
-        return True  # of jax.export, whose dimensions may have no number
+        return True  # symbolic dimensions (jax.export)
     if len(shape) != len(expected):
         return False
     return all(n == w or (n == 1 and not must_match) for n, w in zip(shape, expected, strict=True))
@@ -235,7 +229,7 @@ def _is_compatible_shape(shape: tuple[Any, ...], expected: tuple[Any, ...], must
 
 @functools.cache
 def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
-    """The dtypes of the leaves; None for those that there are not."""
+    """The dtypes of the leaves; None for absent ones."""
     fmt = formats.get(spec.format)
     codes = np.dtype(np.uint8) if spec.is_packed else fmt.dtype
     exponents = expansion.DTYPE if spec.expand else None
@@ -244,7 +238,7 @@ def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
 
 
 def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
-    """Refuses the arrays of a QTensor in another order than that of its leaves; other children are no arrays of one."""
+    """Raises ValueError for the arrays of a QTensor in another order; other children of a tree pass."""
     want, got = _dtypes(spec), tuple(getattr(leaf, "dtype", None) for leaf in leaves)
     if got == want or sorted(map(str, got)) != sorted(map(str, want)):
         return
@@ -258,7 +252,7 @@ def _check_leaf_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
 
 @functools.cache
 def storage_key(spec: QuantSpec, length: int | None = None) -> str:
-    """`QTensor.storage_key` of what is stored as a spec says."""
+    """`QTensor.storage_key` for a spec."""
     details = {"axis": spec.axis, "stacked": spec.layer_axes, "length": length}
     defaults = {"axis": -1, "stacked": 0, "length": None}
     options = [f"{name}{value}" for name, value in details.items() if value != defaults[name]]
@@ -269,35 +263,36 @@ def storage_key(spec: QuantSpec, length: int | None = None) -> str:
 
 
 def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QTensor:
-    """Quantizes a tensor with scales taken from its own largest magnitudes.
+    """Quantizes a tensor with scales from its own amax.
 
     Args:
         x: array of a floating dtype, any shape. fp32 subnormals count as zeros.
         spec: a `QuantSpec` or its string form.
-        key: PRNG key, needed by stochastic rounding and refused otherwise.
+        key: PRNG key, required for stochastic rounding and refused otherwise.
 
     Returns:
         A `QTensor`, sharded as `x`.
 
     Raises:
         TypeError: `x` is not of a floating dtype.
-        ValueError: the spec is malformed or does not fit the shape, or the key is missing or of no use; or the codes
-            are differentiated, for their gradient would be 0: `fp8jax.save_quantized` passes gradients.
+        ValueError: the spec is malformed or does not fit the shape; the key is missing or not needed; or the codes are
+            differentiated, whose gradient would be 0 (`fp8jax.save_quantized` passes gradients).
     """
     return quantize_with_scale(x, spec, None, key=key)
 
 
 def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
-    """Quantizes as `like` is, but rounds stochastically: noise comes from two words and each element's position.
+    """Quantizes with the spec of `like` and stochastic rounding, by counter-based noise.
 
     Args:
         x: array of a floating dtype, of the shape of `like`.
-        like: what is replaced. Its blocks keep their exponents where they can (`expansion.exponents_with_hysteresis`).
+        like: the QTensor to replace. Its blocks keep their exponents where they can
+            (`expansion.exponents_with_hysteresis`).
         seed: two uint32 words, new at every call (`fp8jax.core.noise`).
 
     Returns:
-        A `QTensor` with the spec of `like`; no mesh changes its codes. Non-zero values of a spec with underflow
-        "smallest" stay non-zero.
+        A `QTensor` with the spec of `like`; its codes do not depend on the mesh. With underflow "smallest", non-zero
+        values stay non-zero.
     """
     spec = dataclasses.replace(like.spec, rounding="stochastic")
     quantized = quantize_with_scale(x, spec, None, seed=seed, previous=like.expansion)
@@ -305,20 +300,20 @@ def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
 
 
 def quantize_decaying(x: Array, like: QTensor, dither: Array, seed: Array) -> QTensor:
-    """Quantizes a decaying average as `like` is: right on average over its memory and over its elements.
+    """Quantizes a decaying average with the spec of `like`, so that errors average out over time and elements.
 
-    Rounding is up or down by `dither`, in which each element has a phase of its own. Values are unbiased, not their
-    powers. Blocks keep their exponents where they can (`expansion.decaying_exponents_with_hysteresis`): a new exponent
-    at each step would round each value anew.
+    Rounding follows `dither`, with a separate phase per element. Values are unbiased, their powers are not. Blocks keep
+    their exponents where they can (`expansion.decaying_exponents_with_hysteresis`), because a new exponent rounds each
+    value again.
 
     Args:
         x: array of a floating dtype, of the shape of `like`.
-        like: what is replaced; its spec rounds to nearest.
-        dither: of `fp8jax.core.noise.decay_dither`.
+        like: the QTensor to replace; its spec rounds to nearest.
+        dither: from `fp8jax.core.noise.decay_dither`.
         seed: two uint32 words, the same at every call.
 
     Returns:
-        A `QTensor` with the spec of `like`; no mesh changes its phases.
+        A `QTensor` with the spec of `like`; its phases do not depend on the mesh.
     """
     return _quantize(x, like.spec, dither=dither, seed=seed, previous=like.expansion)
 
@@ -333,24 +328,24 @@ def quantize_with_scale(
     previous: Array | None = None,
     dither: Array | None = None,
 ) -> QTensor:
-    """`quantize` with given scales, as delayed and automatic scaling need; values beyond their range saturate.
+    """`quantize` with given scales, for delayed and automatic scaling; values beyond their range saturate.
 
     Args:
         x: array of a floating dtype.
-        spec: a `QuantSpec` or its string form; neither "mx" nor expanded where scales are given.
-        scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to take them from `x`.
-            Subnormal ones, and 0, count as the smallest normal one.
+        spec: a `QuantSpec` or its string form; neither "mx" nor expanded if scales are given.
+        scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to compute them from `x`.
+            Subnormals and 0 count as the smallest normal number.
         key: PRNG key for stochastic rounding.
-        seed: in place of a key, as of `quantize_stochastic`.
-        previous: exponents that blocks are to keep where they can.
-        dither: of a moment that is rounded to nearest, so that its decay is not lost
-            (`fp8jax.core.noise.decay_dither`).
+        seed: replaces the key, as for `quantize_stochastic`.
+        previous: exponents for blocks to keep where they can.
+        dither: from `fp8jax.core.noise.decay_dither`, for a moment that rounds to nearest, so that its decay is not
+            lost.
 
     Returns:
         A `QTensor`.
 
     Raises:
-        TypeError, ValueError: as `quantize`; or scales are given for "mx" or expansion.
+        TypeError, ValueError: as for `quantize`; or scales are given for "mx" or expansion.
     """
     spec = QuantSpec.parse(spec)
     x = jnp.asarray(x)
@@ -364,19 +359,30 @@ def quantize_with_scale(
     return _quantize(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
 
 
-def _quantize(x: Array, spec: QuantSpec, **optional: Array | None) -> QTensor:
+def _quantize(
+    x: Array,
+    spec: QuantSpec,
+    *,
+    scale: Array | None = None,
+    key: Array | None = None,
+    dither: Array | None = None,
+    seed: Array | None = None,
+    previous: Array | None = None,
+) -> QTensor:
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
     out_shapes = {"codes": spec.stored_shape(x.shape), "scale": count}
     if spec.expand:
         out_shapes["expansion"] = count
     if spec.granularity == "mx":
         out_shapes["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
-    values = {name: value for name, value in optional.items() if value is not None}
 
-    def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
-        leaves = encoding.encode(x, spec, **dict(zip(values, arrays, strict=True)))
+    def encode(x: Array, *optional: Array | None) -> tuple[Array, ...]:
+        scale, key, dither, seed, previous = optional
+        leaves = encoding.encode(x, spec, scale=scale, key=key, seed=seed, previous=previous, dither=dither)
         return tuple(getattr(leaves, name) for name in out_shapes)
 
-    arrays = blocks.on_logical_array(encode, x, *values.values(), out_shapes=list(out_shapes.values()))
+    arrays = blocks.on_logical_array(
+        encode, x, scale, key, dither, seed, previous, out_shapes=list(out_shapes.values())
+    )
     length = x.shape[spec.axis] if spec.is_packed else None
     return QTensor(**QTensorLeaves(**dict(zip(out_shapes, arrays, strict=True)))._asdict(), spec=spec, length=length)

@@ -19,44 +19,43 @@ _XLA_COMM, _FP32_WEIGHTS, _DEFAULT_OPTIMIZER, _NO_CONTEXT = Comm(), Weights(), O
 
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
-# What "same" is the same as.
+# The field whose spec "same" refers to.
 _SOURCES = {"w_dgrad": "w", "dy_wgrad": "dy", "x_residual": "x", "x_wgrad": "x_residual"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """What the three products of a linear layer y = x @ w compute with, and what is saved for the backward pass.
+    """Formats of the three products of a linear layer y = x @ w, and of its saved input.
 
-    Every operand is given as the string form of a `QuantSpec`, or None for bf16, of the matrix with the contraction
-    along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
-    transposed, which needs scales that a transposed matrix keeps ("tensor", "block"). Microscaled operands under a
-    level 1 ("mx") have their powers of two folded into their codes, which leaves a scale a row. For the weight's
-    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.quantization.microscaling` says how.
+    Each operand is the string form of a `QuantSpec`, or None for bf16. It describes the matrix with the contraction
+    along its last axis, which is the axis of groups and tokens. "same" uses the codes of the forward operand,
+    transposed; it needs scales that survive a transpose ("tensor", "block"). "mx" operands with an outer scale fold
+    their powers of two into the codes, which leaves one scale per row. For wgrad both operands may be "same" and "mx",
+    or one of them "tensor" (`fp8jax.ops.quantization.microscaling`).
 
     Attributes:
         x: input in the forward product, (tokens, inputs).
         w: weight in the forward product, (outputs, inputs).
-        dy: gradient of the output in the product for the input's gradient, (tokens, outputs).
-        w_dgrad: weight in that product, (inputs, outputs).
-        x_wgrad: input in the product for the weight's gradient, (inputs, tokens).
-        dy_wgrad: gradient of the output in that product, (outputs, tokens).
-        x_residual: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the
-            input itself, or a spec of its own.
-        scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
-            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last
-            `amax_history_length` steps, for which `fp8jax.scaled_linear` takes the state. Any name of
-            `fp8jax.core.scaling.NAMES`.
-        w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
-            `fp8jax.track_weight_amax` follows; where a layer has none, the weight itself.
-        amax_history_length: steps that a delayed scale looks back on.
-        margin: powers of two that a delayed scale leaves above them.
-        fallback_fraction_range, threshold_update_factor: of the scaling "threshold", under which blocks of the input
-            fall back to 16 bits in the forward product: the range in which the share of blocks is kept, and by how much
-            a threshold changes to that end, once a step.
-        weight_amax_interval: steps after which automatic scaling measures a weight again.
-        fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
-            tensor cores of Hopper keep; the others promote sums to fp32, as Transformer Engine's backward pass does.
-        select: "all" products, or in models what "gains" time by them (`fp8jax.recipes.for_shapes`).
+        dy: gradient of the output in dgrad, (tokens, outputs).
+        w_dgrad: weight in dgrad, (inputs, outputs).
+        x_wgrad: input in wgrad, (inputs, tokens).
+        dy_wgrad: gradient of the output in wgrad, (outputs, tokens).
+        x_residual: saved input, (tokens, inputs): "same" for the forward operand's codes, None for the input itself, or
+            a spec of its own.
+        scaling: source of per-tensor scales: any of `fp8jax.core.scaling.NAMES`. "current": the tensor's amax.
+            "two_stage": its amax through bf16 maxima of groups (COAT's group scaling). "delayed": the amax of the last
+            `amax_history_length` steps, stored in the state of `fp8jax.scaled_linear`.
+        w_scaling: the same for the weight; None uses `scaling`. "automatic" uses the upper bound that
+            `fp8jax.track_weight_amax` maintains, or the weight's amax if the layer has none.
+        amax_history_length: steps in the history of delayed scaling.
+        margin: powers of two that a delayed scale leaves above the amax.
+        fallback_fraction_range: for scaling "threshold", the target range of the fraction of input blocks that fall
+            back to 16 bits in the forward product.
+        threshold_update_factor: factor by which the threshold changes per step to reach that range.
+        weight_amax_interval: steps between measurements of a weight in automatic scaling.
+        fast_accumulation: products ("forward", "dgrad", "wgrad") that may accumulate with the fewer bits of Hopper's
+            FP8 tensor cores. The others promote sums to fp32, as Transformer Engine's backward pass does.
+        select: "all" quantizes all products, "gains" those of models that get faster (`fp8jax.recipes.for_shapes`).
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -128,7 +127,7 @@ class Linear:
                 raise ValueError(f"linear.{field} must be positive, not {getattr(self, field)}")
 
     def _check_states(self) -> None:
-        """Raises ValueError for operands that their scaling has no scales for."""
+        """Raises ValueError for operands that their scaling does not support."""
         operands_by_scaling: dict[str, list[str]] = {}
         for operand in self.states:
             operands_by_scaling.setdefault(self.scaling_name(operand), []).append(operand)
@@ -151,7 +150,7 @@ class Linear:
                 )
 
     def scaling_name(self, operand: str) -> str:
-        """What the scaling of "x", "w" or "dy" is called."""
+        """The name of the scaling of "x", "w" or "dy"."""
         return self.w_scaling if operand == "w" and self.w_scaling is not None else self.scaling
 
     @functools.cached_property
@@ -159,26 +158,26 @@ class Linear:
         return {operand: find_scaling(self.scaling_name(operand), self, operand) for operand in OPERANDS}
 
     def strategy(self, operand: str) -> Scaling:
-        """Where the scale of "x", "w" or "dy" comes from."""
+        """The scaling of "x", "w" or "dy"."""
         return self._strategies[operand]
 
     def stateless_scaling(self, operand: str) -> Scaling:
-        """Where the scale of an operand comes from that none is given for."""
+        """The scaling of an operand in calls without a state."""
         strategy = self.strategy(operand)
         return Current() if isinstance(strategy, Stateful) else strategy
 
     @property
     def needs_weight_bounds(self) -> bool:
-        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weight_amax`."""
+        """Whether the weight's scale comes from the optimizer: see `fp8jax.track_weight_amax`."""
         return not all(part.collects_stats for part in self.states.values())
 
     @functools.cached_property
     def states(self) -> dict[str, Stateful]:
-        """The strategies that keep a state, by operand."""
+        """The scalings with a state, by operand."""
         return {operand: part for operand, part in self._strategies.items() if isinstance(part, Stateful)}
 
     def _check_shares_token_scales(self, context: str | None) -> bool:
-        """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
+        """Whether wgrad reuses microscaled codes, whose token scales must be shared between its operands."""
         if not self.x_wgrad == self.dy_wgrad == SAME or context is None or self.dy is None:
             return False
         specs = QuantSpec.parse(context), QuantSpec.parse(self.dy)
@@ -193,25 +192,24 @@ class Linear:
         ):
             raise ValueError(
                 f"linear.x_wgrad cannot be the same as {context!r} beside dy {self.dy!r}: an fp32 scale for each token "
-                f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
+                f"shifts no exponents; give dy an outer scale of tokens, such as 'e4m3:mx32+token', or name a spec"
             )
         return True
 
     @functools.cached_property
     def shares_token_scales(self) -> bool:
-        """Whether the weight's gradient has scales of tokens to share out among its operands, both then under one scale
-        (`fp8jax.ops.quantization.microscaling`)."""
+        """Whether wgrad divides token scales between its operands (`fp8jax.ops.quantization.microscaling`)."""
         specs = self.spec("x_wgrad"), self.spec("dy_wgrad")
         return self.x_wgrad == self.dy_wgrad == SAME and any(s is not None and s.is_folded for s in specs)
 
     @property
     def folded_specs(self) -> tuple[str, ...]:
-        """The specs of operands with MOSS's two levels of scales that are folded into rows, which no product reads."""
+        """The two-level specs (MOSS) that are folded into rows, which no product reads as they are."""
         specs = [self.spec("x_residual"), *(spec for pair in self.products().values() for spec in pair)]
         return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.is_folded))
 
     def matmul_operands(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
-        """The operands of the three products as they are multiplied, where `products` says how they are asked for."""
+        """The operands of the three products as they are multiplied; `products` returns them as requested."""
         operands = {
             name: tuple(spec if spec is None else spec.folded_spec for spec in pair)
             for name, pair in self.products().items()
@@ -221,18 +219,18 @@ class Linear:
         return operands  # type: ignore[return-value]
 
     def residual_spec(self) -> QuantSpec | None:
-        """What is kept of the input for the backward pass; None for the input itself."""
+        """The spec of the saved input; None for the input itself."""
         spec = self.spec("x_residual")
         return None if spec is None else spec.folded_spec
 
     @functools.cached_property
     def is_quantized(self) -> bool:
-        """Whether any product is."""
+        """Whether any product is quantized."""
         return any(operand is not None for pair in self.products().values() for operand in pair)
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
-        """Whether anything rounds stochastically, so that a key is needed."""
+        """Whether any operand rounds stochastically, which needs a key."""
         specs = [self.spec("x_residual"), *(operand for pair in self.products().values() for operand in pair)]
         return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
@@ -262,17 +260,17 @@ RECOMPUTED = "computed again"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A way to train, as independent parts; mix them with `dataclasses.replace`.
+    """A way to train, as independent parts; combine them with `dataclasses.replace`.
 
     Attributes:
-        name: shown in logs and tables.
+        name: name in logs and tables.
         weights: storage of the parameters.
         optimizer: storage of the optimizer's moments.
         linear: operands of the products of linear layers.
-        context: what non-linear operations keep for the backward pass.
-        comm: what gradients are when they travel between devices.
-        head: operands of the products of output heads, which models' are left in 16 bits without; a head whose loss is
-            `fp8jax.linear_cross_entropy` then follows `linear`.
+        context: what non-linear operations save for the backward pass.
+        comm: format of gradients between devices.
+        head: operands of the products of output heads; by default they stay in 16 bits. A head with
+            `fp8jax.linear_cross_entropy` as its loss then follows `linear`.
     """
 
     name: str
@@ -302,11 +300,11 @@ class Recipe:
 
     @property
     def has_per_tensor_moments(self) -> bool:
-        """Whether moments have one scale a tensor, as in FP8-LM: `fp8jax.fp8lm_adamw`."""
+        """Whether moments have one scale per tensor, as in FP8-LM (`fp8jax.fp8lm_adamw`)."""
         return self.optimizer.group_size is None and self.optimizer.spec("mu") is not None
 
     def plan(self) -> list[tuple[str, str, str, float]]:
-        """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""
+        """The storage plan: (role, stored in, computed in, bytes per element), metadata of full groups included."""
         weights = self.weights
         stored: list[tuple[str, str | QuantSpec, str]] = [
             ("master weight", weights.master, "fp32"),
@@ -327,7 +325,7 @@ class Recipe:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", RECOMPUTED, weights.compute))
-        return [self._with_residuals(role, str(how), computed, self._bytes(how)) for role, how, computed in stored]
+        return [self._with_residuals(role, str(kind), computed, self._bytes(kind)) for role, kind, computed in stored]
 
     def _bytes(self, stored: str | QuantSpec) -> float:
         if stored == RECOMPUTED:
@@ -337,7 +335,7 @@ class Recipe:
         return formats.get(stored).bytes_per_element if isinstance(stored, str) else stored.bytes_per_element
 
     def _with_residuals(self, role: str, stored: str, computed: str, size: float) -> tuple[str, str, str, float]:
-        """A row of the plan; of an input whose blocks fall back, with the residuals of as many as there may be."""
+        """A row of the plan; for an input with fallback, with the largest fraction of residual blocks."""
         strategy = self.linear.states.get("x")
         if role != "forward x" or strategy is None or not strategy.is_threshold:
             return role, stored, computed, size

@@ -1,8 +1,8 @@
-"""Scaling strategies: where the scale of a quantized operand comes from. To add one, add a class here and its name.
+"""Scaling strategies: the source of a quantized operand's scale. To add one, add a class and a line in `NAMES`.
 
-A `Scaling` without a state takes the scale from the tensor. A `Stateful` one keeps an fp32 array for each operand that
-it serves, beside the parameters; layers hold it, read it in each call, and advance it once a step. Recipes name
-strategies (`Linear.scaling`, `Linear.w_scaling`); `find_scaling` is the only place that looks a name up.
+A `Scaling` without state computes the scale from the tensor. A `Stateful` one keeps an fp32 array per operand beside
+the parameters. Layers read it in each call, and advance it once a step. Recipes name strategies (`Linear.scaling`,
+`Linear.w_scaling`), and `find_scaling` looks the names up.
 """
 
 import dataclasses
@@ -16,32 +16,32 @@ from jax import Array, lax
 
 from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to, where
 
-# Mesh axes by name, as `jax.lax.psum` takes them; None for none.
+# Mesh axis names for `jax.lax.psum`; None for none.
 AxisNames = Hashable | Sequence[Hashable] | None
 
 
 def compute_amax(x: Array) -> Array:
-    """Largest finite |x| of a tensor, fp32 scalar; 0 for an empty one or one without finite values."""
+    """Largest finite |x|, fp32 scalar; 0 if there is no finite value."""
     magnitude = jnp.abs(x.astype(jnp.float32))
     return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
 
 
 def to_scale(amax: Array, fmt: Format) -> Array:
-    """The scale that takes a largest magnitude to the largest code; 1 where it is zero."""
+    """The scale that maps `amax` to the largest code; 1 if it is zero."""
     return jnp.where(amax > 0, jnp.maximum(amax * np.float32(1 / fmt.max), TINY), 1.0)
 
 
 def convert_scale(scale: Array, source_fmt: Format, fmt: Format) -> Array:
-    """A scale, fp32, under which `fmt` has the range of `source_fmt` under another: itself where both end alike."""
+    """The fp32 scale under which `fmt` has the range that `source_fmt` has under `scale`."""
     if source_fmt.max == fmt.max:
         return scale
     return jnp.minimum(scale.astype(jnp.float32) * np.float32(source_fmt.max / fmt.max), np.finfo(np.float32).max)
 
 
 def pow2_scale(amax: Array, outer_scale: Array, fmt: Format) -> Array:
-    """The smallest power of two times a level, fp32, that takes a largest magnitude to no more than the largest code.
+    """The smallest power of two times the outer scale, fp32, under which `amax` does not saturate (MOSS, equation 3).
 
-    MOSS, equation 3. Of 0, and where it would be subnormal, the smallest normal number.
+    The result is the smallest normal number if `amax` is 0 or the scale would be subnormal.
     """
     units = amax * (1 / outer_scale) * np.float32(1 / fmt.max)
     power = decode_e8m0(encode_e8m0(jnp.maximum(units, TINY), "up"))
@@ -49,48 +49,48 @@ def pow2_scale(amax: Array, outer_scale: Array, fmt: Format) -> Array:
 
 
 def clamp_scale(scale: Array) -> Array:
-    """A given scale in fp32; subnormal ones, whose reciprocals are infinite, and 0 count as the smallest normal one."""
+    """A given scale in fp32, at least the smallest normal number, so that its reciprocal is finite."""
     return jnp.maximum(scale, np.float32(TINY))
 
 
-# A sample is of rows, the first SAMPLE of each EVERY times as many; MARGIN is how far a bound looks beyond it.
+# A sample has the first SAMPLE_ROWS rows of every SAMPLE_ROWS * SAMPLE_EVERY. A bound is SAMPLE_MARGIN times its amax.
 SAMPLE_ROWS, SAMPLE_EVERY, SAMPLE_MARGIN = 32, 16, 4.0
 
 
 def compute_sample_amax(x: Array, row_offset: Array | int = 0) -> Array:
-    """`compute_amax` of the rows that count as a sample; `row_offset` is the first one's place in a larger matrix."""
-    # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
+    """`compute_amax` of the sampled rows; `row_offset` is the position of the first row in a larger matrix."""
+    # Computed at run time: jax.checkpoint would save a constant for the backward pass.
     sampled = (row_offset + jnp.arange(x.shape[0])) // SAMPLE_ROWS % SAMPLE_EVERY == 0
     return compute_amax(where(sampled[:, None], x.astype(jnp.float32), 0.0))
 
 
 def amax_from_sample(sample_amax: Array) -> Array:
-    """How large a tensor is taken to be of which a sample's largest magnitude is known."""
+    """The bound on a tensor's amax from the amax of its sample."""
     return jnp.minimum(SAMPLE_MARGIN * sample_amax, np.finfo(np.float32).max)
 
 
 def max_slack_binades(fmt: Format) -> int:
-    """How many binades a bound may lie above a tensor's largest magnitude: 6 in e4m3, 12 in e5m2.
+    """Number of binades by which a bound may exceed a tensor's amax: 6 in e4m3, 12 in e5m2.
 
-    It is two fifths of the binades of normal numbers. Values of a five-hundredth of the largest then still have the
-    relative error of the format.
+    That is two fifths of the binades of normal numbers. Values down to 1/500 of the amax then keep the full relative
+    precision.
     """
     return round(0.4 * math.log2(fmt.max / fmt.smallest_normal))
 
 
 def is_loose(bound: Array, amax: Array, fmt: Format) -> Array:
-    """Whether a bound is more than `max_slack_binades` above a tensor's amax, which is not 0; fp32 arrays."""
+    """Whether a bound exceeds a non-zero amax by more than `max_slack_binades`; fp32 arrays."""
     return (amax > 0) & (bound * np.float32(2.0 ** -max_slack_binades(fmt)) > amax)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """A strategy without a state: the scale of a tensor comes from the tensor.
+    """A strategy without state: the scale of a tensor comes from the tensor.
 
     Class attributes:
-        operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others have `Current` scales.
-        is_default: the scale is the one that the quantizer finds by itself.
-        amax_rounding: what `reduce_amax` does, for kernels that do it: "exact", nothing; "up", round up to bf16; None,
+        operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others use `Current`.
+        is_default: whether the quantizer computes the same scale by itself.
+        amax_rounding: what `reduce_amax` does, for kernels: "exact" nothing, "up" rounds up to bf16, None anything
             else.
     """
 
@@ -105,18 +105,18 @@ class Scaling:
         return cls()
 
     def reduce_amax(self, amax: Array) -> Array:
-        """The magnitude that the scale is for, of the largest one of the tensor; fp32 arrays of one shape."""
+        """The magnitude that the scale is for, from the tensor's amax; fp32 arrays of one shape."""
         return amax
 
     def scale(self, state: Any, x: Array, fmt: Format) -> Array:
-        """The scale of a tensor, fp32 scalar; `state` is read by strategies that have one."""
+        """The scale of a tensor, fp32 scalar; only stateful strategies read `state`."""
         del state
         return to_scale(self.reduce_amax(compute_amax(x)), fmt)
 
 
 @dataclasses.dataclass(frozen=True)
 class Current(Scaling):
-    """Current, or just-in-time, scaling: of the largest magnitude of the tensor."""
+    """Current (just-in-time) scaling by the tensor's amax."""
 
     is_default: ClassVar[bool] = True
     amax_rounding: ClassVar[str | None] = "exact"
@@ -124,11 +124,11 @@ class Current(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class TwoStage(Scaling):
-    """Group scaling (COAT, section 5.2 and figure 4): the maximum of a tensor from the maxima of its groups.
+    """Group scaling (COAT, section 5.2 and figure 4): a tensor's amax from the maxima of its groups.
 
-    The first stage belongs to the operation before, which writes one maximum a group along the last axis in bf16; the
-    second reads only those. Rounding to bf16 is upwards here, so that no value saturates; the largest of the rounded
-    maxima then is the largest magnitude, rounded, whatever the groups are.
+    In the first stage the previous operation writes one bf16 maximum per group along the last axis. The second stage
+    reads only those. Ours rounds up to bf16, so that no value saturates. The largest rounded maximum is then the
+    rounded amax, for any groups.
     """
 
     amax_rounding: ClassVar[str | None] = "up"
@@ -142,20 +142,20 @@ class TwoStage(Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Stateful(Scaling):
-    """A strategy whose scale comes from a state: one fp32 array for each operand, the same shape throughout training.
+    """A strategy with state: one fp32 array per operand, whose shape stays the same throughout training.
 
-    `init` makes it, `expected_amax` reads it, and `update` advances it once a step with what was observed in the step.
-    Observations of calls, microbatches and replicas merge first. A layer keeps the state of each operand and what it
-    has seen of it since the last update. That of "dy" leaves the backward pass as a cotangent and is always its largest
-    magnitude. In evaluation layers read the state and write nothing.
+    `init` creates it, `expected_amax` reads it, and `update` advances it once a step by the step's statistics. Those of
+    calls, microbatches and replicas are merged first. A layer stores each operand's state and its statistics since the
+    last update. The statistic of "dy" is always its amax, which leaves the backward pass as a cotangent. In evaluation
+    layers only read the state.
 
     Class attributes:
-        granularities: those of operands' specs that its scales are for.
-        merge: how observations merge, "max" or "sum".
-        collects_stats: whether calls observe the operand; else the state comes from outside (`Automatic`), and
-            functions without one take the operand's own scale.
-        stats_shape: shape of an observation; zeros are that of nothing.
-        is_threshold: whether the state is no scale, but the threshold above which blocks of the operand fall back.
+        granularities: granularities of the specs that its scales are for.
+        merge: how statistics are merged, "max" or "sum".
+        collects_stats: whether calls collect statistics. If not, the state comes from outside (`Automatic`), and
+            functions without one use the operand's own scale.
+        stats_shape: shape of a statistic; zeros mean no observation.
+        is_threshold: whether the state is not a scale, but the threshold above which blocks of the operand fall back.
     """
 
     is_threshold: ClassVar[bool] = False
@@ -165,15 +165,15 @@ class Stateful(Scaling):
     stats_shape: ClassVar[tuple[int, ...]] = ()
 
     def variable_name(self, operand: str) -> str:
-        """The name of a layer's variable that holds the state, so that no strategy reads another's checkpoint."""
+        """The name of a layer's state variable, different for each strategy."""
         return f"{type(self).__name__.lower()}_{operand}"
 
     def init(self, x: Array | None = None) -> Array:
-        """The state before the first step; `x` is the operand, where it is known then: a weight is."""
+        """The state before the first step; `x` is the operand if it is known then, as a weight is."""
         raise NotImplementedError
 
     def expected_amax(self, state: Array) -> Array:
-        """The largest magnitude that the operand is expected to have, fp32 scalar; 0 takes the operand's own."""
+        """The expected amax of the operand, fp32 scalar; 0 stands for the operand's own."""
         raise NotImplementedError
 
     def scale(self, state: Array, x: Array, fmt: Format) -> Array:
@@ -181,20 +181,20 @@ class Stateful(Scaling):
         return to_scale(jnp.where(amax > 0, amax, self.reduce_amax(compute_amax(x))), fmt)
 
     def collect_stats(self, state: Array, x: Array) -> Array:
-        """What one call notes of the operand, of shape `stats_shape`."""
+        """The statistic of one call, of shape `stats_shape`."""
         del state
         return compute_amax(x)
 
     def merge_stats(self, a: Array, b: Array) -> Array:
-        """Two observations of one step as one; either may be of stacked layers."""
+        """Two statistics of one step merged; either may be of stacked layers."""
         return jnp.maximum(a, b) if self.merge == "max" else a + b
 
     def reduce_over_replicas(self, stats: Array, axis_name: AxisNames) -> Array:
-        """The observations of all replicas along mesh axes as one, inside `jax.shard_map`."""
+        """The statistics of all replicas along mesh axes merged, inside `jax.shard_map`."""
         return lax.pmax(stats, axis_name) if self.merge == "max" else lax.psum(stats, axis_name)
 
     def update(self, state: Array, stats: Array) -> Array:
-        """The state after a step in which `stats` was, over all its calls, microbatches and replicas."""
+        """The next state, from the step's merged statistics."""
         raise NotImplementedError
 
 
@@ -202,13 +202,12 @@ class Stateful(Scaling):
 class Delayed(Stateful):
     """Delayed scaling (Micikevicius et al., FP8 Formats for Deep Learning; Transformer Engine's default).
 
-    The scale is that of the largest magnitude of the last steps, so that a tensor is quantized in one pass; a tensor
-    that outgrows it saturates. Before the first update there is no history, and the tensor itself gives the scale.
-    State: fp32 array (history,), newest first.
+    The scale comes from the largest amax of the last steps, so that a tensor is quantized in one pass; larger values
+    saturate. Before the first update the tensor's own amax is used. State: fp32 array (history,), newest first.
 
     Attributes:
-        amax_history_length: steps looked back on.
-        margin: powers of two left above the largest magnitude.
+        amax_history_length: steps in the history.
+        margin: powers of two left above the amax.
     """
 
     amax_history_length: int = 1024
@@ -236,7 +235,7 @@ class Delayed(Stateful):
         return self.reduce_amax(jnp.max(state))
 
     def update(self, state: Array, stats: Array) -> Array:
-        """The history after a step; a largest magnitude that is not finite counts as 0."""
+        """The next history; a non-finite amax counts as 0."""
         amax = jnp.where(jnp.isfinite(stats), stats, 0.0).astype(jnp.float32)
         return jnp.concatenate([amax[None], state[:-1]])
 
@@ -245,17 +244,17 @@ class Delayed(Stateful):
 class Threshold(Stateful):
     """The delay threshold of INT8 fallback (arXiv 2503.08040, appendix D and algorithm 2).
 
-    Blocks of the input have their own scales; one whose largest magnitude exceeds the threshold gets a residual besides
-    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After a step in which less than the lowest share of
-    all blocks fell back, over all microbatches and replicas, it is divided by a factor, after more than the highest
-    share multiplied. State: fp32 scalar. An observation is two counts, of blocks that fell back and of all.
+    Blocks of the input have their own scales. A block whose amax exceeds the threshold also gets a residual
+    (`fp8jax.ops.quantization.fallback`). The threshold starts at 1. After each step it is divided by a factor if the
+    fraction of such blocks was below the range, and multiplied if it was above. State: fp32 scalar. A statistic is two
+    counts: blocks that fell back, and all blocks.
 
     Attributes:
-        min_fraction, max_fraction: the range in which the share of blocks is kept.
-        update_factor: of one adjustment.
+        min_fraction, max_fraction: target range of the fraction of blocks.
+        update_factor: factor of one adjustment.
 
     Raises:
-        ValueError: the range is not within [0, 1], or the factor not above 1.
+        ValueError: the range is not within [0, 1], or the factor is not above 1.
     """
 
     min_fraction: float = 0.1
@@ -286,11 +285,11 @@ class Threshold(Stateful):
         return jnp.ones((), jnp.float32)
 
     def count_fallbacks(self, is_fallback: Array) -> Array:
-        """The observation of a call in which these blocks, bool, fell back."""
+        """The statistic of a call, from a bool array of its blocks."""
         return jnp.stack([jnp.sum(is_fallback, dtype=jnp.float32), jnp.float32(is_fallback.size)])
 
     def update(self, state: Array, stats: Array) -> Array:
-        """The threshold after a step; the same after one without blocks. It stays a normal number."""
+        """The next threshold, a normal number; unchanged after a step without blocks."""
         fallback_count, block_count = stats[0], stats[1]
         fraction = fallback_count / jnp.maximum(block_count, 1)
         factor = jnp.where(
@@ -303,12 +302,12 @@ class Threshold(Stateful):
 
 @dataclasses.dataclass(frozen=True)
 class Automatic(Stateful):
-    """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
+    """Automatic weight scaling (MOSS, section 3.2, equation 10): a bound on the weight, without a pass over it.
 
-    The state is the bound, an fp32 scalar. It is the optimizer's: `track_weight_amax`, last in its chain, lets the
-    bound grow with what is applied, and measures again every `weight_amax_interval` steps; the layer is given it after
-    each update. No weight is beyond its bound, so none saturates. Until then a model holds 0, and measures its weights
-    in each call.
+    State: the bound, an fp32 scalar. `track_weight_amax`, last in the optimizer's chain, grows it by what is applied
+    and measures the weight every `weight_amax_interval` steps. The layer receives it after each update. No weight
+    exceeds its bound, so none saturates. Until a model gets its bounds it holds 0, and measures its weights in each
+    call.
 
     Attributes:
         weight_amax_interval: steps between measurements.
@@ -341,10 +340,10 @@ class Automatic(Stateful):
         return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
 
     def grow_bound(self, bound: Array, max_step: Array, dtype: Any) -> Array:
-        """The bound after at most `max_step` was added to each element of a weight of this dtype, rounded to nearest.
+        """The bound after up to `max_step` is added to each element of a weight of this dtype, rounded to nearest.
 
-        Rounding is monotonic: what is within the bound stays within the rounded one. The factor covers the rounding of
-        a sum in fp32, and that of an update which XLA did not round before it was added.
+        Rounding is monotonic, so values within the bound stay within the rounded bound. The factor covers the rounding
+        of an fp32 sum, and of an update that XLA did not round before the addition.
         """
         total, float_info = (bound + max_step) * np.float32(1 + 2.0**-22), jnp.finfo(dtype)
         return total if float_info.nmant >= 23 else lax.reduce_precision(total, float_info.nexp, float_info.nmant)
@@ -360,10 +359,10 @@ NAMES: dict[str, type[Scaling]] = {
 
 
 def find_scaling(name: str | Scaling, settings: Any = None, operand: str | None = None) -> Scaling:
-    """The strategy that a recipe names, with its settings; `Current` for an operand that it does not serve.
+    """The strategy of this name with a recipe's settings; `Current` for an operand that it does not serve.
 
     Raises:
-        ValueError: no strategy has this name; the message lists those there are.
+        ValueError: no strategy has this name; the message lists all names.
     """
     if isinstance(name, Scaling):
         return name

@@ -1,4 +1,4 @@
-"""How long the last blocks of a quantized array are: what tells joined arrays from one that was quantized whole."""
+"""Lengths of the last blocks of a quantized array, which distinguish joined arrays from one quantized as a whole."""
 
 import dataclasses
 from typing import Any
@@ -10,19 +10,19 @@ from fp8jax.core.spec import QuantSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShortBlocks:
-    """Lengths of the last blocks along the axes that groups and square blocks cut; 0 for a whole one.
+    """Lengths of the last blocks along the axes that groups and square blocks divide; 0 for a whole one.
 
-    Static in the tree of a `QTensor`. Two trees differ where both lengths are known and differ.
+    Static in the tree of a `QTensor`. Two trees differ if both lengths are known and differ.
 
     Attributes:
-        lengths: one for each of these axes; None if they are not known, as of leaves without shapes.
+        lengths: one per such axis; None if unknown, as for leaves without shapes.
     """
 
     lengths: tuple[int, ...] | None = None
 
     @classmethod
     def from_shape(cls, shape: Any, spec: QuantSpec) -> "ShortBlocks":
-        """Those of codes of this shape."""
+        """The lengths for codes of this shape."""
         axes = {"group": (spec.axis,), "block": (-2, -1)}.get(spec.granularity)
         if axes is None or not isinstance(shape, tuple) or not all(-len(shape) <= axis < len(shape) for axis in axes):
             return cls()

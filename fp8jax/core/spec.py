@@ -1,4 +1,4 @@
-"""`QuantSpec`: how a tensor is quantized, as a frozen record that also has a plain string form."""
+"""`QuantSpec`: how a tensor is quantized, as a frozen record with a string form."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from fp8jax.core import blocks, expansion, formats, packing
 
 GRANULARITIES = ("tensor", "token", "channel", "group", "block", "mx")
 SIZED_GRANULARITIES = ("group", "block", "mx")
-# A transposed matrix has the transposed scales; groups and tokens would run across its contraction.
+# Granularities that survive a transpose. Groups and tokens would run across the contraction of the transposed matrix.
 TRANSPOSABLE = ("tensor", "block")
 ROUNDINGS = ("nearest", "stochastic")
 UNDERFLOWS = ("zero", "smallest")
@@ -21,7 +21,7 @@ _OPTIONS |= {"token": ("outer_scale", "token"), "ocp": ("outer_scale", "none"), 
 
 
 def check_expand(expand: bool | str) -> None:
-    """Refuses what is no kind of range expansion."""
+    """Raises ValueError for an unknown kind of range expansion."""
     if expand not in EXPANSIONS:
         raise ValueError(f"unknown expand {expand!r}; it is one of {', '.join(map(repr, EXPANSIONS))}")
 
@@ -30,42 +30,37 @@ def check_expand(expand: bool | str) -> None:
 class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
-    The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]` with the options
-    `expand`, `coat`, `stochastic`, `token` and `ocp` (these two are the level 1 of "mx") and `exact`, as in `"e4m3"`,
-    `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+token"`; `str(spec)` gives it back.
-    Settings that it cannot say are given to the constructor.
+    The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]`. Options are `expand`,
+    `coat`, `stochastic`, `exact`, and for the outer scale of "mx" `token` and `ocp`. Examples: `"e4m3"`,
+    `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+token"`. `str(spec)` returns it. It does not cover all fields
+    of the constructor.
 
     Attributes:
         format: name of a format in `fp8jax.formats`.
-        granularity: what shares a scale. "tensor"; "token": all elements along `axis` (a row, for activations and
-            axis -1); "channel": all elements of the same index along `axis`; "group": `group_size` consecutive
-            elements along `axis`; "block": a square of `group_size` in the last two axes; "mx": microscaling, a power
-            of two (E8M0) for each `group_size` elements along `axis`, under an fp32 scale of level 1.
-        group_size: elements along a group or a block's side; None for the first three. Last ones may be short.
-        axis: the axis that groups and tokens run along. Negative axes keep their meaning when leading axes are
-            stacked.
-        layer_axes: number of leading axes that stack separate tensors (layers of a scanned model): none of them shares
-            a scale with another.
-        scale_format: storage of the scales, "fp32" or "bf16". A bf16 scale cannot follow a decay slower than 0.4 %
-            a step, as of a second moment with b2 = 0.999.
+        granularity: elements that share a scale. "tensor": all. "token": all along `axis` (a row, for activations and
+            axis -1). "channel": all with the same index along `axis`. "group": `group_size` consecutive ones along
+            `axis`. "block": a square of `group_size` in the last two axes. "mx": microscaling, a power of two (E8M0)
+            for each `group_size` elements along `axis`, under an fp32 outer scale.
+        group_size: length of a group or of a block's side; None for the first three. The last one may be short.
+        axis: axis of groups and tokens. A negative axis keeps its meaning under stacked leading axes.
+        layer_axes: number of leading axes that stack separate tensors (layers of a scanned model). No scale spans them.
+        scale_format: storage of the scales, "fp32" or "bf16". A bf16 scale cannot follow a decay slower than 0.4 % per
+            step, such as a second moment's with b2 = 0.999.
         rounding: "nearest" (ties to even), or "stochastic" (unbiased; `quantize` then needs a key).
-        expand: dynamic range expansion (COAT, section 4.2): each block is raised to a power that fits its range to
-            the format's. True takes our range and keeps exponents under stochastic rounding (`Format.expansion_range`,
-            `expansion.exponents_with_hysteresis`); "coat" is the paper's: R = max / smallest code (229,376 for e4m3),
-            from the group's largest and smallest at every step, in bf16 and within [1/16, 16]. Both decode alike and
-            have one storage key. Relative error of m / sqrt(v), both in e4m3 to nearest, of the moments of a small
-            Llama's training (`experiments.tables.coat_expansion`): ours 1.6 % and the paper's 2.8 % at b2 0.95, 1.6 %
-            and 1.7 % at 0.999. A tiny member makes a group's exponent small, and all others coarse, down to 1/16; where
-            operations save values the exponent is at least 1, in `compress_state` 0.7 and 0.6, and `compressed_adamw`
-            leaves out dead members.
-        underflow: what a non-zero value under half the smallest code becomes: "zero" as rounding says, or
-            "smallest", the smallest code (a second moment must not decode to zero).
-        outer_scale: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token",
-            with powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the
-            largest power of two in the group over that of the format, and the largest elements may saturate.
-        exact: for "mx" with a level 1, products apply each power of two to the sum of its group, and what is kept are
-            two-level codes. Without it linear layers fold the powers of two into codes with one scale a row
-            (`is_folded`).
+        expand: dynamic range expansion (COAT, section 4.2): each block is raised to a power that fits its range to the
+            format's. True uses `Format.expansion_range`, and under stochastic rounding
+            `expansion.exponents_with_hysteresis`. "coat" is the paper's: R = max / smallest code (229,376 for e4m3),
+            with a new exponent at every step. Both decode alike and have one storage key.
+            `experiments.tables.coat_expansion` compares their errors. A tiny member makes a group's exponent small, and
+            its other codes coarse. Operations that save values and `compress_state` therefore limit it
+            (`fp8jax.core.encoding.limit_group_range`), and `compressed_adamw` leaves out dead members.
+        underflow: rounding of non-zero values below half the smallest code: "zero", or "smallest", the smallest code (a
+            second moment must not decode to zero).
+        outer_scale: for "mx", the fp32 scale above the powers of two. "tensor" (MOSS, section 3.1) and "token" round
+            the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) has no fp32 scale. Its powers are
+            the largest in the group over the largest in the format; the largest elements may saturate.
+        exact: for "mx" with an outer scale: products apply each power of two to the sum of its group, and residuals are
+            two-level codes. Otherwise linear layers fold the powers into codes with one scale per row (`is_folded`).
 
     Raises:
         ValueError: a field has an unknown value, or two contradict each other.
@@ -114,7 +109,7 @@ class QuantSpec:
             raise ValueError(f"outer_scale={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
         if self.exact and (self.granularity != "mx" or self.outer_scale == "none"):
             raise ValueError(
-                "exact=True is for granularity 'mx' with a level 1; codes of other scales are never folded"
+                "exact=True is for granularity 'mx' with an outer scale; codes of other scales are never folded"
             )
         if self.granularity == "mx" and (self.expand or not fmt.is_float):
             what = "range expansion" if self.expand else f"format {self.format!r}"
@@ -146,7 +141,7 @@ class QuantSpec:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of codes and metadata that an element of a long tensor of full blocks takes."""
+        """Bytes of codes and metadata per element of a large tensor of full blocks."""
         size = self.group_size or 0
         side = [1024 * max(size, 1)] * max(2, -self.axis, self.axis + 1)
         return self.nbytes(side) / math.prod(side) if size else formats.get(self.format).bytes_per_element
@@ -163,32 +158,32 @@ class QuantSpec:
 
     @property
     def is_folded(self) -> bool:
-        """Whether linear layers take codes with the powers of two of groups folded into them (see `folded`)."""
+        """Whether linear layers fold the powers of two of groups into the codes (see `folded_spec`)."""
         two_levels = self.granularity == "mx" and self.outer_scale != "none"
         return two_levels and self.rounding == "nearest" and not self.exact
 
     @property
     def folded_spec(self) -> "QuantSpec":
-        """What linear layers multiply and keep: of codes that fold, those with one scale a row; else as this says.
+        """The spec that linear layers multiply and save: one scale per row if codes fold, else this one.
 
-        `fp8jax.ops.quantization.microscaling` makes them.
+        `fp8jax.ops.quantization.microscaling` folds them.
         """
         return QuantSpec(self.format, "token", axis=self.axis) if self.is_folded else self
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes are packed along `axis`, as those of int10 are."""
+        """Whether codes are packed along `axis`, as int10's are."""
         return formats.get(self.format).packing is not None
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of an array of this shape: the same, but for packed formats."""
+        """Shape of the codes of an array of this shape; it differs only for packed formats."""
         if not self.is_packed:
             return tuple(shape)
         axis = self._axis(shape)
         return tuple(packing.packed_length(n) if i == axis else n for i, n in enumerate(shape))
 
     def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Block length along each dimension of an array of this shape; for "mx", that of level 1.
+        """Block length along each dimension of an array of this shape; for "mx", that of the outer scale.
 
         Raises:
             ValueError: the array has too few dimensions for `axis` or `layer_axes`.

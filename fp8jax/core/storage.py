@@ -1,4 +1,4 @@
-"""The part of a `Recipe` that says how the optimizer's moments are stored."""
+"""`Optimizer`: the part of a `Recipe` that defines the storage of the optimizer's moments."""
 
 import dataclasses
 
@@ -10,19 +10,19 @@ NU_ROUNDINGS = ("auto", "nearest", "stochastic")
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """Storage of Adam's moments: the arguments of the same names of `fp8jax.compressed_adamw`.
+    """Storage of Adam's moments; the fields are arguments of `fp8jax.compressed_adamw`.
 
     Attributes:
-        mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
-        nu: format of the second moment, likewise; or "fp16" with a scale.
-        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
-            in fp16), and where no moment has one.
+        mu: format of the first moment: an 8-bit float format, "bf16" or "fp32".
+        nu: format of the second moment: the same, or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale. None is one scale per tensor (with fp16 master
+            weights), or no moment with a scale.
         expand: dynamic range expansion of the 8-bit moments: True, False, or "coat" (`QuantSpec.expand`).
-        nu_rounding: of a second moment in 8 bits or bf16, "nearest", "stochastic", or "auto", which goes by b2.
+        nu_rounding: rounding of an 8-bit or bf16 second moment: "nearest", "stochastic", or "auto", which depends on
+            b2.
 
     Raises:
-        ValueError: unknown format or one without the signs of a first moment, a group size that is no positive integer,
-            or settings that contradict each other.
+        ValueError: an unknown format, an unsigned first moment, an invalid group size, or contradictory settings.
     """
 
     mu: str = "e4m3"
@@ -55,7 +55,7 @@ class Optimizer:
             )
 
     def spec(self, moment: str) -> QuantSpec | None:
-        """How "mu" or "nu" is quantized; None for a moment that is stored by a cast."""
+        """The `QuantSpec` of "mu" or "nu"; None if the moment is stored by a cast."""
         name = getattr(self, moment)
         if not formats.get(name).needs_scale:
             return None

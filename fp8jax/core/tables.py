@@ -1,4 +1,4 @@
-"""Tables and sentences as text of the terminal's width."""
+"""Text tables and sentences that fit the terminal's width."""
 
 import re
 import shutil
@@ -8,21 +8,21 @@ _GAP = 2
 
 
 def terminal_width() -> int:
-    """Columns of the terminal: `COLUMNS` where it is set, else the terminal's own, else 80."""
+    """Columns of the terminal: `COLUMNS` if set, else the terminal's own, else 80; at least 20."""
     return max(20, shutil.get_terminal_size().columns)
 
 
 def table(rows: Sequence[Sequence[str]], names: int, width: int | None = None) -> str:
-    """Rows as a table. Where it is much too wide, what rows share is written once below them, but for "-".
+    """Rows as a text table. If it is much too wide, cells that rows share are written once below them, except "-".
 
     Args:
-        rows: of equally many cells; the first is the head.
-        names: how many of the first columns tell one row from another. Rows whose other cells are equal stay together
-            where the table is too wide.
-        width: columns to fit into; None for the terminal's.
+        rows: rows of equally many cells; the first is the head.
+        names: number of leading columns that identify a row. In a table that is too wide, rows that are equal in the
+            other columns form a group.
+        width: maximal width in columns; None uses the terminal's.
 
     Returns:
-        Lines of at most `width` characters, where it is 40 or more.
+        Lines of at most `width` characters, if it is 40 or more.
     """
     width = terminal_width() if width is None else width
     head, *body = [tuple(row) for row in rows]
@@ -44,12 +44,12 @@ def table(rows: Sequence[Sequence[str]], names: int, width: int | None = None) -
 
 
 def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
-    """A sentence in lines of at most `width` characters, the terminal's where it is None; further ones indented."""
+    """A text in lines of at most `width` characters (None: the terminal's); later lines are indented."""
     return "\n".join(_wrap(text, terminal_width() if width is None else width, indent))
 
 
 def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of a text, broken at spaces, and where one word is too long after "/" or ","."""
+    """Lines of a text, broken at spaces; a word that is too long is broken after "/", "," or "_"."""
     indent = min(indent, width // 2)
     lines = [" " * (len(text) - len(text.lstrip()))]
     for piece in re.findall(r"\S+\s*", text):
@@ -57,7 +57,7 @@ def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
             lines.append(" " * indent)
         lines[-1] += piece
         while len(lines[-1].rstrip()) > width:
-            break_at = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,") + 1 or width
+            break_at = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,_") + 1 or width
             lines[-1:] = [lines[-1][:break_at], " " * indent + lines[-1][break_at:]]
     return [line.rstrip() for line in lines]
 
@@ -71,7 +71,7 @@ def _total_width(widths: Sequence[int]) -> int:
 
 
 def _fit_widths(widths: Sequence[int], width: int) -> list[int]:
-    """Widths of columns, the widest made smaller until all fit."""
+    """Column widths, with the widest shrunk until all fit."""
     widths = list(widths)
     while _total_width(widths) > width and max(widths) > 4:
         widths[widths.index(max(widths))] -= 1

@@ -1,4 +1,4 @@
-"""`Weights`: the part of a `Recipe` that says what parameters are stored in."""
+"""`Weights`: the part of a `Recipe` that defines the storage of the parameters."""
 
 import dataclasses
 
@@ -13,15 +13,15 @@ class Weights:
     """Storage of the parameters.
 
     Attributes:
-        master: what the optimizer updates, one of `fp8jax.core.masters.NAMES`: "fp32"; "bf16", rounded to nearest, or
-            "bf16+stochastic"; a high part and a remainder beside it, such as "bf16+int8" (24 bits) and "bf16+int16"
-            (fp32's own 32), whose high part is the parameter and the working copy; or "fp16" with a scale for each
-            tensor, which the optimizer keeps in its state (`fp8jax.fp8lm_adamw`): the parameters then are working
+        master: what the optimizer updates, one of `fp8jax.core.masters.NAMES` or "fp16". "fp32", "bf16" (rounded to
+            nearest) and "bf16+stochastic" are the parameters. "bf16+int8" (24 bits), "bf16+int16" (32 bits, fp32) and
+            the like are a high part and a remainder; the high part is the parameter and the working copy. "fp16" has a
+            scale per tensor and lies in the optimizer's state (`fp8jax.fp8lm_adamw`); the parameters are working
             copies.
-        compute: format of the working copy that layers compute with, "fp32" or "bf16", or that of the high part.
+        compute: format of the working copy that layers compute with: "fp32", "bf16", or the high part's.
 
     Raises:
-        ValueError: unknown format, or a working copy wider than what is held.
+        ValueError: an unknown format, or a working copy wider than the master.
     """
 
     master: str = "fp32"
@@ -43,13 +43,13 @@ class Weights:
 
     @property
     def split_master(self) -> Master | None:
-        """The master with a remainder beside the parameter; None where there is none."""
+        """The master with a remainder; None if there is none."""
         master = Master(self.master) if self.master in masters.NAMES else None
         return master if master and master.remainder else None
 
     @property
     def param_format(self) -> str:
-        """Format of the parameters that the caller of the optimizer holds."""
+        """Format of the parameters that the caller of the optimizer stores."""
         return self.compute if self.master == SCALED_MASTER else self.master.partition("+")[0]
 
     @property

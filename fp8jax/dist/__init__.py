@@ -1,4 +1,4 @@
-"""Training on several devices: collectives in 8 bits, partitions and plans of memory."""
+"""Training on several devices: 8-bit collectives, partitions and memory plans."""
 
 from fp8jax.dist.auto_scale import Factors as Factors
 from fp8jax.dist.auto_scale import init_factors as init_factors

@@ -1,4 +1,4 @@
-"""FP8-LM's auto-scale factor mu: how much of the format's range a gradient takes before it is summed in 8 bits."""
+"""FP8-LM's auto-scale factor mu: the fraction of the format's range that a gradient uses before an 8-bit sum."""
 
 import math
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ STEPS_TO_DOUBLE = 1000
 
 
 class Factors(NamedTuple):
-    """The state of one-phase reductions; a tree of arrays, to be kept with the optimizer's state in checkpoints.
+    """The state of one-phase reductions, a tree of arrays; save it in checkpoints with the optimizer's state.
 
     Attributes:
-        mu: for each parameter its factor, an fp32 scalar: codes use this part of the format's range, so that sums of
-            them stay in it.
-        saturated: for each parameter the part of the last sum that lay at the end of the range, an fp32 scalar.
+        mu: factor of each parameter, an fp32 scalar. Codes use this fraction of the format's range, so that their sums
+            stay in it.
+        saturated: fraction of each parameter's last sum at the end of the range, an fp32 scalar.
     """
 
     mu: Any
@@ -26,11 +26,11 @@ class Factors(NamedTuple):
 
 
 def init_factors(params: Any, replicas: int) -> Factors:
-    """Factors before the first step: 1 / sqrt(replicas), as sums of independent gradients grow.
+    """Factors before the first step: 1 / sqrt(replicas), the growth of sums of independent gradients.
 
     Args:
         params: tree of parameters or gradients, concrete or abstract.
-        replicas: devices that gradients are summed over.
+        replicas: number of devices that gradients are summed over.
     """
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, not {replicas}")
@@ -41,10 +41,10 @@ def init_factors(params: Any, replicas: int) -> Factors:
 
 
 def next_factor(mu: Array, saturated: Array, finite: Array, replicas: int) -> Array:
-    """The factor after a step: half where more than 0.001 % saturated, else 1/1000 of a doubling more.
+    """The next factor: half if more than 0.001 % saturated, else larger by 2^(1/1000).
 
-    It stays between 1 / replicas, with which no sum leaves the range, and 1, with which the largest magnitude of a
-    single device is at its end. A gradient that is not finite says nothing of it.
+    It stays between 1 / replicas, where no sum can saturate, and 1, where one device's amax is the largest code. A
+    non-finite gradient leaves it unchanged.
     """
     new = jnp.where(saturated > MAX_SATURATED_FRACTION, mu / 2, mu * np.float32(2 ** (1 / STEPS_TO_DOUBLE)))
     return jnp.where(finite, jnp.clip(new, 1 / replicas, 1), mu)

@@ -1,4 +1,4 @@
-"""How codes are cut into equal chunks for devices, in which order they are sent, and how they are joined again."""
+"""Split and join of codes as equal chunks for devices, with buckets of arrays that travel together."""
 
 import dataclasses
 import functools
@@ -15,10 +15,10 @@ from fp8jax.core.spec import QuantSpec
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks of one array for a number of devices: (blocks, length) each, for any shape.
+    """The chunks of one array of any shape, one per device: (blocks, length) each.
 
-    Of a tensor with one scale, or one for each stacked layer, a chunk has a part of every block; of groups it has whole
-    ones. Zeros fill up what the devices do not divide.
+    With per-tensor or per-layer scales, a chunk has a part of every block. With groups it has whole groups. Zeros pad
+    the array to a multiple of the devices.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Chunks:
         return math.prod(self.chunk_shape)
 
     def split(self, codes: Array) -> Array:
-        """An array of this shape as (devices, elements of a chunk)."""
+        """The array as (devices, elements of a chunk)."""
         if not self.has_whole_groups:
             count, length = self.chunk_shape
             flat = codes.reshape(count, -1)
@@ -60,7 +60,7 @@ class Chunks:
         )
 
     def join(self, chunks: Array) -> Array:
-        """The inverse of `cut`."""
+        """The inverse of `split`."""
         if not self.has_whole_groups:
             count, length = self.chunk_shape
             flat = chunks.reshape(self.devices, count, length).swapaxes(0, 1).reshape(count, -1)
@@ -70,7 +70,7 @@ class Chunks:
         return rows[:, : self.shape[-1]].reshape(self.shape)
 
     def chunk_scales(self, scale: Array, index: Array) -> Array:
-        """The scales of one device's chunk, (blocks, 1), of those of the array."""
+        """The scales of chunk `index`, (blocks, 1), from the scales of the array."""
         flat = scale.reshape(-1)
         if self.has_whole_groups:
             flat = jnp.pad(flat, (0, self.devices * self.chunk_shape[0] - flat.size))
@@ -78,7 +78,7 @@ class Chunks:
         return flat[:, None]
 
     def join_scales(self, scales: Array) -> Array:
-        """The scales of the array of those of all chunks, (devices, blocks), or of those that all share, (blocks,)."""
+        """The scales of the array, from those of all chunks, (devices, blocks), or from shared ones, (blocks,)."""
         return scales.reshape(-1)[: math.prod(self.block_counts)].reshape(self.block_counts)
 
 
@@ -90,9 +90,9 @@ def _pad_axis(x: Array, axis: int, length: int) -> Array:
 
 
 def to_bytes(x: Array) -> Array:
-    """Codes or fp32 numbers as bytes, the last axis four times as long for these.
+    """Codes or fp32 numbers as bytes; fp32 makes the last axis four times as long.
 
-    Bytes travel as they are on every platform; XLA on CPUs would make fp16 of FP8.
+    All platforms transfer bytes unchanged. XLA on CPUs would convert FP8 to fp16.
     """
     raw = lax.bitcast_convert_type(x, jnp.uint8)
     return raw if raw.ndim == x.ndim else raw.reshape(*x.shape[:-1], -1)
@@ -103,12 +103,12 @@ def to_codes(raw: Array, fmt: formats.Format) -> Array:
 
 
 def to_fp32(raw: Array) -> Array:
-    """The inverse of `to_bytes` of fp32 numbers."""
+    """The inverse of `to_bytes` for fp32 numbers."""
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], -1, 4), jnp.float32)
 
 
 def buckets(sizes: Sequence[int], limit: int = 1 << 22) -> list[list[int]]:
-    """Numbers of arrays that travel together: large ones alone, small ones in the order they come in."""
+    """Indices of arrays that travel together: large arrays alone, small ones in order up to `limit` elements."""
     groups: list[list[int]] = []
     filled = limit
     for i, size in enumerate(sizes):
@@ -121,5 +121,5 @@ def buckets(sizes: Sequence[int], limit: int = 1 << 22) -> list[list[int]]:
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """Parts of these sizes along the last axis."""
+    """Pieces of these sizes along the last axis."""
     return jnp.split(x, np.cumsum(sizes)[:-1], axis=-1) if len(sizes) > 1 else [x]

@@ -1,4 +1,4 @@
-"""What devices send each other, read from the text of a compiled program."""
+"""The collectives of a compiled program, read from its text."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fp8jax.core.program_text import computations_of, runs_of
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# How XLA spells formats that travel.
+# XLA's names of formats on the wire.
 HLO_NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*)")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)[a-z0-9]*)\[([\d,]*)\]")
@@ -19,10 +19,10 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or "collective-permute".
-        dtype: of what travels, as XLA spells it: "u8", "f8e4m3fn", "bf16", "f32".
+        dtype: dtype on the wire in XLA's spelling: "u8", "f8e4m3fn", "bf16", "f32".
         nbytes: bytes of the operands on a device.
-        devices: how many exchange with each other.
-        times: how often it runs, loops counted.
+        devices: number of devices in a group.
+        times: number of runs, loops counted.
     """
 
     kind: str
@@ -33,10 +33,10 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in all runs, where they go around a ring or straight to whom they are for.
+        """Bytes that a device sends in all runs, by a ring or directly.
 
-        With n devices and S bytes of operands: 2 (n - 1) / n S of an all-reduce, (n - 1) / n S of a reduce-scatter or
-        all-to-all, (n - 1) S of an all-gather.
+        With n devices and S bytes of operands: 2 (n - 1) / n S for an all-reduce, (n - 1) / n S for a reduce-scatter or
+        all-to-all, (n - 1) S for an all-gather.
         """
         n = self.devices
         share = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(
@@ -46,10 +46,10 @@ class Collective(NamedTuple):
 
 
 def collectives(program: str) -> list[Collective]:
-    """The collectives of a compiled program, in the order of its text; one for each dtype that one operation combines.
+    """The collectives of a compiled program, in the order of its text, one per dtype of an operation.
 
     Args:
-        program: text of `jax.stages.Compiled.as_text`. A loop whose number of rounds XLA does not know counts once.
+        program: text of `jax.stages.Compiled.as_text`. A loop of unknown length counts once.
     """
     computations, entry = computations_of(program)
     runs = runs_of(computations, entry)
@@ -69,7 +69,7 @@ def _parse_collective(line: str) -> Iterator[Collective]:
     result, kind, start, attributes = match.groups()
     devices = _count_devices(attributes)
     scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
-    nested = result.startswith("((")  # of one that is started: ((operands), results)
+    nested = result.startswith("((")  # an asynchronous start: ((operands), results)
     arrays = _ARRAY.findall(result[: result.index(")")] if nested else result)
     if nested or (start and kind in ("all-gather", "collective-permute")):
         arrays, scale = (arrays if nested else arrays[:1]), 1.0  # else (operand, result)
@@ -82,14 +82,14 @@ def _parse_collective(line: str) -> Iterator[Collective]:
 
 
 def _count_devices(attributes: str) -> int:
-    """How many devices a group of a collective has, in any of the forms that XLA writes groups in."""
+    """Number of devices in a group of a collective, in any of XLA's notations."""
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return match[1].count(",") + 1
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
         return int(match[2])
     if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", attributes):
         sizes = dict(re.findall(r"'?([\w]+)'?=(\d+)", match[1]))
-        # Of an axis that XLA divides, `name:(before)size`.
+        # XLA writes a divided axis as `name:(before)size`.
         parts = re.findall(r"'?(\w+)'?(?::\(\d+\)(\d+))?(?:,|$)", match[2].replace(" ", ""))
         return math.prod(int(part or sizes[name]) for name, part in parts)
     return 1

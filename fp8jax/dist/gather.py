@@ -1,4 +1,4 @@
-"""Weights that lie in shards, gathered as codes where a layer needs them whole (FSDP with 8-bit gathers)."""
+"""FSDP with 8-bit gathers: sharded weights, gathered as codes for a layer."""
 
 import dataclasses
 import functools
@@ -28,26 +28,25 @@ def gather_weights(
     gradients: Comm | Recipe | str = "bf16",
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """Whole weights of each device's shards, which travel as codes; to be called inside `jax.shard_map`.
+    """Whole weights from each device's shards, which travel as codes; call it inside `jax.shard_map`.
 
-    Every device quantizes its shard under scales that the whole weight has, and all gather the codes, a byte an
-    element. What they decode to has been rounded once, and products of the recipe that `wire_format` comes from round
-    it to the same codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as
-    those of `jax.lax.all_gather`, in what `gradients` says.
+    Every device quantizes its shard under the scales of the whole weight and gathers the codes, one byte per element.
+    The decoded weights are rounded once. Products of the recipe in `wire_format` round them to the same codes again. In
+    the backward pass, gradients of the whole weight are summed over the devices and scattered, as for
+    `jax.lax.all_gather`, in the format of `gradients`.
 
-    Where the backward pass needs the weight, the whole one is kept for it as any other operand, unless the layer is
-    under `jax.checkpoint` with a policy that does not save it: `jax.checkpoint_policies.dots_saveable`, for one, keeps
-    results of products and gathers the codes again.
+    The whole weight is a residual if the backward pass needs it. To gather codes again instead, use `jax.checkpoint`
+    with a policy that does not save it, such as `jax.checkpoint_policies.dots_saveable`.
 
     Args:
         weights: tree of shards of floating dtypes.
-        axes: the mesh axes that the shards are cut over.
-        wire_format: the `QuantSpec` of each whole weight, or its string form; or a recipe, for that of its weights
-            (inputs, outputs), leading axes stacked.
-        specs: tree, or a prefix of `weights`, of `PartitionSpec`s: which dimension is cut over all of `axes`. A weight
-            that is not, and one of fewer than two axes, comes back as it is.
-        gradients: what gradients are when they travel: as of `reduce_scatter_gradients`.
-        dtype: of the whole weights; None keeps that of the shards.
+        axes: the mesh axes of the shards.
+        wire_format: the `QuantSpec` of each whole weight, or its string form; or a recipe, for the spec of its weights
+            (inputs, outputs), with leading axes stacked.
+        specs: tree, or a prefix of `weights`, of `PartitionSpec`s, which name the dimension that is sharded over all of
+            `axes`. A weight that is not sharded, or has fewer than two axes, is returned unchanged.
+        gradients: format of gradients on the wire, as for `reduce_scatter_gradients`.
+        dtype: dtype of the whole weights; None uses that of the shards.
 
     Returns:
         The tree of whole weights.
@@ -84,7 +83,7 @@ def _gather(
 ) -> Array:
     fmt, scale = formats.get(spec.format), None
     is_scale_shared = spec.block_shape(shape)[dim] >= shape[dim]
-    if is_scale_shared:  # the scales of a shard are those of the whole
+    if is_scale_shared:  # a shard has the scales of the whole weight
         amax = blocks.reduce(shared_scales.abs_with_nan_as_inf(w), spec.block_shape(w.shape), jnp.max, 0.0)
         scale = shared_scales.to_scale(shared_scales.pmax_arrays([amax], axes)[0], fmt)
         if spec.granularity == "mx" and spec.outer_scale == "none":
@@ -128,7 +127,7 @@ def _sharded_dim(partition_spec: PartitionSpec, axes: tuple[str, ...]) -> int | 
 
 
 def _weight_spec(wire_format: QuantSpec | Recipe | Linear | str, ndim: int) -> QuantSpec:
-    """How a weight of so many axes is quantized; a recipe says it of (outputs, inputs)."""
+    """The spec of a weight with `ndim` axes; a recipe's spec is for (outputs, inputs)."""
     from fp8jax import recipes
 
     if isinstance(wire_format, str) and wire_format in recipes.NAMES:

@@ -1,4 +1,4 @@
-"""Where in a program a collective of ours may stand: inside `jax.shard_map`, manual over the axes that it reduces."""
+"""Checks that a collective is inside `jax.shard_map`, manual over the axes that it reduces."""
 
 import math
 from typing import Any
@@ -23,17 +23,16 @@ _GRADIENTS_ADVICE = (
 
 
 def check_manual_axes(caller: str, axes: Axes, tree: Any, advice: str = _GRADIENTS_ADVICE) -> int:
-    """The number of devices along mesh axes over which the program is manual, and each array a device's own.
+    """The number of devices along `axes`, after checking that the program is manual over them.
 
     Args:
-        caller: the function that asks.
+        caller: name of the calling function.
         axes: name or names of the mesh axes.
-        tree: arrays that must differ from device to device.
-        advice: what to do where the program is not manual over them, with places for `names` and `axes`.
+        tree: arrays that must vary over the axes.
+        advice: advice for the error message, with placeholders `names` and `axes`.
 
     Raises:
-        ValueError: it is not manual over them; or an array is the same on all devices already, as far as
-            `jax.shard_map` knows.
+        ValueError: the program is not manual over the axes; or `jax.shard_map` tracks an array as equal on all devices.
     """
     mesh, requested = jax.sharding.get_abstract_mesh(), axis_names(axes)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

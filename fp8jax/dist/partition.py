@@ -1,4 +1,4 @@
-"""Whole tensors for devices (FP8-LM, Algorithm 1), and slices of every tensor, of an optimizer's state."""
+"""Partitions of an optimizer's state: whole tensors for devices (FP8-LM, Algorithm 1), or slices of every tensor."""
 
 import heapq
 import math
@@ -9,11 +9,11 @@ import jax
 
 
 class Partition(NamedTuple):
-    """Who keeps which part of a tree.
+    """The devices that own the leaves of a tree.
 
     Attributes:
-        owner: the tree with the number of the device that owns each leaf whole; None where every leaf is sliced.
-        loads: bytes that each device holds.
+        owner: tree of the number of the device that owns each whole leaf; None if every leaf is sliced.
+        loads: bytes on each device.
     """
 
     owner: Any
@@ -27,22 +27,21 @@ class Partition(NamedTuple):
 
 
 def partition(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = None) -> Partition:
-    """Whole tensors for devices, the largest first and each to the one that has least (FP8-LM, Algorithm 1).
+    """Whole tensors for devices, greedily: the largest first, each to the least loaded device (FP8-LM, Algorithm 1).
 
-    A tensor with one scale stays with it, and nothing is shared between devices. The price: a device holds at most the
-    largest tensor more than another, however many there are; parameters of layers that are stacked into one array,
-    as under `jax.lax.scan`, are one tensor each.
+    A per-tensor scale stays with its tensor, and devices share nothing. A device holds at most the largest tensor more
+    than another. Parameters of layers that are stacked into one array, as under `jax.lax.scan`, count as one tensor.
 
     Args:
-        tree: of arrays or `jax.ShapeDtypeStruct`s, or of anything that `nbytes` takes.
-        devices: their number.
-        nbytes: bytes of a leaf; None counts those of the array.
+        tree: tree of arrays or `jax.ShapeDtypeStruct`s, or of any leaves that `nbytes` accepts.
+        devices: number of devices.
+        nbytes: function that returns the bytes of a leaf; None counts those of the array.
 
     Returns:
-        A `Partition`; ties go to the leaf that comes first, and the device with the lower number.
+        A `Partition`; ties go to the first leaf and the device with the lowest number.
 
     Raises:
-        ValueError: there are no devices.
+        ValueError: `devices` is less than 1.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
@@ -60,11 +59,11 @@ def partition(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = Non
 
 
 def slices(tree: Any, devices: int, nbytes: Callable[[Any], int] | None = None) -> Partition:
-    """A slice of every tensor for each device, along any axis that the devices divide; the others whole on all.
+    """A slice of every tensor for each device, along any axis that the devices divide; other tensors whole on all.
 
-    What `jax.sharding` does with FSDP: the loads are equal, and every scale is needed on every device.
+    This is the FSDP sharding of `jax.sharding`: loads are equal, and every device needs every scale.
 
-    Args, Returns, Raises: as `partition`; no leaf has an owner.
+    Args, Returns, Raises: as for `partition`; no leaf has an owner.
     """
     leaves, _, sizes = _leaf_sizes(tree, devices, nbytes)
     is_divisible = [any(n % devices == 0 for n in x.shape) for x in leaves]

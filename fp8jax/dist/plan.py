@@ -1,4 +1,4 @@
-"""What a training step holds on each device and sends between them, worked out before anything runs."""
+"""Memory and communication of a training step on each device, computed in advance."""
 
 import dataclasses
 import math
@@ -18,18 +18,18 @@ from fp8jax.dist.collectives import HLO_NAMES, Collective
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import resolve
 
-# Rough estimates: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of
-# cuBLASLt), bytes a device. The figures of memory that tests compare plans with leave it out.
+# Rough estimates of memory other than arrays (CUDA context, NCCL's buffers, cuBLASLt's workspaces), bytes per device.
+# The memory figures that tests compare with plans leave it out.
 RUNTIME_BYTES, NCCL_BYTES = 0.6e9, 0.9e9
 
 
 class Plan(NamedTuple):
-    """A step on paper.
+    """Memory and communication of a training step.
 
     Attributes:
-        memory: bytes on each device, by what they are of, at the peak of the step.
-        peak: where that is: "loss", "backward pass" or "reduction".
-        collectives: what devices exchange in a step, in no order.
+        memory: bytes on each device at the peak of the step, by kind.
+        peak: stage of the peak: "loss", "backward pass" or "reduction".
+        collectives: collectives of a step, in no order.
     """
 
     memory: dict[str, float]
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
         return sum(one.sent_bytes for one in self.collectives)
 
     def table(self) -> str:
-        """Both as text: GB on each device, and what travels."""
+        """Both as text: GB on each device, and collectives."""
         width = max(map(len, [*self.memory, "all"]))
         lines = [f"{name:{width}}  {size / 1e9:9.2f} GB" for name, size in [*self.memory.items(), ("all", self.total)]]
         lines.append(f"the peak is in the {self.peak}")
@@ -77,50 +77,49 @@ def plan(
 ) -> Plan:
     """Memory and communication of a training step of a recipe on a mesh.
 
-    Counted are the parameters, what is stored for each as `Recipe.plan` says it (groups as full ones, and no parameter
-    too small for codes), and what lives at the largest of three moments: at the loss activations and logits; at the end
-    of the backward pass gradients of all parameters; as gradients travel, these and their codes. Layers stand in the
-    program one after the other: what one keeps is free when its backward pass is done. With several microbatches the
-    fp32 sum of gradients is there all the time. The caller says what a model keeps of activations.
+    Memory counts parameters, their stored state by `Recipe.plan` (as full groups, with all parameters quantized), and
+    the largest of three stages. At the loss these are activations and logits. At the end of the backward pass they are
+    all gradients. During the reduction they are gradients and their codes. The program is assumed to unroll its layers,
+    so that residuals are free once a layer's backward pass is done. Several microbatches add a permanent fp32 sum of
+    gradients. The caller supplies the model's activations. XLA's buffer assignment leaves gaps and needs more than
+    these bytes.
 
-    These are the bytes of arrays that live at once, to which XLA adds what its arrangement of them in memory leaves
-    empty: of the Llama of 1.1 B at 16,384 tokens on an H200 nothing to 1 % for recipes without a context, 6 % with one,
-    and 17 % for bf16 that recomputes.
+    Over "fsdp" everything is sharded. Matrices of stacked layers are gathered in the forward and backward pass, as
+    codes if the recipe quantizes weights; others are gathered once. Gradients are scattered to their owners, and summed
+    over "data", as `recipe.comm` defines. If it leaves that to XLA, matrices and their gradients travel in the compute
+    dtype.
 
-    Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
-    recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
-    `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in.
-    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters that `tensor_dims` cuts
-    are used in parts; other matrices are in parts, too, but are gathered whole for a step, in what products compute in,
-    and the gradients of all others are of a device's own tokens, and are summed.
+    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters with a `tensor_dims` are
+    used as shards. Other matrices are stored as shards, and gathered once per step in the compute dtype. Gradients of
+    all parameters without one cover a device's own tokens, and are summed.
 
-    With a partition each device along "data" updates its part of the parameters, and new ones are gathered over "data",
-    as they are held. XLA then scatters gradients of slices; those of whole tensors it sums.
+    With a partition each device along "data" updates its part of the parameters, and the new ones are gathered over
+    "data" in their storage dtype. XLA then scatters gradients of slices, and sums those of whole tensors.
 
-    Left out are single numbers, largest magnitudes of tensors or of a few hundred parts of each, histories of delayed
-    scaling, and what lookups in a table cost that XLA does not gather.
+    Not counted: scalars, amax of tensors or of a few hundred parts of each, histories of delayed scaling, and table
+    lookups that XLA does not gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
         recipe: a recipe or its name.
-        mesh: sizes of the axes "data", "fsdp" and "tensor"; others count as none of these.
-        layer_axes: how many leading axes of a parameter stack layers; a tree of integers or one for all.
-        tensor_dims: the dimension of each parameter that is cut over "tensor" where it is used, or -1; a tree, or one.
-        sequence_collectives: of the activations of a step, over "tensor": see `sequence_collectives`.
-        microbatches: parts that a batch is computed in.
-        activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
-        logits: bytes of logits and what the loss makes of them.
-        unsharded: bytes of parameters that are gathered at a time, in bf16: a layer's.
-        partition: how devices along "data" share what the optimizer holds, as `--partition` of the training program:
-            "tensors", each layer's on one device, or "slices" of all; of parameters outside of layers either way
-            slices. "" for all on each.
+        mesh: sizes of the axes "data", "fsdp" and "tensor"; other axes are ignored.
+        layer_axes: number of leading axes of a parameter that stack layers; a tree of integers, or one for all.
+        tensor_dims: dimension of each parameter that is sharded over "tensor" in use, or -1; a tree, or one for all.
+        sequence_collectives: collectives of a step's activations over "tensor": see `sequence_collectives`.
+        microbatches: number of microbatches in a batch.
+        activations: bytes of residuals on one device, from its own model and microbatch.
+        logits: bytes of logits and of the loss's intermediates.
+        unsharded: bytes of bf16 parameters that are gathered at a time: a layer's.
+        partition: partition of the optimizer state along "data", as `--partition` of the training program. "tensors"
+            puts each layer's tensors on one device, "slices" slices them; both slice parameters outside of layers. ""
+            replicates the state.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: an axis of no devices; no partition has this name.
-        TypeError: a part of a recipe is given for one.
+        ValueError: an axis has no devices, or no partition has this name.
+        TypeError: `recipe` is a part of a recipe.
     """
     recipe = resolve(recipe)
     if not isinstance(recipe, Recipe):
@@ -148,9 +147,7 @@ def plan(
     if microbatches > 1:
         memory["sums of gradients"] = local_count * 4
     gradients = {"gradients": local_count * param_format.bytes_per_element}
-    code_bytes = (
-        2 * local_count if recipe.comm.spec is not None and data * fsdp > 1 else 0.0
-    )  # codes, and those that are received
+    code_bytes = 2 * local_count if recipe.comm.spec is not None and data * fsdp > 1 else 0.0  # sent and received codes
     stages = {
         "loss": {"activations": activations, "logits": logits},
         "backward pass": gradients,
@@ -190,7 +187,7 @@ def _tensor_parallel_collectives(
     fsdp: int,
     tensor: int,
 ) -> list[Collective]:
-    """What devices along "tensor" exchange of parameters that each uses whole, and of their gradients."""
+    """Collectives along "tensor" for parameters that are used whole, and for their gradients."""
     compute_dtype, matrix_bytes, vector_bytes = recipe.weights.compute, 0, 0
     for shape, depth, dim in zip(shapes, depths, dims, strict=True):
         if dim < 0 and len(shape) - depth >= 2:
@@ -209,7 +206,7 @@ def _tensor_parallel_collectives(
 def _param_gathers(
     shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, shards: int, partition: str
 ) -> list[Collective]:
-    """All-gathers of new parameters, of which each device along "data" has made a part: its own of what it holds."""
+    """All-gathers over "data" of new parameters, of which each device has updated its part."""
     if not partition:
         return []
     shapes_and_depths = list(zip(shapes, depths, strict=True))
@@ -237,8 +234,10 @@ def _data_parallel_collectives(
     shard_counts: Sequence[int] = (),
     partition: str = "",
 ) -> list[Collective]:
-    """What devices along "data" and "fsdp" exchange; `shard_counts` says over how many others matrices are cut that are
-    used whole, and so their gradients when they are summed over "data"."""
+    """Collectives along "data" and "fsdp".
+
+    `shard_counts`: number of devices along other axes that shard each matrix, and so the gradient summed over "data".
+    """
     shapes_and_depths = list(zip(shapes, depths, strict=True))
     matrices = [(shape, depth) for shape, depth in shapes_and_depths if len(shape) - depth >= 2]
     collectives = _weight_gathers(matrices, recipe, fsdp) if fsdp > 1 else []
@@ -262,7 +261,7 @@ def _data_parallel_collectives(
         return collectives
     compute_dtype = recipe.weights.compute
     itemsize = int(formats.get(compute_dtype).bytes_per_element)
-    # Where devices along "data" update slices, XLA scatters over both axes what it would scatter and then sum.
+    # If devices along "data" update slices, XLA scatters over both axes instead of scattering and then summing.
     is_sliced = [
         data > 1 and (partition == "slices" or (partition == "tensors" and not depth)) for _, depth in matrices
     ]
@@ -280,7 +279,7 @@ def _data_parallel_collectives(
 
 
 def _weight_gathers(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, fsdp: int) -> list[Collective]:
-    """All-gathers of parameters: of stacked layers forward and backward, of others once."""
+    """All-gathers of parameters: twice for stacked layers (forward and backward), once for others."""
     comm, linear, weights = recipe.comm, recipe.linear, recipe.weights
     spec, has_explicit_comm = linear.spec("w"), comm.gradients is not None
     collects_w_stats = "w" in linear.states and linear.states["w"].collects_stats
@@ -313,7 +312,7 @@ def _weight_gathers(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Rec
 def _gradient_scatters(
     shapes_and_depths: Sequence[tuple[tuple[int, ...], int]], comm: Comm, fsdp: int
 ) -> list[Collective]:
-    """Reductions over "fsdp": a layer at a time, in its backward pass, but those that have factors."""
+    """Reductions over "fsdp": per layer, in its backward pass, unless gradients have factors."""
     shapes: list[tuple[int, ...]] = []
     depths: list[int] = []
     dims: list[int | None] = []
@@ -336,14 +335,14 @@ def reductions(
     dims: Sequence[int | None] | None = None,
     min_size: int = MIN_SIZE,
 ) -> list[Collective]:
-    """The collectives of `all_reduce_gradients` and `reduce_scatter_gradients`, one a kind and dtype.
+    """The collectives of `all_reduce_gradients` and `reduce_scatter_gradients`, one per kind and dtype.
 
     Args:
-        shapes: of the gradients on a device.
-        comm: what travels and how.
-        replicas: devices.
-        depths: leading axes that stack layers.
-        dims: for each gradient the dimension that is scattered, or None.
+        shapes: shapes of the gradients on a device.
+        comm: format and form of the reduction.
+        replicas: number of devices.
+        depths: number of leading axes of each that stack layers.
+        dims: dimension of each that is scattered, or None.
         min_size: gradients of fewer elements are summed in fp32.
     """
     depths = [0] * len(shapes) if depths is None else depths

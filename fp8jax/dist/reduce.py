@@ -1,4 +1,4 @@
-"""Means of gradients over data-parallel devices that travel in 8 bits (FP8-LM, section 2.1)."""
+"""Means of gradients over data-parallel devices, reduced in 8 bits (FP8-LM, section 2.1)."""
 
 import dataclasses
 import warnings
@@ -34,44 +34,43 @@ def all_reduce_gradients(
     min_size: int = MIN_SIZE,
     dequantize: bool = True,
 ) -> Any:
-    """The mean over data-parallel devices of each gradient, which travels in 8 bits.
+    """The mean of each gradient over data-parallel devices, reduced in 8 bits.
 
-    To be called inside `jax.shard_map`, on the gradient of each device's own part of the batch, after microbatches
-    have been accumulated. What clips or counts norms comes after it, and so acts on what was decoded.
+    Call it inside `jax.shard_map`, on the gradients of each device's own part of the batch, after microbatches have
+    been accumulated. Clip and compute norms after it, on the decoded gradients.
 
-    All devices quantize with one scale, of the largest magnitude that any has. In two phases each device is sent its
-    part of everybody's codes, sums these exactly, and quantizes the mean with a scale of its own largest magnitude; all
-    gather those codes. No step saturates. For e4m3 and int8 the result has the same bits in whatever order devices
-    come. In one phase NCCL adds the codes: at each addition it rounds to 8 bits, and what is too large becomes the
-    largest code; off CUDA codes are added in fp32 and rounded once, which of two devices gives the same bits. How many
-    became the largest code is told by `Factors.saturated`, and keeps `Factors.mu` in check.
+    All devices quantize with one scale, from the largest amax of any device. In two phases, each device receives its
+    chunk of all codes, sums it exactly, and quantizes the mean with a new scale. All devices then gather these codes.
+    Nothing saturates. For e4m3 and int8 the bits do not depend on the order of devices. In one phase, NCCL adds the
+    codes. Each addition rounds to 8 bits and saturates at the largest code. Off CUDA, codes are added in fp32 and
+    rounded once; for two devices the bits are the same. `Factors.saturated` has the fraction at the largest code, which
+    controls `Factors.mu`.
 
-    Where any device has a NaN or Inf, all that shares its scale becomes NaN on every device: the tensor or the group.
+    A NaN or Inf on any device makes all values under the same scale NaN on every device: the tensor or the group.
 
     Args:
-        grads: tree of gradients of floating dtypes and any shapes; zeros for parameters that are not used. Each
-            differs from device to device.
-        axes: name or names of the mesh axes that the batch is cut over.
-        comm: what travels and how: a `Comm`, a recipe for its own, or the string for `Comm.gradients`.
-        factors: the state of auto-scaling, from `init_factors`, for form "one_phase"; None lets sums take a
-            `1 / replicas` part of the range, in which they never saturate.
-        layer_axes: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer,
-            or a tree of them that is a prefix of `grads`.
+        grads: tree of gradients of floating dtypes and any shapes, different on each device; zeros for unused
+            parameters.
+        axes: name or names of the mesh axes that shard the batch.
+        comm: format and form of the reduction: a `Comm`, a recipe for its own, or the string for `Comm.gradients`.
+        factors: state of auto-scaling, from `init_factors`, for form "one_phase". None limits codes to `1 / replicas`
+            of the range, so that sums never saturate.
+        layer_axes: number of leading axes of a gradient that stack layers, each with its own scale; an integer, or a
+            tree of integers that is a prefix of `grads`.
         min_size: gradients of fewer elements are summed in fp32.
-        dequantize: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a
-            byte an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and
-            `with_clipping` do.
+        dequantize: return arrays of the original dtypes. If False, gradients reduced in 8 bits are `QTensor`s, which
+            `fp8lm_adamw`, `fp8jax.clip_by_global_norm` and `with_clipping` accept, and Optax's clipping does not.
 
     Returns:
         The tree of means, the same on all devices; with `factors`, a pair of it and the new factors.
 
     Raises:
-        ValueError: outside of `jax.shard_map`, for gradients that are summed already, or for a `comm` that names no
-            format; or form "one_phase" on a GPU below compute capability 9.0.
+        ValueError: outside of `jax.shard_map`, for gradients that are already summed, or for a `comm` without a format;
+            or form "one_phase" on a GPU below compute capability 9.0.
         TypeError: a gradient is not of a floating dtype.
 
     Warns:
-        UserWarning: of Auto mesh axes that `jax.shard_map` leaves to XLA, which gathers over them what it cuts.
+        UserWarning: `jax.shard_map` leaves Auto mesh axes to XLA, which gathers gradients that are sharded over them.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -98,21 +97,22 @@ def reduce_scatter_gradients(
     layer_axes: Any = 0,
     min_size: int = MIN_SIZE,
 ) -> Any:
-    """As `all_reduce_gradients`, but each device is left with its part of those gradients whose parameters are sharded.
+    """The means of `all_reduce_gradients`, with only each device's own shard of gradients of sharded parameters.
 
-    Two phases then are one: codes are sent once, and the means stay in fp32 precision. A gradient whose parameter is
-    not sharded over `axes` is reduced as `all_reduce_gradients` does it.
+    It needs one phase: codes are sent once, and the means stay in fp32 precision. Gradients of parameters that are not
+    sharded over `axes` are reduced as by `all_reduce_gradients`.
 
     Args:
-        grads, axes, comm, factors, layer_axes, min_size: as of `all_reduce_gradients`. Gradients have the whole shapes.
-        specs: tree, or a prefix of `grads`, of the parameters' `PartitionSpec`s: the dimension that they cut over all
-            of `axes` is scattered. Other mesh axes in them say nothing here.
+        grads, axes, comm, factors, layer_axes, min_size: as for `all_reduce_gradients`. Gradients have the whole
+            shapes.
+        specs: tree, or a prefix of `grads`, of the parameters' `PartitionSpec`s: the dimension that they shard over all
+            of `axes` is scattered. Other mesh axes in them are ignored.
 
     Returns:
-        The tree of means, in the shapes of each device's own parts; with `factors`, a pair of it and the new factors.
+        The tree of means, in the shapes of each device's own shards; with `factors`, a pair of it and the new factors.
 
     Raises:
-        ValueError, TypeError: as `all_reduce_gradients`; or a spec cuts over some of `axes` only, or where the devices
+        ValueError, TypeError: as for `all_reduce_gradients`; or a spec shards over only some of `axes`, or the devices
             do not divide a dimension or its groups.
     """
     reduction = _Reduction.create("reduce_scatter_gradients", grads, axes, comm, factors, layer_axes, min_size)
@@ -122,7 +122,7 @@ def reduce_scatter_gradients(
 
 
 def resolve(comm: Comm | Recipe | str) -> Comm:
-    """The `Comm` of what a reduction is asked for by.
+    """The `Comm` of a recipe, of a string, or itself.
 
     Raises:
         ValueError: it leaves gradients to XLA.
@@ -140,7 +140,7 @@ def resolve(comm: Comm | Recipe | str) -> Comm:
 
 @dataclasses.dataclass(frozen=True)
 class _Reduction:
-    """A reduction of a tree: what is asked for, checked."""
+    """A reduction of a tree, with checked arguments."""
 
     caller: str
     paths: list[str]
@@ -191,7 +191,7 @@ class _Reduction:
         return cls(caller, paths, leaves, flat[1], manual.axis_names(axes), replicas, comm, factors, specs)
 
     def run(self, dims: list[int | None], dequantize: bool) -> Any:
-        """Reduces every gradient, scattered along its dimension where one is given."""
+        """Reduces every gradient, scattered along its dimension in `dims` if that is not None."""
         mus: list[Any] = [None] * len(self.leaves)
         if self.factors is not None:
             mus = self.treedef.flatten_up_to(self.factors.mu)
@@ -230,8 +230,8 @@ class _Reduction:
         return tree, Factors(self.treedef.unflatten(new), self.treedef.unflatten([s for s, _ in statistics]))
 
     def _reduce_plain(self, x: Array, dim: int | None) -> Array:
-        """The mean, summed in the plain dtype asked for; of a small gradient in fp32."""
-        if not x.size:  # XLA on CPUs (jaxlib 0.11) crashes where it joins a sum of nothing to another
+        """The mean, summed in the plain dtype of `comm`; of small gradients in fp32."""
+        if not x.size:  # XLA on CPUs (jaxlib 0.11) crashes if it combines an empty sum with another
             return jnp.zeros([n // self.replicas if i == dim else n for i, n in enumerate(x.shape)], x.dtype)
         dtype = jnp.bfloat16 if self.comm.gradients == "bf16" else jnp.float32
         operand = x.astype(dtype)
@@ -242,21 +242,21 @@ class _Reduction:
         return (total.astype(jnp.float32) * (1 / self.replicas)).astype(x.dtype)
 
     def _reduce_two_phase(self, quantized: list[QTensor]) -> list[QTensor]:
-        """Means of codes under shared scales, quantized anew: all to all, exact sums, all-gather."""
+        """Means of codes under shared scales, quantized again: all-to-all, exact sums, all-gather."""
         if not quantized:
             return []
         fmt = formats.get(quantized[0].spec.format)
         layouts = [Chunks(q.shape, q.spec, self.replicas) for q in quantized]
-        sizes = [cut.chunk_size for cut in layouts]
+        sizes = [layout.chunk_size for layout in layouts]
         sent = jnp.concatenate(
-            [chunks.to_bytes(cut.split(q.codes)) for cut, q in zip(layouts, quantized, strict=True)], 1
+            [chunks.to_bytes(layout.split(q.codes)) for layout, q in zip(layouts, quantized, strict=True)], 1
         )
         received = lax.all_to_all(sent, self.axes, 0, 0, tiled=True)
         index = lax.axis_index(self.axes)
         means = []
-        for q, cut, raw in zip(quantized, layouts, chunks.split(received, sizes), strict=True):
-            codes = chunks.to_codes(raw, fmt).reshape(self.replicas, *cut.chunk_shape)
-            scale = cut.chunk_scales(q.scale, index)
+        for q, layout, raw in zip(quantized, layouts, chunks.split(received, sizes), strict=True):
+            codes = chunks.to_codes(raw, fmt).reshape(self.replicas, *layout.chunk_shape)
+            scale = layout.chunk_scales(q.scale, index)
             means.append(shared_scales.sum_codes(codes, fmt) * (scale * (1 / self.replicas)))
         amax = [jnp.max(shared_scales.abs_with_nan_as_inf(mean), axis=1) for mean in means]
         if not layouts[0].has_whole_groups:
@@ -271,24 +271,24 @@ class _Reduction:
         if layouts[0].has_whole_groups:
             scales = [chunks.to_fp32(raw) for raw in gathered_parts[len(layouts) :]]
         return [
-            QTensor(cut.join(chunks.to_codes(raw, fmt)), cut.join_scales(scale), None, None, cut.spec)
-            for cut, raw, scale in zip(layouts, gathered_parts, scales, strict=False)
+            QTensor(layout.join(chunks.to_codes(raw, fmt)), layout.join_scales(scale), None, None, layout.spec)
+            for layout, raw, scale in zip(layouts, gathered_parts, scales, strict=False)
         ]
 
     def _reduce_scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
-        """A device's part of the mean: codes are sent to whom they concern, and summed there."""
+        """A device's shard of the mean: codes are sent to the shard's device, and summed there."""
         return shared_scales.reduce_scatter_codes(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
 
     def _reduce_one_phase(
         self, x: Array, spec: QuantSpec, scale: Array, mu: Array | None, dim: int | None
     ) -> tuple[Any, Array]:
-        """The mean by a sum of codes, and the part of it at the end of the range."""
+        """The mean by a sum of codes, and its fraction at the end of the range."""
         fmt = formats.get(spec.format)
         factor = jnp.float32(1 / self.replicas) if mu is None else mu
-        # No larger than what has a normal number as its reciprocal.
+        # Its reciprocal must be a normal number.
         scale = jnp.minimum(scale * (1 / factor), 2.0**126)
         codes = shared_scales.encode(x, spec, scale)
-        # NCCL's sums of FP8 saturate; XLA's on other devices give NaN or infinity.
+        # NCCL's FP8 sums saturate; XLA's on other devices return NaN or Inf.
         operand = codes if choice.on_cuda() else fmt.decode(codes)
         if dim is None:
             total = lax.psum(operand, self.axes)
@@ -305,12 +305,12 @@ class _Reduction:
 
 
 def _gather(x: Array, axes: tuple[str, ...]) -> Array:
-    """(devices, n) of the (n,) of each, the same on all."""
+    """(devices, n) from the (n,) of each device, the same on all."""
     return lax.all_gather(x, axes, axis=0, to="invarying")
 
 
 def _scatter_dim(reduction: _Reduction, i: int, spec: PartitionSpec) -> int | None:
-    """The dimension of a gradient that its parameter's spec cuts over all axes of the reduction."""
+    """The dimension of a gradient that its parameter's spec shards over all axes of the reduction."""
     shape, path = reduction.leaves[i].shape, reduction.paths[i]
     for dim, entry in enumerate(spec):
         entries = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

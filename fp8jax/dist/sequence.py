@@ -1,6 +1,6 @@
 """Activations at the boundary of tensor and sequence parallelism, which travel as codes (FP8-LM, figure 2).
 
-Between the linear layers of a block each device holds a part of the sequence, within them a part of the channels.
+Between the linear layers of a block each device has a shard of the sequence, within them a shard of the channels.
 """
 
 import functools
@@ -36,38 +36,37 @@ def gather_sequence(
     gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
-    """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
+    """The whole sequence from each device's shard, which travels as codes; call it inside `jax.shard_map`.
 
-    Every device quantizes its part as a product of the whole would, under the scales that the whole has: codes do not
-    depend on how many devices there are. Decoded they have been rounded once, and products of the recipe that
-    `wire_format` comes from round them to the same codes again; `gather_linear` reads the codes themselves. Backward
-    the gradient, of which each device has a part of the sum, is summed as `scatter_sequence` does it.
+    Every device quantizes its shard under the scales of the whole, as a product of the whole would. The codes therefore
+    do not depend on the number of devices. The decoded values are rounded once. Products of the recipe in `wire_format`
+    round them to the same codes again; `gather_linear` reads the codes themselves. In the backward pass the devices'
+    partial gradients are summed as by `scatter_sequence`.
 
-    A scale that spans tokens spans those of the whole sequence, on the devices along `axes`; over other mesh axes, as
-    of data, devices have scales of their own, as products inside `jax.shard_map` have.
+    A scale that spans tokens spans the whole sequence along `axes`. Along other mesh axes, such as data, devices have
+    their own scales, as products inside `jax.shard_map` have.
 
     Args:
-        x: (..., tokens, channels), a device's part, of any floating dtype.
-        axes: name or names of the mesh axes that the sequence is cut over.
-        wire_format: what travels: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or "bf16"
-            or "fp32". Of a recipe that does not quantize them it is the dtype of `x`.
-        gradients: what parts of the gradient's sum travel in, as of `scatter_sequence`; None takes what `wire_format`
-            says there.
-        dim: the dimension that is cut, none of channels.
+        x: (..., tokens, channels), a device's shard, of any floating dtype.
+        axes: name or names of the mesh axes that shard the sequence.
+        wire_format: format on the wire: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or
+            "bf16" or "fp32". A recipe that does not quantize inputs uses the dtype of `x`.
+        gradients: wire format of partial gradients, as for `scatter_sequence`; None uses that of `wire_format` there.
+        dim: the sharded dimension; not the channels.
 
     Returns:
         (..., all tokens, channels) in the dtype of `x`.
 
     Raises:
-        ValueError: outside of `jax.shard_map`; a spec that does not travel; a part ends within a block; or the
-            recipe's scaling of inputs has a state.
+        ValueError: outside of `jax.shard_map`; a spec that cannot be a wire format; a shard ends within a block; or the
+            recipe's scaling of inputs has state.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
         >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> def perceptron(x, up, down):  # x (batch, tokens, channels), cut along its tokens; weights along `inner`
+        >>> def perceptron(x, up, down):  # x (batch, tokens, channels), sharded along tokens; weights along `inner`
         ...     (h,) = fp8jax.dist.gather_linear(x, [up], "tensor", recipe="te_current")
-        ...     y = fp8jax.linear(jax.nn.gelu(h), down, recipe="te_current")  # of each device a part of the sum
+        ...     y = fp8jax.linear(jax.nn.gelu(h), down, recipe="te_current")  # each device's part of the sum
         ...     return x + fp8jax.dist.scatter_sequence(y, "tensor", "te_current")
         >>> specs = jax.P(None, "tensor"), jax.P(None, "tensor"), jax.P("tensor")
         >>> run = jax.shard_map(perceptron, mesh=mesh, in_specs=specs, out_specs=specs[0])
@@ -88,28 +87,28 @@ def gather_linear(
     key: Array | None = None,
     quantized: list[QuantizedWeight] | tuple[QuantizedWeight, ...] | None = None,
 ) -> tuple[Array, ...]:
-    """Linear layers of the whole sequence, such as q, k and v, with weights cut over their outputs.
+    """Linear layers of the whole sequence, such as q, k and v, with weights sharded over their outputs.
 
-    As `gather_sequence` and `fp8jax.linear` after each other, but the products read the gathered codes: nothing is
-    quantized again, and the 16-bit whole is never written. Its layers' gradients of `x` are summed before they travel.
+    It equals `gather_sequence` followed by `fp8jax.linear`, but the products read the gathered codes. Nothing is
+    quantized twice, and the 16-bit whole is never written. The layers' gradients of `x` are summed before they travel.
 
-    Where the recipe saves inputs as codes, those of the whole sequence are kept for the backward pass; under
-    `jax.checkpoint` they are gathered again.
+    If the recipe saves inputs as codes, those of the whole sequence are residuals; under `jax.checkpoint` they are
+    gathered again.
 
     Args:
-        x: (..., tokens, channels), a device's part.
+        x: (..., tokens, channels), a device's shard.
         weights: (channels, outputs) each, a device's columns.
-        axes: name or names of the mesh axes that the sequence is cut over.
-        recipe: what the products compute with, and what travels.
-        gradients, dim: as of `gather_sequence`.
+        axes: name or names of the mesh axes that shard the sequence.
+        recipe: recipe of the products and of the wire format.
+        gradients, dim: as for `gather_sequence`.
         key: PRNG key for recipes that round stochastically.
-        quantized: what `fp8jax.quantize_weight` made of each weight; None quantizes them in this call.
+        quantized: result of `fp8jax.quantize_weight` for each weight; None quantizes them in this call.
 
     Returns:
         (..., all tokens, outputs) for each weight, in the dtype of `x`.
 
     Raises:
-        ValueError: as `gather_sequence` and `fp8jax.linear`; or another number of `quantized` than of weights.
+        ValueError: as for `gather_sequence` and `fp8jax.linear`; or `quantized` has another length than `weights`.
     """
     prequantized = [None] * len(weights) if quantized is None else list(quantized)
     if len(prequantized) != len(weights):
@@ -128,28 +127,28 @@ def scatter_sequence(
     gradients: WireFormatLike | None = None,
     dim: int = -2,
 ) -> Array:
-    """A device's part of the sequence of a sum over devices, whose parts travel as codes; inside `jax.shard_map`.
+    """A device's shard, along the sequence, of a sum over devices whose terms travel as codes; inside `jax.shard_map`.
 
-    A product whose contraction is cut over devices leaves each with an array that is to be added to the others'. All
-    quantize theirs under scales that they share, of the largest magnitude that any has; each is sent the codes of its
-    part of the sequence, and sums them in fp32. No step saturates, and no sum is rounded to 8 bits. Backward the
-    gradient of the part is gathered, as `gather_sequence` does it, in what the product before multiplies.
+    If the contraction of a product is sharded, each device has one term of the sum. All devices quantize theirs under
+    shared scales, from the largest amax of any device. Each device receives the codes of its shard of the sequence, and
+    sums them in fp32. Nothing saturates, and no sum is rounded to 8 bits. In the backward pass the gradient of the
+    shard is gathered as by `gather_sequence`, in the format of the preceding product's gradient.
 
     Args:
-        x: (..., all tokens, channels), of each device its part of the sum.
+        x: (..., all tokens, channels), each device's term of the sum.
         axes: name or names of the mesh axes to sum and scatter over.
-        wire_format: what travels: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form; a
-            recipe, for the format of its linear layers' inputs with a scale for each token; or "bf16" or "fp32", which
-            are sums of that dtype. Of a recipe that does not quantize inputs it is the dtype of `x`.
-        gradients: what the gradient travels in, as `wire_format` of `gather_sequence`. None takes, of a recipe, how it
-            quantizes gradients (as they are where it rounds them stochastically), and `wire_format` of anything else.
-        dim: the dimension that is scattered, none of channels.
+        wire_format: format on the wire: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form;
+            a recipe, for the format of its linear layers' inputs with a scale per token; or "bf16" or "fp32", for sums
+            of that dtype. A recipe that does not quantize inputs uses the dtype of `x`.
+        gradients: wire format of the gradient, as `wire_format` of `gather_sequence`. None uses a recipe's own for
+            gradients (unquantized if it rounds stochastically), and `wire_format` otherwise.
+        dim: the scattered dimension; not the channels.
 
     Returns:
         (..., tokens, channels) in the dtype of `x`.
 
     Raises:
-        ValueError: as `gather_sequence`; or the devices do not divide the dimension.
+        ValueError: as for `gather_sequence`; or the devices do not divide the dimension.
     """
     caller, names = "scatter_sequence", manual.axis_names(axes)
     devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
@@ -180,7 +179,7 @@ def _gather_with_codes(
     gradients: WireFormatLike | None,
     dim: int,
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
-    """The whole array; and how products quantize it, with its codes as bytes, where codes travelled."""
+    """The whole array; and its spec with its codes as bytes, or None if no codes travelled."""
     devices, dim = manual.check_manual_axes(caller, axes, (), _ADVICE), _normalize_dim(caller, x, dim)
     forward_format, backward_format = (
         operand_wire_format(caller, wire_format, "x"),
@@ -238,7 +237,7 @@ _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _reduce_scatter(x: Array, wire_format: WireFormat, axes: tuple[str, ...], dim: int) -> Array:
-    """A device's part of the sum of everybody's arrays."""
+    """A device's shard of the sum over all devices."""
     if wire_format.spec is None:
         return lax.psum_scatter(wire_format.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
     (scale,) = shared_scales.shared_scales([x], [wire_format.spec], axes)
@@ -246,7 +245,7 @@ def _reduce_scatter(x: Array, wire_format: WireFormat, axes: tuple[str, ...], di
 
 
 def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) -> QTensor:
-    """The codes of a device's part, as bytes, that a product of the whole has: (tokens, channels)."""
+    """The codes of a device's shard, as bytes, (tokens, channels): equal to those in a product of the whole."""
     spec, matrix = wire_format.spec, x.reshape(-1, x.shape[-1])
     assert spec is not None
     fmt, granularity, scale = (
@@ -256,7 +255,7 @@ def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) ->
     )
     if granularity == "tensor":
         amax = scaling.compute_amax(matrix)
-        if fmt.inf is None:  # one scale tells of NaN, which NCCL leaves out of maxima
+        if fmt.inf is None:  # put NaN into the scale as Inf: NCCL's maxima ignore NaN
             amax = jnp.where(jnp.all(jnp.isfinite(matrix)), amax, jnp.inf)
         (amax,) = shared_scales.pmax_arrays([amax], axes)
         scale = shared_scales.to_scale(jnp.where(jnp.isinf(amax), amax, wire_format.strategy.reduce_amax(amax)), fmt)
@@ -269,7 +268,7 @@ def _quantize_shard(x: Array, wire_format: WireFormat, axes: tuple[str, ...]) ->
 
 
 def _gather_codes(q: QTensor, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> QTensor:
-    """The codes of the whole, (all tokens, channels), of those of each device's part of this shape."""
+    """The codes of the whole, (all tokens, channels), from those of each device's shard of this shape."""
 
     def gather(x: Array) -> Array:
         shard = x.reshape(*shape[:-2], -1, x.shape[-1])
@@ -287,7 +286,7 @@ def _normalize_dim(caller: str, x: Array, dim: int) -> int:
 
 
 def _check_shard_blocks(caller: str, wire_format: WireFormat, length: int, dim: int, ndim: int) -> None:
-    """Raises ValueError where a device's part ends within a block."""
+    """Raises ValueError if a device's shard ends within a block."""
     if wire_format.spec is None or wire_format.spec.granularity != "block":
         return
     assert wire_format.spec.group_size is not None

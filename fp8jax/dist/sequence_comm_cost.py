@@ -1,4 +1,4 @@
-"""What activations exchange at the boundary of tensor and sequence parallelism, worked out before anything runs."""
+"""Collectives of activations at the boundary of tensor and sequence parallelism, computed in advance."""
 
 import math
 
@@ -22,18 +22,18 @@ def sequence_collectives(
 ) -> list[Collective]:
     """The collectives of one `gather_sequence` and one `scatter_sequence`, forward and backward.
 
-    Single numbers, as the largest magnitude of a tensor, are left out.
+    Scalars, such as the amax of a tensor, are left out.
 
     Args:
-        tokens, width: the shape of the whole array.
-        devices: that the tokens are cut over.
-        wire_format: what travels, as both functions take it.
-        dtype: of the array.
-        times: how many of each there are.
-        forward_gathers: how often the forward one is gathered: 2 where the backward pass gathers it again.
+        tokens, width: shape of the whole array.
+        devices: number of devices that shard the tokens.
+        wire_format: wire format, as for both functions.
+        dtype: dtype of the array.
+        times: number of calls of each.
+        forward_gathers: number of forward gathers: 2 if the backward pass gathers again.
 
     Raises:
-        ValueError: as both functions.
+        ValueError: as for both functions.
     """
     forward_format, backward_format = (
         operand_wire_format(CALLER, wire_format, "x"),
@@ -51,7 +51,7 @@ def sequence_collectives(
 
 
 def _gather_collectives(tokens: int, width: int, devices: int, wire_format: WireFormat, dtype: str) -> list[Collective]:
-    """Of a device's part."""
+    """The collectives of a gather; `tokens` are those of one device's shard."""
     spec, size = wire_format.spec, tokens * width
     if spec is None:
         dtype_name = wire_format.dtype or dtype
@@ -64,7 +64,7 @@ def _gather_collectives(tokens: int, width: int, devices: int, wire_format: Wire
 
 
 def _sum_collectives(tokens: int, width: int, devices: int, wire_format: WireFormat, dtype: str) -> list[Collective]:
-    """Of the whole."""
+    """The collectives of a reduce-scatter; `tokens` are those of the whole array."""
     spec, size = wire_format.spec, tokens * width
     if spec is None:
         dtype_name = wire_format.dtype or dtype

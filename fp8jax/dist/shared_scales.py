@@ -11,9 +11,9 @@ from fp8jax.dist.chunks import split, to_bytes, to_codes
 
 
 def shared_scales(arrays: Sequence[Array], specs: Sequence[QuantSpec], axes: tuple[str, ...]) -> list[Array]:
-    """The scales of arrays of one shape on each device that fit all of them (FP8-LM, equation 4).
+    """The shared scales of arrays of one shape on each device (FP8-LM, equation 4).
 
-    Ours divide, so that its minimum is a maximum here. The scale of a block where any device has a NaN or Inf is NaN.
+    Our scales divide, so the paper's minimum is a maximum here. A NaN or Inf on any device makes the block's scale NaN.
     """
     local_amax = [
         blocks.reduce(abs_with_nan_as_inf(x), spec.block_shape(x.shape), jnp.max, 0.0)
@@ -24,25 +24,25 @@ def shared_scales(arrays: Sequence[Array], specs: Sequence[QuantSpec], axes: tup
 
 
 def abs_with_nan_as_inf(x: Array) -> Array:
-    """|x| in fp32, with infinity for NaN, which NCCL leaves out of maxima."""
+    """|x| in fp32, with Inf for NaN, which NCCL's maxima ignore."""
     absolute = jnp.abs(x.astype(jnp.float32))
     return jnp.where(jnp.isnan(absolute), jnp.inf, absolute)
 
 
 def pmax_arrays(arrays: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:
-    """The largest over devices of each array, in one collective."""
+    """The maximum of each array over devices, in one collective."""
     flat = jnp.concatenate([x.reshape(-1) for x in arrays])
     reduced = split(lax.pmax(flat, axes), [x.size for x in arrays])
     return [part.reshape(x.shape) for part, x in zip(reduced, arrays, strict=True)]
 
 
 def to_scale(amax: Array, fmt: formats.Format) -> Array:
-    """The scales that take largest magnitudes to the largest code; NaN where one is infinite."""
+    """The scales that map each amax to the largest code; NaN if it is infinite."""
     return jnp.where(jnp.isinf(amax), jnp.nan, scaling.to_scale(amax, fmt))
 
 
 def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
-    """The codes of an array under scales of its blocks; NaN, or 0 in a format without, where a scale is NaN."""
+    """The codes of an array under scales of its blocks; NaN (0 in formats without NaN) if a scale is NaN."""
     reciprocal = blocks.broadcast_blocks(1 / scale, x.shape, spec.block_shape(x.shape))
     return formats.get(spec.format).encode(x.astype(jnp.float32) * reciprocal)
 
@@ -50,14 +50,14 @@ def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
 def reduce_scatter_codes(
     x: Array, spec: QuantSpec, scale: Array, dim: int, axes: tuple[str, ...], factor: float = 1.0
 ) -> Array:
-    """A device's part along a dimension of the sum of everybody's arrays times a factor, fp32.
+    """A device's shard, along a dimension, of the sum of all devices' arrays times a factor, fp32.
 
-    Codes are sent to whom they concern, and summed there.
+    Codes are sent to the shard's device, and summed there.
 
     Args:
-        x: of one shape on each device; the devices divide the dimension, and its blocks.
-        spec: how `x` travels.
-        scale: of its blocks, the same on all devices.
+        x: array of one shape on each device; the devices divide the dimension and its blocks.
+        spec: `QuantSpec` of `x` on the wire.
+        scale: scales of its blocks, the same on all devices.
         dim: the dimension that is scattered.
         axes: the mesh axes.
         factor: a constant.
@@ -73,7 +73,7 @@ def reduce_scatter_codes(
 
 
 def shard_scales(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
-    """The scales of a device's part along a dimension."""
+    """The scales of a device's shard along a dimension."""
     if scale.shape[dim] == 1:
         return scale
     length = scale.shape[dim] // lax.axis_size(axes)
@@ -83,8 +83,8 @@ def shard_scales(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
 def sum_codes(codes: Array, fmt: formats.Format) -> Array:
     """The sum of codes along the first axis in units of the format, fp32.
 
-    It is exact until it is rounded to fp32 at the end, and so the same in any order; but that of e5m2, and of e4m3 of
-    more than 9,000 codes, is rounded at each addition.
+    It is exact and then rounded to fp32 once, so the order does not matter. Sums of e5m2, and of more than 9,000 e4m3
+    codes, are rounded at each addition.
     """
     if not fmt.is_float:
         return jnp.sum(codes, axis=0, dtype=jnp.int32).astype(jnp.float32)

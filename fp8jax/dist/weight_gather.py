@@ -1,7 +1,7 @@
-"""FSDP inside `jax.shard_map`: whole weights for one layer at a time, from the shards of the devices.
+"""FSDP inside `jax.shard_map`: whole weights for one layer at a time, and the scatter of their gradients.
 
-Products read codes, which are gathered as codes, in the forward and again in the backward pass. The gradient of the
-whole weight is reduced and scattered in the backward pass of the gather.
+Products read codes, which are gathered as they are, forward and again backward. The gradient of the whole weight is
+scattered in its own backward pass.
 """
 
 import functools
@@ -25,15 +25,15 @@ from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.quantize import quantize, transpose
 from fp8jax.recipes import linear_part
 
-# Primitives of a norm in fp32, whose 16-bit operands are saved. Sums are not among them: in a model that computes in
-# fp32, their operands would be saved instead.
+# fp32 results in a norm, whose 16-bit operands are saved instead. Sums are not listed: in a model that computes in fp32
+# their operands would be saved in their place.
 _ELEMENTWISE = frozenset(("convert_element_type", "mul", "square", "integer_pow", "broadcast_in_dim"))
 
 
 def regather_policy(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint` that saves everything except gathered arrays, which the backward pass gathers again.
 
-    It does not save fp32 results of elementwise operations either, which are recomputed from 16-bit values.
+    It also does not save fp32 results of elementwise operations: XLA recomputes them from their 16-bit operands.
     """
     if primitive.name.startswith("all_gather"):
         return False
@@ -44,21 +44,21 @@ def regather_policy(primitive: Any, *operands: Any, **params: Any) -> bool:
 def gather_quantized(
     w: Array, axes: manual.Axes, recipe: Recipe | Linear | str, *, scale: Array | None = None
 ) -> QuantizedWeight | None:
-    """`fp8jax.quantize_weight` of the whole weight, from the rows of each device. Call it inside `jax.shard_map`.
+    """A whole `QuantizedWeight` for the products of a recipe, from each device's rows; call it inside `jax.shard_map`.
 
-    The codes and scales equal those of the whole weight, bit for bit. One byte per element is gathered. Use it as
-    `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under `jax.checkpoint` with
-    `regather_policy` or another policy that does not save gathered arrays.
+    Codes and scales are those of `fp8jax.quantize_weight` for the whole weight, bit for bit. One byte per element
+    travels. Use it in `fp8jax.linear(x, fsdp_gather_weight(w, ..., needs_values=False), quantized=...)`, under
+    `jax.checkpoint` with `regather_policy` or another policy that does not save gathered arrays.
 
     Args:
         w: a device's rows of a weight (inputs, outputs).
-        axes: the mesh axes over which the rows are sharded.
+        axes: the mesh axes that shard the rows.
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
-        scale: as of `quantize_weight`.
+        scale: as for `quantize_weight`.
 
     Returns:
-        The codes of the whole weight. None if codes cannot be gathered: the recipe reads the weight unquantized, has
-        different codes for the two products, or collects statistics of the weight; or a shard ends within a block.
+        The whole weight. None if the recipe reads the weight itself, quantizes it separately for dgrad or collects its
+            statistics, or if a shard ends within a block.
 
     Raises:
         ValueError: outside of `jax.shard_map`.
@@ -92,21 +92,21 @@ def fsdp_gather_weight(
     dtype: DTypeLike | None = None,
     needs_values: bool = True,
 ) -> Array:
-    """A whole weight from the shards of the devices. Call it inside `jax.shard_map`.
+    """A whole weight from each device's shard; call it inside `jax.shard_map`.
 
-    The backward pass reduces the gradient to its mean over the devices, and scatters it.
+    In the backward pass the mean of the gradients over the devices is scattered, in the format of `gradients`.
 
     Args:
         w: a device's shard.
-        axes: the mesh axes over which the weight is sharded.
-        gradients: as of `reduce_scatter_gradients`.
+        axes: the mesh axes that shard it.
+        gradients: as for `reduce_scatter_gradients`.
         dim: the sharded dimension.
-        dtype: of the gathered weight; None takes that of the shard.
-        needs_values: whether its values are read. If products read the codes of `gather_quantized`, pass False: the
-            result is zeros, and nothing is gathered.
+        dtype: dtype on the wire and of the result; None uses that of the shard.
+        needs_values: whether the values are read. If not, the result is zeros, which stand for the weight next to the
+            codes of `gather_quantized`; nothing is gathered or computed.
 
     Raises:
-        ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
+        ValueError: outside of `jax.shard_map`; or as for `reduce_scatter_gradients`, in the backward pass.
     """
     manual.check_manual_axes("fsdp_gather_weight", axes, (), _ADVICE)
     result: Array = _gather_weight(

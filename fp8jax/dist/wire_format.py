@@ -1,4 +1,4 @@
-"""What activations are when they travel between devices: codes of a product's operand, parts of a sum, or 16 bits."""
+"""Formats of activations between devices: codes of a product's operand, terms of a sum, or 16 bits."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ PLAIN = ("bf16", "fp16", "fp32")
 
 
 class WireFormat(NamedTuple):
-    """What an array is while it travels.
+    """The format of an array on the wire.
 
     Attributes:
-        spec: of its codes; None for a plain dtype.
-        dtype: the name of that; None for the array's own.
-        strategy: where a scale of granularity "tensor" comes from.
+        spec: `QuantSpec` of its codes; None for a plain dtype.
+        dtype: name of the plain dtype; None for the array's own.
+        strategy: scaling of granularity "tensor".
     """
 
     spec: QuantSpec | None
@@ -30,16 +30,16 @@ class WireFormat(NamedTuple):
     strategy: Scaling = Current()
 
     def cast(self, x: Array) -> Array:
-        """An array in the plain dtype."""
+        """The array in the plain dtype."""
         return x if self.dtype is None else x.astype(formats.get(self.dtype).dtype)
 
 
 def operand_wire_format(caller: str, wire_format: WireFormatLike, operand: str) -> WireFormat:
-    """How an operand of a product, "x" or "dy", travels: as the product quantizes it."""
+    """The wire format of a product's operand, "x" or "dy": as the product quantizes it."""
     resolved = _resolve(wire_format)
     if isinstance(resolved, Linear):
         spec = resolved.spec(operand)
-        # What is rounded stochastically the product rounds itself: twice would be biased or noisier.
+        # The product itself rounds stochastically: rounding twice would be biased or noisier.
         if spec is None or spec.rounding == "stochastic":
             return WireFormat(None)
         return WireFormat(spec, strategy=resolved.stateless_scaling(operand))
@@ -50,7 +50,7 @@ def operand_wire_format(caller: str, wire_format: WireFormatLike, operand: str) 
 
 
 def sum_wire_format(caller: str, wire_format: WireFormatLike) -> WireFormat:
-    """How parts of a sum travel: under scales that devices share."""
+    """The wire format of the terms of a sum: with scales that devices share."""
     resolved = _resolve(wire_format)
     if isinstance(resolved, Linear):
         spec = resolved.spec("x")
@@ -73,7 +73,7 @@ def _resolve(wire_format: WireFormatLike) -> QuantSpec | Linear | str:
 
 
 def _check_wire_spec(caller: str, spec: QuantSpec) -> None:
-    """Raises ValueError for codes that do not travel."""
+    """Raises ValueError for a spec that cannot be a wire format."""
     has_default_layout = (spec.expand, spec.layer_axes, spec.rounding, spec.axis) == (False, 0, "nearest", -1)
     if not formats.get(spec.format).is_matmul_format or spec.granularity == "channel" or not has_default_layout:
         raise ValueError(

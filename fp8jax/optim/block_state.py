@@ -1,4 +1,4 @@
-"""`FusedBlockState`: parameters and their optimizer state, in arrays that a backward pass returns as cotangents."""
+"""`FusedBlockState`: parameters and their optimizer state, as arrays that a backward pass returns as cotangents."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.optim import checks, fp8lm_adamw
 
-# Integers travel as its bits: whatever converts these to a wider dtype and back leaves them as they are.
+# Integers are stored as bits of this dtype, which a conversion to a wider float and back preserves.
 _BITS = jnp.float8_e4m3fn
 
 
@@ -27,18 +27,17 @@ class FusedBlockState:
     All leaves are arrays of floating dtypes, because `value_and_step` gets the new ones as cotangents of the old.
 
     Attributes:
-        params: tree of parameters; of `FusedBackwardBlock.scan`, layers stacked along the first axes.
+        params: tree of parameters. For `FusedBackwardBlock.scan`, layers are stacked along the first axes.
         encoded_state: the optimizer's state without its count, integers as bits of e4m3: see `state`.
         count: steps taken, fp32 scalar, exact up to 2^24.
-        grad_scale: what the next step multiplies gradients by, fp32 scalar: see `with_clipping`.
-        squares: sum of squares of the last step's gradients before they were clipped, fp32; of each layer, (layers,),
-            where they are stacked.
+        grad_scale: factor of the gradients in the next step, fp32 scalar: see `with_clipping`.
+        squares: sum of squares of the last step's gradients before clipping, fp32; of shape (layers,) if stacked.
         uses: how often the last call used these parameters, fp32 scalar: 1, or the result is NaN.
-        max_norms: largest norms of gradients in the next step, like `squares`, or None: see `with_clipping`.
-        dtypes: of the arrays of the state, in their order.
-        name: path of the parameters in a whole tree, on which noise of stochastic rounding depends.
-        num_layers: how many layers are stacked; None where none are.
-        norm_only: whether the backward pass takes squares alone, and no step.
+        max_norms: largest norms of gradients in the next step, shaped like `squares`, or None: see `with_clipping`.
+        dtypes: dtypes of the state's arrays, in their order.
+        name: path of the parameters in the whole tree, on which the noise of stochastic rounding depends.
+        num_layers: number of stacked layers; None without a stack.
+        norm_only: whether the backward pass only sums squares, and takes no step.
     """
 
     params: Any
@@ -55,36 +54,35 @@ class FusedBlockState:
 
     @property
     def state(self) -> Any:
-        """The state as that of the optimizer itself, for checkpoints and for steps outside of the backward pass."""
+        """The state as the optimizer's own, for checkpoints and for steps outside of the backward pass."""
         return from_float_leaves(self.encoded_state, self.dtypes, self.count)
 
     @property
     def mu(self) -> Any:
-        """First moments, as the optimizer has them."""
+        """First moments, as in the optimizer's state."""
         return self.state.mu
 
     @property
     def nu(self) -> Any:
-        """Second moments, likewise."""
+        """Second moments, as in the optimizer's state."""
         return self.state.nu
 
     def with_clipping(
         self, max_norm: ArrayLike, norm: ArrayLike | None = None, *, previous_norm: ArrayLike | None = None
     ) -> "FusedBlockState":
-        """These as the next step takes them, its gradients clipped by the global norm.
+        """The same for the next step, whose gradients are clipped by the global norm.
 
-        By `norm` that is exact. By `previous_norm` each block, or each stacked layer, may have the share of `max_norm`
-        that it had of the norm of the step before: where its norm doubles, that of all is taken to have doubled. One
-        that had no gradients then, as none has before the first step, may have all of `max_norm`.
+        Clipping by `norm` is exact. With `previous_norm`, the limit of each block or stacked layer is its share of
+        `max_norm`: its own norm over that of all gradients, both of the last step. A block without gradients in the
+        last step, as before the first one, may use all of `max_norm`.
 
         Args:
             max_norm: largest global norm, positive.
             norm: of all gradients of the next step, from `compute_grad_norm`.
-            previous_norm: of all gradients of the step before, from `grad_norm_from_states`, not of other steps; 0
-                before the first.
+            previous_norm: of all gradients of the last step, from `grad_norm_from_states`; 0 before the first.
 
         Raises:
-            TypeError: not one of `norm` and `previous_norm` is given.
+            TypeError: not exactly one of `norm` and `previous_norm` is given.
             ValueError: `max_norm` is not positive.
         """
         if (norm is None) == (previous_norm is None):
@@ -95,42 +93,42 @@ class FusedBlockState:
         if norm is not None:
             return dataclasses.replace(self, grad_scale=clip_factor(max_norm, norm), max_norms=None)
         limit, previous_norm = jnp.asarray(max_norm, jnp.float32), jnp.asarray(previous_norm, jnp.float32)
-        # Of a norm that overflowed no share is known.
+        # A norm that overflowed gives no share.
         is_known = (self.squares != 0) & jnp.isfinite(self.squares) & jnp.isfinite(previous_norm)
         share = jnp.sqrt(self.squares) / previous_norm
         limits = limit * jnp.where(is_known, jnp.minimum(share, 1.0), 1.0)
         return dataclasses.replace(self, grad_scale=jnp.float32(1.0), max_norms=limits)
 
     def get_grad_scale(self, square_sum: Array, layer: ArrayLike | None = None) -> Array:
-        """What a step multiplies gradients by of which this is the sum of squares, fp32 scalar."""
+        """The factor of gradients with this sum of squares in a step, fp32 scalar."""
         if self.max_norms is None:
             return self.grad_scale
         return clip_factor(self.max_norms if layer is None else self.max_norms[layer], jnp.sqrt(square_sum))
 
 
 def clip_factor(max_norm: ArrayLike, norm: ArrayLike) -> Array:
-    """What gradients of a norm are multiplied by to be clipped, fp32 scalar."""
+    """The factor that clips gradients of a norm, fp32 scalar."""
     norm = jnp.asarray(norm, jnp.float32)
     return jnp.where(norm <= max_norm, jnp.float32(1.0), max_norm / norm)
 
 
 def get_dtypes(state: Any) -> tuple[str, ...]:
-    """The dtypes of a state's arrays but the count."""
+    """The dtypes of a state's arrays, without the count."""
     return tuple(str(x.dtype) for x in jax.tree.leaves(state._replace(count=None)))
 
 
 def as_float_leaves(state: Any) -> Any:
-    """A state without its count, integers as bits of a floating dtype; axes of layers first."""
+    """A state without its count, with integers as bits of a floating dtype and the axes of layers first."""
     state = state._replace(count=None)
-    if fp8lm_adamw.is_fp8lm_state(state):  # maxima of arrays are stacked along their first axis
+    if fp8lm_adamw.is_fp8lm_state(state):  # amax of arrays is stacked along the first axis
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), state.largest))
-    # Two bytes are two of them, along one more axis.
+    # An integer of two bytes becomes two elements, along a new last axis.
     integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer)  # noqa: E731
     return jax.tree.map(lambda x: lax.bitcast_convert_type(x, _BITS) if integer(x) else x, state)
 
 
 def from_float_leaves(encoded_state: Any, dtypes: tuple[str, ...], count: ArrayLike) -> Any:
-    """The state that `as_float_leaves` was given, with a count."""
+    """The state from the result of `as_float_leaves`, with a count."""
     leaves, structure = jax.tree.flatten(encoded_state)
     values = [
         x if str(x.dtype) == kind else lax.bitcast_convert_type(x, kind) for x, kind in zip(leaves, dtypes, strict=True)

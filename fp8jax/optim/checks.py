@@ -1,4 +1,4 @@
-"""What an optimizer refuses: arguments, parameters, gradients and states that it would go wrong with."""
+"""Errors for arguments, parameters, gradients and states that an optimizer cannot take."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def as_float64(name: str, argument: Any) -> np.ndarray | None:
     """An argument in float64; None for a tracer, which has no value yet.
 
     Raises:
-        TypeError: it is no number, such as the text of one.
+        TypeError: it is not a number.
     """
     if isinstance(argument, jax.core.Tracer):
         return None
@@ -28,14 +28,14 @@ def as_float64(name: str, argument: Any) -> np.ndarray | None:
 
 
 def check_number(name: str, argument: Any, low: float = -np.inf, high: float = np.inf) -> None:
-    """Refuses what is no number (TypeError), and one outside [low, high), NaN and infinities too (ValueError)."""
+    """Raises TypeError for what is no number, and ValueError for one outside [low, high), NaN or infinite."""
     x = as_float64(name, argument)
     if x is not None and not ((x >= low) & (x < high) & np.isfinite(x)).all():
         raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {argument}")
 
 
 def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
-    """Refuses a constant of Adam's that is not in [0, high), or is rounded to 16 bits; raises as `check_number`.
+    """Refuses a constant of Adam that is not in [0, high), or is in 16 bits; raises as `check_number`.
 
     In bfloat16 0.999 is 1, and in float16 1e-8 is 0.
     """
@@ -48,27 +48,35 @@ def check_adam_constant(name: str, argument: Any, high: float = np.inf) -> None:
 
 
 def check_positive(name: str, argument: Any) -> None:
-    """Refuses what is no number (TypeError), and one that is not above 0, such as NaN (ValueError)."""
+    """Raises TypeError for what is no number, and ValueError for one that is not above 0, such as NaN."""
     x = as_float64(name, argument)
     if x is not None and not (x > 0).all():
         raise ValueError(f"{name} must be positive, not {argument}")
 
 
+def check_adamw(learning_rate: Any, b1: Any, b2: Any, eps: Any, eps_root: Any, weight_decay: Any) -> None:
+    """Refuses hyperparameters of AdamW that are out of range; raises as `check_adam_constant` and `check_number`."""
+    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
+        check_adam_constant(name, value, high)
+    check_learning_rate(learning_rate)
+    check_number("weight_decay", weight_decay, 0)
+
+
 def check_learning_rate(argument: Any) -> None:
-    """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `check_number`."""
+    """Refuses a learning rate that is neither a finite number nor a schedule; raises as `check_number`."""
     if not callable(argument):
         check_number("learning_rate", argument)
 
 
 def check_array(path: Any, param: Any) -> None:
-    """Refuses a parameter that is a plain number: it has neither a dtype nor a shape that moments could have."""
+    """Refuses a parameter that is a Python number, without a dtype and a shape for its moments."""
     if not hasattr(param, "dtype"):
         kind = type(param).__name__
         raise TypeError(f"{_param_name(path)} is {param!r}, of type {kind}, and no array; make it one with jnp.asarray")
 
 
 def check_floating(path: Any, param: Any) -> None:
-    """Refuses a parameter that is not of a floating dtype."""
+    """Refuses a parameter without a floating dtype."""
     check_array(path, param)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         raise TypeError(
@@ -77,7 +85,7 @@ def check_floating(path: Any, param: Any) -> None:
 
 
 def check_state(opt_state: Any, expected: type) -> None:
-    """Refuses the state of another optimizer, which may have the names of this one's."""
+    """Refuses the state of another optimizer, which may have fields of the same names."""
     if not isinstance(opt_state, expected):
         raise TypeError(
             f"an optimizer takes the state of its own `init`, a {expected.__name__}, not a {type(opt_state).__name__}; "
@@ -86,7 +94,7 @@ def check_state(opt_state: Any, expected: type) -> None:
 
 
 def check_gradients(grads: Any, moment_tree: Any) -> None:
-    """Refuses gradients that are missing, or of another shape than what is stored of their parameters."""
+    """Refuses gradients that are None, or have another shape than their moments."""
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(moment_tree, is_leaf=moments.is_quantized)
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
@@ -104,19 +112,19 @@ def check_gradients(grads: Any, moment_tree: Any) -> None:
 def check_storage(
     name: str, path: Any, x: QTensor | Array, storage: QuantSpec | formats.Format, is_quantized: bool
 ) -> None:
-    """Refuses a moment that is stored in another way than the optimizer stores it.
+    """Refuses a moment that is not stored as the optimizer stores it.
 
     Args:
         name: of the moment.
         path: of its parameter.
-        x: the moment as it is stored.
+        x: the moment as stored.
         storage: the optimizer's: quantized, or cast to a plain format.
-        is_quantized: whether one of this shape is quantized at all; else it is in fp32.
+        is_quantized: whether a moment of this shape is quantized; else it is in fp32.
     """
     if isinstance(storage, formats.Format):
         expected = str(storage.dtype)
     elif isinstance(x, QTensor) or is_quantized:
-        # Also a shard, which may itself be too small.
+        # A local shard of a quantized moment may be smaller than `min_size`.
         expected = storage_key(storage)
     else:
         expected = "float32"

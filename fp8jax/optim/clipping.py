@@ -1,4 +1,4 @@
-"""Clipping by the global norm, fused with the update that follows."""
+"""Clipping by the global norm, for gradients in codes and fused with a step."""
 
 import dataclasses
 from typing import Any
@@ -10,17 +10,17 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.optimizers.adamw import load
 from fp8jax.ops.optimizers.global_norm import global_norm
+from fp8jax.ops.optimizers.leaf import load
 from fp8jax.optim import checks
 from fp8jax.optim.block_state import clip_factor
 from fp8jax.optim.fused import FusedTransformation
 
 
 def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` that also takes gradients in codes, whose norm is of what these stand for.
+    """`optax.clip_by_global_norm`, also for gradients that are `QTensor`s.
 
-    Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
+    The norm is that of the decoded values. Clipping multiplies the scales of a `QTensor`.
     """
     checks.check_positive("max_norm", max_norm)
     optax_clip = optax.clip_by_global_norm(max_norm)
@@ -56,19 +56,19 @@ def _is_quantized(node: Any) -> bool:
 
 
 def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
-    """A fused transformation of gradients whose global norm is clipped.
+    """A fused transformation of gradients that are clipped by their global norm.
 
-    `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has lost
-    the `step` of `tx`. Here `step` clips in the pass that updates parameters and moments, so that no clipped gradients
-    are written: gradients are read once for their norm, in fp32, and once more. Finite gradients whose norm overflows
-    fp32 (beyond 1.8e19) are clipped to 0, as by optax.
+    `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has no
+    `step`. Here `step` clips in the pass that updates parameters and moments. It reads gradients twice, once for the
+    norm, and writes no clipped gradients. If the norm overflows fp32 (beyond 1.8e19), finite gradients become 0, as in
+    optax.
 
     Args:
         max_norm: largest global norm, positive.
         tx: a transformation with `step`, as `compressed_adamw` or `fp8jax.optimizer` return.
 
     Returns:
-        The transformation. Its `step` takes `key`, `grad_scale` and `apply_if` as that of `tx`; a `grad_scale` comes
+        The transformation. Its `step` takes `key`, `grad_scale` and `apply_if` as that of `tx`; `grad_scale` is applied
         before clipping.
 
     Raises:

@@ -13,16 +13,16 @@ from jax import Array
 from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.optimizers import adamw, map_leaves
-from fp8jax.ops.optimizers.adamw_leaf import scale_and_clip
+from fp8jax.ops.optimizers.leaf import load, scale_and_clip, store
+from fp8jax.ops.optimizers.map_leaves import map_leaves
 from fp8jax.optim import checks, flax_variables, master_weights
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
 DEFAULT_FORMAT = "e4m3"
-# The smallest exponents of groups, by what becomes of values under the smallest code: first moments and others. Moments
-# of members without gradients fall without end, and which these are is not known, as it is in Adam. A group of e4m3 so
-# spans 6e6, and 8e7 where its root divides, as among live members whose gradients are 9,000 times smaller than others'.
+# The smallest exponents of groups, by the underflow of their spec: "zero" for first moments. Moments of elements
+# without gradients decay without end, and here, unlike in Adam, these elements are not known. The limit keeps range
+# for the others.
 MIN_EXPONENTS = {"zero": 0.7, "smallest": 0.6}
 
 _Storage: TypeAlias = QuantSpec | formats.Format
@@ -30,7 +30,7 @@ _Path: TypeAlias = tuple[Any, ...]
 
 
 class CountedState(NamedTuple):
-    """The state of a transformation that counts no steps (SGD's, RMSProp's, Adadelta's), and their number."""
+    """The state of a transformation that counts no steps (SGD, RMSProp, Adadelta), and a count."""
 
     count: Array  # type: ignore[assignment]
     inner: optax.OptState
@@ -49,65 +49,56 @@ def compress_state(
     """Stores the moments of an optax transformation in 8 bits between its steps.
 
     Each step decodes the moments, runs `tx` in fp32, and encodes them as `compressed_adamw` does: in groups along the
-    last axis, in place, with dynamic range expansion; what is quantized depends on global shapes alone.
+    last axis, in place, with dynamic range expansion. Which moments are quantized depends on global shapes only.
 
-    A moment is a leaf of the state that stands at a parameter's place in a copy of the tree of parameters and has its
-    shape. Counts, hyperparameters and Adafactor's factored rows and columns are none, and stay as they are. A moment
-    goes by the path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu". The names in
-    which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise,
-    and sums and maxima (`MONOTONE_ACCUMULATORS`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them
-    or hold them, as are the averages of Adadelta, each of which is made of the other, errors with it; any other has to
-    be in `moments`. What is not a first moment by its name never decodes to zero where it is not.
+    A moment is a leaf of the state in a copy of the tree of parameters, with the shape of its parameter. Counts,
+    hyperparameters, and Adafactor's rows and columns are not moments, and stay as they are. The name of a moment is the
+    path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu".
+
+    By default, optax's names of moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3. Sums and maxima
+    (`MONOTONE_ACCUMULATORS`, of Adagrad, AMSGrad and Adadelta) stay in fp32, because rounding would stop them. Any
+    other name must be in `moments`. A value that is not a first moment never decodes to zero unless it is zero.
 
     Args:
         tx: the transformation, such as `optax.lion(1e-4)`.
         moments: storage by name, such as `{"mu": "e5m2", "nu": "ude8"}`: an 8-bit format, or "bf16" or "fp32", which
-            are cast, or a `QuantSpec` that says everything. A key is the end of a path and may hold the wildcards of
-            `fnmatch` ("nu", "*muon*.mu", "*"); the first that fits counts.
+            are cast, or a `QuantSpec`. A key is the end of a path and may hold the wildcards of `fnmatch` ("nu",
+            "*muon*.mu", "*"). The first key that fits is used.
         group_size: elements that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
-            paper's exponents (`QuantSpec.expand`).
+        expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
+            exponents (`QuantSpec.expand`).
         min_size: smallest parameter, in elements, whose moments are quantized.
-        nu_rounding: how codes and bf16 of what is not a first moment are rounded: "stochastic", by noise of the step,
-            which follows slow averages; or "nearest".
-        master: what `tx` updates, as of `compressed_adamw`: None, "bf16+stochastic", or high and remainder.
+        nu_rounding: how codes and bf16 of all but first moments are rounded: "stochastic", by noise of the step, which
+            follows slow averages; or "nearest".
+        master: which weights `tx` updates, as of `compressed_adamw`.
 
     Returns:
-        A transformation with the state of `tx`, where each quantized moment is a `QTensor`; in a `CountedState` where
-        `tx` counts no steps, and with a `master` as the `inner` of a `MasterState`. Updates have the dtype of the
-        parameters where `update` is given them, else of the gradients; with `master` as of `compressed_adamw`.
+        A transformation with the state of `tx`, where each quantized moment is a `QTensor`. The state is in a
+        `CountedState` if `tx` counts no steps, and with a `master` it is the `inner` of a `MasterState`. Updates have
+        the dtype of the parameters if `update` is given them, else of the gradients; with `master` as of
+        `compressed_adamw`.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
             its parameter has a name that neither optax's list nor `moments` holds.
-        TypeError: `tx` is no transformation; or at `init`, its moments are quantized already.
+        TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already.
 
-    With expansion a value under 1/6,000,000 of its group's largest is stored as 0, in what is not a first moment one
-    under 1/80,000,000 as that (e4m3; the exponent k is at least 0.7 and 0.6), so that members whose gradients are gone
-    take few codes from the others: beside 1 to 64 dead members of 128 the updates of Adam's other members (b2 0.95) are
-    at most 0.11 off after 400 steps (0.03 to 0.10 without dead ones), of live ones 1,000 times smaller at most 0.16. In
-    place of `optax.adam` and `optax.adamw` take `compressed_adamw`, which knows the dead by their updates.
+    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
+    below 1/80,000,000 are stored as that. So elements without gradients take little range from the others. In place of
+    `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
 
-    Slow averages do not stall. A first moment is rounded up or down by noise that is even over the steps, with a phase
-    of its own for each element. It follows rare gradients (Lion's at b2 0.99, SGD's at 0.99, the second one of
-    AdEMAMix), and decays without gradients. Codes of second moments, and bf16 of both, are rounded by independent
-    noise. Moments are unbiased. Single elements scatter around fp32, more so if the average is slow and the gradients
-    are noisy: the page on optimizers has figures. If that matters, take {"ema": "bf16"}.
+    **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
+    with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
+    around fp32, more if the average is slow and the gradients are noisy (docs/optimizers). If that matters, take
+    {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too slowly.
 
-    With `nu_rounding="nearest"` a second
-    moment with b2 from about 0.98 on is too slow: of gradients that come in 2 of 100 steps, updates after 1,000 steps
-    are 0.62 of the exact ones at b2 0.999 (Adam, AdaBelief, LAMB; Yogi 0.77, Adafactor 0.68, RMSProp with decay 0.99
-    0.83).
+    **Long decays.** A second moment without a gradient is rounded at each step, and is off by a third after 100 steps.
+    That matters if a first moment outlives it, as in `optax.contrib.simplified_ademamix`: take {"n": "fp32"} there.
 
-    A second moment that falls for n steps without a gradient is rounded n times: what is divided by it after 100 steps
-    is off by a third. That matters where a first moment outlives the second, as in `optax.contrib.simplified_ademamix`,
-    whose updates of rare gradients become 1.3 times too large: take {"n": "fp32"} there.
-
-    If the state has second moments, a finite gradient beyond 2^62 (4.6e18) counts as 2^62, because its square would
+    If the state has second moments, finite gradients are clipped to 2^62 (4.6e18), because their squares would
     overflow. NaN and Inf stay.
 
-    `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
-    never holds it.
+    `init` makes the state of `tx` first. If that does not fit in memory, use `jax.jit(tx.init)`.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -142,11 +133,7 @@ def compress_state(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
-        if static_group_size is None or static_min_size is None:
-            raise ValueError(
-                "group_size and min_size are static: name them in optax.inject_hyperparams, "
-                "static_args=('group_size', 'min_size')"
-            )
+        _, size = storage.require_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_array, params)
         inner_state = inner.init(_to_float32(params))
         if any(map(storage.is_quantized, jax.tree.leaves(inner_state, is_leaf=storage.is_quantized))):
@@ -154,7 +141,7 @@ def compress_state(
                 "moments of this transformation are in 8 bits already: take it as it is, or wrap one of optax's own"
             )
         plan = _make_plan(inner_state, params, rules, default_storage)
-        stored_state = plan.encode_state(static_min_size)
+        stored_state = plan.encode_state(size)
         if _sum_counts(stored_state) is None:
             stored_state = CountedState(jnp.zeros((), jnp.int32), stored_state)
         return storage.replicate_scalars(params, stored_state)
@@ -177,7 +164,7 @@ def compress_state(
         changes, new_state = inner.update(gradients, loaded_state, wide_params, **extra_args)
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
-        # As it was stored: no step changes a type of the state.
+        # The new state is stored like the old one: no step changes its types.
         count = optax.safe_increment(outer_state.count) if is_counted else _sum_counts(new_state)
         if count is None:
             raise ValueError(
@@ -196,7 +183,7 @@ def compress_state(
                 seed = step_seed
             rows.append((leaf, value, None if seed is None else noise.fold_in_seed(seed, _salt(path))))
         stored_moments = iter(
-            map_leaves.map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
+            map_leaves(_store_like, None, dither, [row for row in rows if isinstance(row[0], QTensor)])
         )
         new_state = plan.treedef.unflatten(
             [next(stored_moments) if isinstance(row[0], QTensor) else _store_like(None, dither, row) for row in rows]
@@ -210,9 +197,9 @@ def compress_state(
 
 
 class _MomentPlan(NamedTuple):
-    """The leaves of a state, the parameter of each that is a moment, how that is stored, and which moment it is.
+    """The leaves of a state; for each its parameter, storage and role if it is a moment.
 
-    Roles are "first", "other", and None of what is no moment.
+    Roles are "first", "other", and None for a leaf that is not a moment.
     """
 
     paths: list[Any]
@@ -228,7 +215,7 @@ class _MomentPlan(NamedTuple):
         return any(getattr(key, "name", None) in storage.SECOND_MOMENT_FIELDS for path in self.paths for key in path)
 
     def encode_state(self, min_size: int) -> optax.OptState:
-        """The state with every moment as the plan says."""
+        """The state with every moment stored by the plan."""
         columns = zip(self.leaves, self.params, self.storages, strict=True)
         return self.treedef.unflatten(
             [
@@ -238,7 +225,7 @@ class _MomentPlan(NamedTuple):
         )
 
     def check_storage(self, min_size: int) -> None:
-        """Refuses moments that are stored in another way than the plan says."""
+        """Refuses moments that are not stored by the plan."""
         for path, x, storage_spec in zip(self.paths, self.leaves, self.storages, strict=True):
             if storage_spec is not None:
                 is_quantized = isinstance(storage_spec, QuantSpec) and storage.should_quantize(
@@ -248,13 +235,11 @@ class _MomentPlan(NamedTuple):
 
     def decode_state(self) -> optax.OptState:
         """The state with every moment in fp32."""
-        decoded = iter(
-            map_leaves.map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)])
-        )
+        decoded = iter(map_leaves(_decode_moment, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
         pairs = zip(self.leaves, self.storages, strict=True)
         return self.treedef.unflatten(
             [
-                next(decoded) if isinstance(x, QTensor) else x if storage_spec is None else adamw.load(x)
+                next(decoded) if isinstance(x, QTensor) else x if storage_spec is None else load(x)
                 for x, storage_spec in pairs
             ]
         )
@@ -268,8 +253,8 @@ def _make_plan(
     Args:
         state: of the wrapped transformation, as it made it or as it is stored.
         params: the tree of the parameters, or anything with its structure and shapes, such as the gradients.
-        rules: how the user stores the moments that a key fits.
-        default_storage: how the moments are stored that optax itself calls so.
+        rules: the user's storage, by key.
+        default_storage: the storage of optax's own names.
 
     Raises:
         ValueError: as `compress_state`; or a stored moment has another shape than its gradient.
@@ -306,7 +291,7 @@ def _make_plan(
             raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
         names.add(name)
         used_rules.add(key)
-    # A tree without leaves is one that optax probes with (tree.map_params), or a part of optax.partition.
+    # Trees without leaves come from optax's tree.map_params and optax.partition.
     if params_by_path and (unused := [key for key in rules if key not in used_rules]):
         raise ValueError(
             f"moments: {', '.join(map(repr, unused))} fits no moment, or none that an earlier key does not; "
@@ -323,7 +308,7 @@ def _find_param_start(path: _Path, params_by_path: Mapping[_Path, Any]) -> int |
 def _resolve_storage(
     name: str, format_or_spec: str | QuantSpec, group_size: int | None, expand: bool | str
 ) -> _Storage:
-    """How a moment is stored that is given by a format's name or a spec.
+    """The storage of a moment from a format's name or a spec.
 
     Raises:
         ValueError: the format is unknown, or the storage unsuitable; the message names the moment.
@@ -348,7 +333,7 @@ def _resolve_storage(
 
 
 def _encode_moment(value: Array, param: Any, storage_spec: _Storage, min_size: int) -> QTensor | Array:
-    """A moment's first value as it is stored, sharded as its parameter."""
+    """A moment's first value as it is stored, sharded like its parameter."""
     if isinstance(storage_spec, formats.Format):
         return value.astype(storage_spec.dtype)
     if not storage.should_quantize(param.shape, storage_spec, min_size):
@@ -362,10 +347,9 @@ def _encode_moment(value: Array, param: Any, storage_spec: _Storage, min_size: i
 
 
 def _sum_counts(state: optax.OptState) -> Array | None:
-    """The sum of what is called count in a state, which is another at each step; None where nothing is.
+    """The sum of all fields named count in a state, which changes at each step; None if there is none.
 
-    How fast moments decay is not known: first ones are rounded so wherever a decay could be lost. Other integers are
-    no counts of steps: `optax.apply_if_finite` has numbers of those that failed.
+    Other integers are not counts of steps, such as the failures that `optax.apply_if_finite` counts.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     counts = [
@@ -381,23 +365,23 @@ def _salt(path: _Path) -> int:
 
 
 def _decode_moment(_: None, __: None, moment: QTensor) -> Array:
-    return adamw.load(moment)
+    return load(moment)
 
 
 def _store_like(_: None, dither: Array, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
-    """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
+    """A leaf of the new state, stored like the old one; keys and counts stay."""
     old, new, seed = row
     if isinstance(old, QTensor):
         new = encoding.limit_group_range(new, old.spec, MIN_EXPONENTS[old.spec.underflow])
         if old.spec.underflow == "zero":
             assert seed is not None
             return quantize_decaying(new, old, dither, seed)
-        return adamw.store(new, old, seed)
-    return adamw.store(new, old, seed) if jnp.issubdtype(old.dtype, jnp.floating) else new
+        return store(new, old, seed)
+    return store(new, old, seed) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def _to_float32(tree: Any) -> Any:
-    """Floating leaves in fp32, abstract ones too: the arithmetic of a step is in fp32 whatever the parameters are."""
+    """A tree with floating leaves in fp32, also abstract ones."""
 
     def widen(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float32:

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike
 
 from fp8jax.core import formats
-from fp8jax.core.masters import Master
 from fp8jax.core.recipe import Optimizer
 from fp8jax.core.spec import check_expand
 from fp8jax.ops.dispatch.choice import check_impl
-from fp8jax.ops.optimizers import adamw
-from fp8jax.optim import checks, flax_variables, master_weights, moments
+from fp8jax.ops.optimizers.adamw import ADAMW
+from fp8jax.ops.optimizers.leaf import Adam
+from fp8jax.ops.optimizers.step import step_tree
+from fp8jax.optim import checks, master_weights, moments
 from fp8jax.optim.fused import FusedTransformation as FusedTransformation
+from fp8jax.optim.fused import StepOptions, fused_transformation
 
-# NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
+# NumPy integers, because optax.inject_hyperparams traces Python integers.
 GROUP_SIZE = np.int32(128)
 MIN_SIZE = np.int32(4096)
 # From this b2 on, "auto" rounds second moments stochastically (results/second_moment.json).
@@ -43,7 +44,7 @@ class CompressedAdamState(NamedTuple):
 
 
 class MasterAdamState(NamedTuple):
-    """State of `compressed_adamw` of master weights by parts.
+    """State of `compressed_adamw` with a `master` that has remainders.
 
     Attributes:
         count, mu, nu: as of `CompressedAdamState`.
@@ -75,9 +76,9 @@ def scale_by_compressed_adam(
     r"""Rescales gradients by Adam, with moments stored in 8 bits.
 
     `optax.scale_by_adam` with other storage: each step decodes the moments, updates them in fp32, and encodes them.
-    Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Parameters with
-    fewer than `min_size` elements, or with a last axis so short that scales would cost 10 % of the codes, keep fp32
-    moments; which do depends on their global shape only.
+    Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Parameters have fp32
+    moments if they have fewer than `min_size` elements, or if scales would cost 10 % of the codes because the last axis
+    is short. This depends on their global shape only.
 
     Args:
         b1: decay of the first moment, in [0, 1).
@@ -86,21 +87,22 @@ def scale_by_compressed_adam(
         eps_root: added to the second moment under the root; not negative.
         mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
         nu: storage of the second moment, likewise.
-        group_size: elements that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
-            paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
-            There a member whose gradient is gone takes the codes of its group's others, as in the paper.
+        group_size: elements along the last axis that share a scale and an exponent.
+        expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
+            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back. In its
+            groups, elements without gradients take range from the others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
-            changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
+            changes; or "auto", which is stochastic if b2 is at least 0.98, or an array, as in
+            `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.record_choices` tells which a parameter gets, and why.
+            run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter.
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
     Returns:
-        A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters where `update` is
-        given them, else of the gradients.
+        A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters if `update` is given
+        them, else of the gradients.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
@@ -118,16 +120,29 @@ def scale_by_compressed_adam(
     References:
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
-    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype)
-    init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
+    tx = compressed_adamw(
+        *(-1.0, b1, b2, eps, eps_root),
+        weight_decay=0.0,
+        mask=False,
+        mu=mu,
+        nu=nu,
+        group_size=group_size,
+        expand=expand,
+        nu_rounding=nu_rounding,
+        min_size=min_size,
+        impl=impl,
+        nesterov=nesterov,
+        mu_dtype=mu_dtype,
+    )
 
-    def update(
+    def update_fn(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        return update_moments(adamw.update, updates, state, params, decays=False)
+        # Without parameters, updates have the dtype of the gradients. No value of these is read.
+        return tx.update(updates, state, updates if params is None else params)  # type: ignore[return-value]
 
-    return optax.GradientTransformationExtraArgs(*flax_variables.with_unboxed_variables(init, update))
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)
 
 
 def compressed_adamw(
@@ -150,9 +165,9 @@ def compressed_adamw(
     nesterov: bool = False,
     mu_dtype: None = None,
 ) -> FusedTransformation:
-    r"""AdamW with moments stored in 8 bits: about 2.1 bytes a parameter instead of 8.
+    r"""AdamW with moments stored in 8 bits: about 2.1 bytes per parameter instead of 8.
 
-    `optax.adamw` with other storage; with `mu="fp32", nu="fp32"` and fp32 parameters it gives the same bits.
+    `optax.adamw` with other storage. With `mu="fp32", nu="fp32"` and fp32 parameters it gives the same bits.
 
     Args:
         learning_rate: step size, or a schedule of the number of steps taken.
@@ -166,67 +181,55 @@ def compressed_adamw(
         mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
         nu: storage of the second moment, likewise.
         group_size: elements along the last axis that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
-            paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
-            There a member whose gradient is gone takes the codes of its group's others, as in the paper. Expanded first
-            moments are rounded to nearest; with b1 above 0.98, or an array, by noise of the step, so that updates of
-            rare gradients, and of weights that get none any more, are right on average.
+        expand: dynamic range expansion; without it a group is scaled by its amax alone. "coat" uses the paper's
+            exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back. In its
+            groups, elements without gradients take range from the others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
-            changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
-        master: what the optimizer updates. None: the parameters as they are. "bf16+stochastic": bf16 parameters,
-            rounded by noise of the step without a key. "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16": parameters
-            in 16 bits and the rest of their masters in the state, 24 or 32 bits in all (`fp8jax.master_weights`);
-            fp32 parameters beside them are their own masters.
+            changes; or "auto", which is stochastic if b2 is at least 0.98, or an array, as in
+            `optax.inject_hyperparams`.
+        master: which weights the optimizer updates. None: the parameters. "bf16+stochastic": bf16 parameters, rounded
+            stochastically without a key. "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16": parameters in 16 bits
+            whose masters have 24 or 32 bits; the state holds the remainders (`fp8jax.master_weights`). fp32 parameters
+            beside them are their own masters.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.dispatch.choice.record_choices` tells which a parameter gets, and why. JAX takes no kernels
-            in a jitted program on a GPU whose arrays lie on two automatic meshes: "xla" there.
+            run. `fp8jax.ops.dispatch.choice.record_choices` records the choice for each parameter. In a jitted program
+            on GPUs whose arrays lie on two automatic meshes, JAX cannot run kernels: take "xla".
         nesterov: directions of NAdam, as of `optax.adamw(nesterov=True)`. XLA computes them: impl "triton" is refused.
         mu_dtype: optax's argument, an error here. `mu` replaces it: "bf16" for `jnp.bfloat16`, "fp32" for float32.
 
     Returns:
-        A transformation with state `CompressedAdamState`, of masters by parts `MasterAdamState`, and
-        `step(grads, state, params) -> (params, state)`, which updates the parameters themselves. Updates have the dtype
-        of the parameters; of bf16 and fp16 ones with `master` they are fp32, and nothing may change them before they
-        are added: remainders hold the rest (`compress_state(chain, master=...)` holds those of a whole chain). A
-        parameter that somebody changes between steps takes its master along.
-        `optax.apply_if_finite` around such a one wants gradients in fp32, the dtype of what it takes in their place.
+        A transformation with `step(grads, state, params) -> (params, state)`, which updates the parameters in place.
+        Its state is `CompressedAdamState`, or `MasterAdamState` with remainders. Updates have the dtype of the
+        parameters. With `master`, updates of 16-bit parameters are in fp32 and must be added unchanged, because the
+        remainders are computed with them.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
         TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype.
 
-    A second moment with b2 = 0.999 changes by 0.1 % a step, and the codes of e4m3 are 7 to 12 % apart, or some 3 to 5 %
-    with expansion: to nearest it stalls at the first codes it meets. Rounded stochastically it is right on average at
-    every step (the probabilities are those of the decoded values), and scatters around the moment in fp32. In
-    `experiments.tables.second_moment` (log-normal gradients whose sizes change places half way; figure in
-    results/second_moment.png), |log v / v32| is afterwards, median and 99th percentile:
+    **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
+    apart. Rounded to nearest it stalls. Stochastic rounding is unbiased at every step, and scatters around the fp32
+    moment (results/second_moment.json). Its noise is a hash of the step's number, the parameter's path in the tree, and
+    the element's position in the global array, or inside `jax.shard_map` in the local one. So it needs no key, a
+    restart continues with the same bits, and meshes do not change it. The rounding is not part of the state and may
+    change between steps.
 
-    =====  ============  ============
-    b2     nearest       stochastic
-    =====  ============  ============
-    0.95   0.05, 0.23    0.08, 0.35
-    0.99   0.15, 3.7     0.14, 0.55
-    0.999  0.86, 1.8     0.17, 0.74
-    =====  ============  ============
+    **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
+    unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.dead_elements`). Elements with gradients
+    are not affected, except that rare gradients count as if they came every 45 steps.
 
-    The noise needs no key: it is a hash of the step's number, the parameter's path in the tree, and the element's
-    position in the global array. So a restart goes on with the same bits, and no mesh changes a code, unless it cuts
-    groups with range expansion: there one code in some 100,000 is its neighbour. (Inside `jax.shard_map` positions are
-    those of the local arrays, like all else there.) Groups keep their exponents while
-    their range allows. How a moment is rounded is no part of its state: the setting can change in mid-run.
+    **Small decays.** First moments with expansion are rounded to nearest. With b1 above 0.98, or an array, they are
+    rounded by noise of the step, so that they decay without a gradient.
 
-    A group's exponent comes from its smallest magnitude, so members that no longer matter (a dead unit, a pruned
-    column) are left out: a first moment whose update is under 1/40 of the group's largest is stored as 0, and the
-    second moment of a member without gradients stops to fall some 45 steps after the last one. Live members, however
-    small, keep theirs; one that gets gradients more rarely than that, among others, is updated as if they came every
-    45 steps (`fp8jax.ops.optimizers.dead_elements.suppress_dead_elements`).
+    **Gradients.** A gradient that is NaN or Inf makes its moments NaN, as in optax: wrap the transformation in
+    `optax.apply_if_finite` to skip such steps. With `master`, that needs gradients in fp32. Finite gradients are
+    clipped to 2^62 (4.6e18), because their squares would overflow fp32.
 
-    A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
-    transformation to skip such steps. A finite one beyond 2^62 (4.6e18) counts as 2^62, because its square would
-    overflow fp32: no finite gradient makes NaN. (optax has a second moment of Inf there, and never moves the weight
-    again.) Under `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
+    **Changed parameters.** The caller may change a parameter between steps: its master is then the changed value with
+    the old remainder. `compress_state(chain, master=...)` keeps the masters of a whole chain. Under
+    `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -242,94 +245,18 @@ def compressed_adamw(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
-    master_format = master_weights.parse_master(master)
-    storage = (mu, nu, group_size, expand, nu_rounding, min_size, impl, nesterov, mu_dtype, master_format)
-    init, update_moments = _make_adam(b1, b2, eps, eps_root, *storage)
-    checks.check_learning_rate(learning_rate)
-    checks.check_number("weight_decay", weight_decay, 0)
-
-    def apply_adamw(
-        apply_fn: Callable,
-        grads: optax.Updates,
-        state: CompressedAdamState,
-        params: optax.Params | None,
-        **options: Any,
-    ) -> tuple[Any, CompressedAdamState]:
-        if params is None:
-            raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
-        decays = moments.resolve_tree(mask, params)
-        options["decays"] = True if decays is None else decays
-        return update_moments(apply_fn, grads, state, params, learning_rate, weight_decay, **options)
-
-    def update(
-        updates: optax.Updates,
-        state: CompressedAdamState,
-        params: optax.Params | None = None,
-        *,
-        max_direction: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, CompressedAdamState]:
-        del extra_args
-        return apply_adamw(adamw.update, updates, state, params, max_direction=max_direction)
-
-    def step(
-        grads: optax.Updates,
-        state: CompressedAdamState,
-        params: optax.Params,
-        *,
-        key: Array | None = None,
-        grad_scale: ArrayLike | None = None,
-        apply_if: ArrayLike | None = None,
-        max_direction: ArrayLike | None = None,
-        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
-    ) -> tuple[optax.Params, CompressedAdamState]:
-        if key is not None and master_format is not None:
-            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
-        if max_direction is not None and master_format is not None and master_format.is_stochastic:
-            raise ValueError(
-                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
-                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
-            )
-        return apply_adamw(
-            adamw.step, grads, state, params, key=key,
-            grad_scale=grad_scale, apply_if=apply_if, max_direction=max_direction, tree_slice=tree_slice,
-        )  # fmt: skip
-
-    return FusedTransformation(*flax_variables.with_unboxed_variables(init, update, step))
-
-
-def _make_adam(
-    b1: float,
-    b2: float,
-    eps: float,
-    eps_root: float,
-    mu: str,
-    nu: str,
-    group_size: int | np.integer,
-    expand: bool | str,
-    nu_rounding: str,
-    min_size: int | np.integer,
-    impl: str,
-    nesterov: bool,
-    mu_dtype: Any,
-    master: Master | None = None,
-) -> tuple[Callable, Callable]:
-    """Checks the arguments; returns `init(params)` and `update_moments`, which runs a form of the step and counts."""
-    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
-        checks.check_adam_constant(name, value, high)
-    static_group_size, static_min_size = (
-        moments.to_static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
-    )
-    check_expand(expand)
-    compressed = any([formats.get(name).needs_scale for name in (mu, nu)])
-    # A size that is traced is refused by `init`.
-    storage = Optimizer(
-        mu, nu, (static_group_size or 1) if compressed else None, expand if compressed else False, nu_rounding
-    )
-    specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
-    storage_by_moment = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
-    stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)
+    checks.check_adamw(learning_rate, b1, b2, eps, eps_root, weight_decay)
     check_impl(impl)
+    check_expand(expand)
+    master_format = master_weights.parse_master(master)
+    static_group_size = moments.to_static_integer("group_size", group_size)
+    static_min_size = moments.to_static_integer("min_size", min_size)
+    is_compressed = any([formats.get(name).needs_scale for name in (mu, nu)])
+    # `init` refuses a traced size.
+    storage = Optimizer(
+        mu, nu, (static_group_size or 1) if is_compressed else None, expand if is_compressed else False, nu_rounding
+    )
+    specs = {"mu": storage.spec("mu") or formats.get(mu), "nu": storage.spec("nu") or formats.get(nu)}
     if mu_dtype is not None:
         raise TypeError(
             f"mu_dtype={mu_dtype} is an argument of optax's, which mu replaces: write mu='bf16' or mu='fp32', or for 8 "
@@ -337,77 +264,79 @@ def _make_adam(
         )
     if impl == "triton" and nesterov:
         raise ValueError("impl 'triton' has no nesterov: take impl='auto' or 'xla'")
-    if impl == "triton" and not compressed:
+    if impl == "triton" and not is_compressed:
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
-    def init(params: optax.Params) -> CompressedAdamState:
-        if static_group_size is None or static_min_size is None:
-            raise ValueError(
-                "group_size and min_size are static: name them in optax.inject_hyperparams, "
-                "static_args=('group_size', 'min_size')"
-            )
+    def init_fn(params: optax.Params) -> CompressedAdamState | MasterAdamState:
+        _, size = moments.require_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
+        mus, nus = (jax.tree.map(lambda p: moments.zeros(p, spec, size), params) for spec in specs.values())  # noqa: B023
+        state = _make_state(jnp.zeros([], jnp.int32), mus, nus, master_weights.init_remainders(params, master_format))
+        return moments.replicate_scalars(params, state)  # type: ignore[return-value]
 
-        def zeros(moment: str) -> optax.Updates:
-            return jax.tree.map(lambda p: moments.zeros(p, storage_by_moment[moment], static_min_size), params)
-
-        remainder = master_weights.init_remainders(params, master)
-        return moments.replicate_scalars(
-            params, _make_state(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"), remainder)
-        )
-
-    def update_moments(
-        apply_fn: Callable,
+    def update_fn(
         grads: optax.Updates,
-        state: CompressedAdamState,
+        state: CompressedAdamState | MasterAdamState,
         params: optax.Params | None,
-        learning_rate: ScalarOrSchedule = -1.0,
-        weight_decay: float | Array = 0.0,
-        grad_scale: ArrayLike | None = None,
-        apply_if: ArrayLike | None = None,
-        max_direction: ArrayLike | None = None,
-        tree_slice: adamw.TreeSlice = adamw.WHOLE_TREE,
-        **options: Any,
-    ) -> tuple[Any, CompressedAdamState]:
-        if max_direction is not None and nesterov:
+        options: StepOptions,
+    ) -> tuple[Any, CompressedAdamState | MasterAdamState]:
+        if params is None:
+            raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
+        if options.key is not None and master_format is not None:
+            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
+        if options.in_place and options.max_direction is not None and master_format and master_format.is_stochastic:
+            raise ValueError(
+                f"master {master!r} rounds weights up as well as down, beyond what fp8jax.with_weight_bounds follows; "
+                "take bf16+int8, or chain fp8jax.track_weight_amax() without a limit, which measures updates"
+            )
+        if options.max_direction is not None and nesterov:
             raise ValueError(
                 "fp8jax.with_weight_bounds follows directions without nesterov, which are shorter: chain "
                 "fp8jax.track_weight_amax() without a limit behind this optimizer, which measures updates"
             )
-        checks.check_state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
-        remainder = getattr(state, "remainder", None)
+        checks.check_state(state, MasterAdamState if master_format and master_format.remainder else CompressedAdamState)
         checks.check_gradients(grads, state.mu)
         if static_group_size is not None and static_min_size is not None:
-            for name, expected_storage in storage_by_moment.items():
+            for name, spec in specs.items():
                 for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, name), is_leaf=moments.is_quantized):
-                    checks.check_storage(
-                        name, path, x, expected_storage, moments.should_quantize(x.shape, specs[name], static_min_size)
-                    )
+                    is_quantized = moments.should_quantize(x.shape, storage.spec(name), static_min_size)
+                    checks.check_storage(name, path, x, spec, is_quantized)
+        remainder, decays = getattr(state, "remainder", None), moments.resolve_tree(mask, params)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        scalars = (count, rate, weight_decay, grad_scale, apply_if, max_direction)
-        adam = adamw.Adam(b1, b2, eps, eps_root, *scalars, nesterov)
-        weights = master_weights.join_remainders(params, remainder, master)
-        result, mus, nus = apply_fn(
-            grads, state.mu, state.nu, weights, adam, impl=impl, nu_stochastic=stochastic,
-            stochastic=master is not None and master.is_stochastic, tree_slice=tree_slice, **options,
-        )  # fmt: skip
-        if apply_if is not None:
-            count = jnp.where(apply_if, count, state.count)
-        result, new_remainder = (result, None) if remainder is None else master_weights.split_tree(result)
-        return result, _make_state(count, mus, nus, new_remainder)
+        scalars = options.grad_scale, options.apply_if, options.max_direction
+        new = step_tree(
+            ADAMW,
+            Adam(b1, b2, eps, eps_root, count, rate, weight_decay, *scalars, nesterov),
+            grads,
+            master_weights.join_remainders(params, remainder, master_format),
+            state.mu,
+            state.nu,
+            decays=True if decays is None else decays,
+            in_place=options.in_place,
+            impl=impl,
+            key=options.key,
+            stochastic_weights=master_format is not None and master_format.is_stochastic,
+            stochastic_nu=nu != "fp32" and rounds_stochastically(nu_rounding, b2),
+            tree_slice=options.tree_slice,
+        )
+        if options.apply_if is not None:
+            count = jnp.where(options.apply_if, count, state.count)
+        result, new_remainder = (new.weight, None) if remainder is None else master_weights.split_tree(new.weight)
+        return result, _make_state(count, new.mu, new.nu, new_remainder)
 
-    return init, update_moments
+    return fused_transformation(init_fn, update_fn)
 
 
-def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> Any:
+def _make_state(count: Array, mu: Any, nu: Any, remainder: Any) -> CompressedAdamState | MasterAdamState:
     return CompressedAdamState(count, mu, nu) if remainder is None else MasterAdamState(count, mu, nu, remainder)
 
 
 def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:
-    """Whether codes of a second moment that decays by `b2` are rounded stochastically.
+    """Whether a second moment with this decay is rounded stochastically.
 
-    "auto" knows no value of an array, traced or not: it takes the rounding that does little harm at any b2.
+    The value of an array is not known: for "auto", an array is rounded stochastically, which does little harm at any
+    b2.
     """
     if nu_rounding == "auto":
         return isinstance(b2, Array) or b2 >= STOCHASTIC_MIN_B2

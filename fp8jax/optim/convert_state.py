@@ -1,4 +1,4 @@
-"""The state of one optimizer as that of another, to change optimizers in the middle of a run."""
+"""The state of one optimizer as that of another, to change optimizers during a run."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ import optax
 
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.ops.optimizers import adamw, fp8lm
+from fp8jax.ops.optimizers import fp8lm
+from fp8jax.ops.optimizers.leaf import load, store
 from fp8jax.optim import flax_variables, fp8lm_adamw, moments
 from fp8jax.optim.compress_state import CountedState
 
@@ -19,30 +20,30 @@ _REMAINDER_FIELD = "remainder"
 
 
 def convert_state(state: optax.OptState, tx: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """The state of an optimizer as the state of another one, which goes on from it.
+    """The state of an optimizer as the state of another one, which continues from it.
 
-    Between `optax.adamw`, `compressed_adamw`, `fp8lm_adamw`, and the same with other settings, each way: moments are
-    decoded and stored as `tx` stores them, to nearest, and the count of steps goes on, that of a schedule with it.
-    Wrappers around them (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is
-    taken over. Between any transformation and the same one in `compress_state`, too.
+    It converts between `optax.adamw`, `compressed_adamw` and `fp8lm_adamw`, each with any settings. Moments are decoded
+    and stored as `tx` stores them, rounded to nearest. The count of steps continues, also that of a schedule. Wrappers
+    (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is kept. It also converts
+    between any transformation and the same one in `compress_state`.
 
-    `fp8lm_adamw` makes master weights in fp16 of the parameters, and from it `params_from_master(state, jnp.float32)`
-    gives parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_master_weights` gives
-    the high parts that are `params`, and the remainders, which `optax.tree.set(state, remainder=remainder)` puts in the
-    place of zeros; from them, `fp8jax.master_weights(state, params)` gives the parameters in fp32.
+    Master weights need a second call. `fp8lm_adamw` makes its own from `params`; from it, take
+    `params_from_master(state, jnp.float32)`. For a `master` with remainders, take `params` from
+    `fp8jax.split_master_weights`, and put in the remainders with `optax.tree.set(state, remainder=remainder)`; from it,
+    take `fp8jax.master_weights(state, params)`.
 
     Args:
-        state: of the optimizer so far.
-        tx: the transformation that is to go on, such as `fp8jax.compressed_adamw(3e-4)`.
-        params: the parameters that it is to go on with.
+        state: of the old optimizer.
+        tx: the new transformation, such as `fp8jax.compressed_adamw(3e-4)`.
+        params: the parameters that it continues with.
 
     Returns:
         A state of `tx`, placed as `tx.init(params)`.
 
     Raises:
-        TypeError: `tx` is no optimizer.
-        ValueError: the states have not as many Adams, or moments of other parameters; or arrays of the old state, such
-            as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
+        TypeError: `tx` is not an optimizer.
+        ValueError: the states do not have as many Adams, or have moments of other parameters; or arrays of the old
+            state, such as the gradients that `optax.MultiSteps` has summed, have no place in the new one.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax
@@ -69,7 +70,7 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
 
 
 def _strip_counts(state: Any) -> tuple[Any, list[bool]]:
-    """A state without the counts of `compress_state` itself, and which arrays of the state these are."""
+    """A state without the counts that `compress_state` adds, and for each array whether it is such a count."""
 
     def is_counted(node: Any) -> bool:
         return isinstance(node, CountedState)
@@ -82,7 +83,7 @@ def _strip_counts(state: Any) -> tuple[Any, list[bool]]:
 
 
 def _convert_adams(old: Any, new: Any) -> Any:
-    """The new state with the moments and the count of the old one, and whatever else both have."""
+    """The new state with the moments and the count of the old one, and all else that both have."""
     old_records = list(_iter_namedtuples(old))
     adams, other_records = ([x for x in old_records if _is_adam(x) == is_adam] for is_adam in (True, False))
     num_new_adams = sum(map(_is_adam, _iter_namedtuples(new)))
@@ -123,7 +124,7 @@ def _convert_adams(old: Any, new: Any) -> Any:
 
 
 def _iter_namedtuples(tree: Any) -> Iterator[Any]:
-    """The named tuples that a state is made of, outer ones first; of what is within the moments of Adam none."""
+    """The named tuples of a state, outer ones first, except those inside of Adam's moments."""
     for node in jax.tree.leaves(tree, is_leaf=moments.is_namedtuple):
         if moments.is_namedtuple(node):
             yield node
@@ -170,19 +171,19 @@ def _structure(tree: Any) -> Any:
 
 
 def _store_like(like: Any, old: Any) -> Any:
-    """Values, stored in one way, as they are stored in another; what is of no floating dtype as it is."""
+    """Stored values, stored as `like` is; arrays without a floating dtype stay."""
     if not isinstance(old, QTensor) and not (hasattr(old, "dtype") and jnp.issubdtype(old.dtype, jnp.floating)):
         return _convert_remainder(like, old)
     if old.shape != like.shape:
         raise ValueError(f"the old state has an array of shape {old.shape} where the new one has {like.shape}")
     if isinstance(like, QTensor) and isinstance(old, QTensor) and like.storage_key == old.storage_key:
         return old if old.spec == like.spec else dataclasses.replace(old, spec=like.spec)
-    values = adamw.load(old)
-    return adamw.store(values, like)
+    values = load(old)
+    return store(values, like)
 
 
 def _convert_remainder(like: Any, old: Any) -> Any:
-    """The remainder of a master with as many bits as another's; whatever else is of an integer dtype as it is."""
+    """The remainder of a master with the bits of `like`; other integers stay."""
     dtypes = [getattr(x, "dtype", None) for x in (old, like)]
     if dtypes == [jnp.int8, jnp.int16]:
         return old.astype(jnp.int16) * 256
@@ -196,13 +197,13 @@ def _store_fp8lm(like: Any, old: Any) -> Any:
     new = _store_like(like, old)
     if new is old or not isinstance(new, QTensor):
         return new
-    values, block, fmt = adamw.load(old), new.spec.block_shape(new.shape), formats.get(new.spec.format)
+    values, block, fmt = load(old), new.spec.block_shape(new.shape), formats.get(new.spec.format)
     return quantize_with_scale(
         values, new.spec, fp8lm.pow2_scale_from_bound(fp8lm.array_block_amax(values, block), fmt)
     )
 
 
 def _place_like(x: Any, like: Any) -> Any:
-    """An array where another lies, as far as that is fixed to a place."""
+    """An array with the sharding of `like`, if that is committed."""
     is_committed = isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer) and like.committed
     return jax.device_put(x, like.sharding) if is_committed else x

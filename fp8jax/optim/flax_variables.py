@@ -1,9 +1,8 @@
-"""Parameters in Flax's boxes: state that Flax can update and shard array by array, and updates that look through them.
+"""Parameters in boxes of Flax: NNX's `Variable` and Linen's `Partitioned`.
 
-A box is a pytree of one array with metadata, such as names of sharded axes: NNX's `Variable`, Linen's `Partitioned`.
-`nnx.Optimizer` makes a Variable of each leaf of a state, and exchanges its array at each step; and what shards an array
-need not divide its scales. So boxes stand inside a `QTensor`, around its arrays, never around it. Flax is not imported
-here: where nobody did, there are no boxes.
+A box is a pytree of one array with metadata, such as names of sharded axes. `nnx.Optimizer` boxes each leaf of a state
+and replaces its array at each step. The sharding of a parameter need not divide its scales. Boxes are therefore inside
+a `QTensor`, one for each array. Flax is not imported here: without its import there are no boxes.
 """
 
 import functools
@@ -21,7 +20,7 @@ _SHARDINGS = ("out_sharding", "optimizer_sharding")
 
 
 def with_unboxed_variables(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
-    """`init` and forms of `update` of pure trees, made to take trees with boxes in them.
+    """`init` and forms of `update` for pure trees, wrapped to take trees with boxes.
 
     Args:
         init: `init(params) -> state`, which maps over the leaves of `params`.
@@ -29,7 +28,7 @@ def with_unboxed_variables(init: Callable, *updates: Callable) -> tuple[Callable
 
     Returns:
         The same functions. The state of `init` has the boxes of the parameters around its arrays. The result of an
-        update has those of the parameters, else of the gradients, and its state those of the state before.
+        update has the boxes of the parameters, else of the gradients, and its state those of the old state.
     """
 
     @functools.wraps(init)
@@ -52,12 +51,12 @@ def with_unboxed_variables(init: Callable, *updates: Callable) -> tuple[Callable
 
 
 def rebox(tree: Any, like: Any) -> Any:
-    """The leaves of a pure tree in the boxes of one like it."""
+    """The leaves of a pure tree in the boxes of `like`."""
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
 
 
 def _push_boxes_inside(state: Any) -> Any:
-    """The state with each box of a QTensor made a QTensor of boxes."""
+    """The state with each box of a `QTensor` turned into a `QTensor` of boxes."""
 
     def push_box(node: Any) -> Any:
         value = _unbox_node(node)
@@ -69,10 +68,10 @@ def _push_boxes_inside(state: Any) -> Any:
 
 
 def _box_array(array: Any, codes: Any, box: Any) -> Any:
-    """A part of a QTensor in a box like that of the whole, which names sharded axes for the dimensions that keep them.
+    """An array of a `QTensor` in a box like that of the whole, with names of sharded axes where they still apply.
 
-    The names may be of axes that no mesh has yet. A dimension of blocks keeps its own where it is sharded already, or
-    has as many entries as the codes: others may not divide where the codes do.
+    No mesh need have these axes yet. A dimension of blocks keeps its name if it is sharded already, or if it is as long
+    as that of the codes; otherwise the axis may not divide it.
     """
     treedef: Any = jax.tree.structure(box, is_leaf=lambda x: x is not box)
     array_box = treedef.unflatten([array])
@@ -102,7 +101,7 @@ def _box_array(array: Any, codes: Any, box: Any) -> Any:
 
 
 def unbox(tree: Any) -> Any:
-    """A tree with what its boxes hold in place of them."""
+    """A tree with the content of its boxes."""
     return jax.tree.map(_unbox_node, tree, is_leaf=is_box)
 
 
@@ -113,5 +112,5 @@ def is_box(node: Any) -> bool:
 
 
 def _unbox_node(node: Any) -> Any:
-    """What a box holds; anything else as it is."""
+    """The content of a box; any other node itself."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if is_box(node) else node

@@ -1,4 +1,4 @@
-"""The optimizer inside the backward pass: a block's gradients are used up where they appear, and never all held."""
+"""The optimizer inside the backward pass: each block's gradients are used and freed as they appear."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from jax.typing import ArrayLike
 
 from fp8jax.core import noise
-from fp8jax.ops.optimizers.adamw import TreeSlice
+from fp8jax.ops.optimizers.leaf import TreeSlice
 from fp8jax.optim import flax_variables, fp8lm_adamw
 from fp8jax.optim.block_state import FusedBlockState as FusedBlockState
 from fp8jax.optim.block_state import as_float_leaves, from_float_leaves, get_dtypes
@@ -23,10 +23,10 @@ from fp8jax.optim.fused import FusedTransformation
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["sources", "structure"])
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass of a block reads, without what its parameters and other arguments hold anyway.
+    """The residuals of a block, without arrays that are also among its arguments.
 
     Attributes:
-        arrays: those that are of the call, or of each layer, stacked.
+        arrays: residuals of the call, or of each layer, stacked.
         sources: for each residual the number of the argument that it is, or None for the next of `arrays`.
         structure: of all residuals.
     """
@@ -56,9 +56,9 @@ class FusedBackwardBlock:
 
         Args:
             params: tree of floating arrays.
-            name: path of this tree among all parameters, as "layers/3": with it codes are those of one step over the
-                whole tree, and without any no two blocks may have parameters of one name (their noise were the same).
-            has_layer_axis: for `scan`: each parameter stacks those of the layers along its first axis.
+            name: path of this tree among all parameters, as "layers/3". With it, codes equal those of one step over the
+                whole tree. Blocks without names must not share names of parameters, or they share noise.
+            has_layer_axis: for `scan`: the first axis of each parameter stacks the layers.
 
         Raises:
             ValueError: stacked parameters do not have the same number of layers.
@@ -69,13 +69,12 @@ class FusedBackwardBlock:
     def restore(
         self, params: Any, state: Any, name: str = "", *, has_layer_axis: bool = False, squares: ArrayLike = 0.0
     ) -> FusedBlockState:
-        """Parameters with a state, as `FusedBlockState.state` gives it, or steps outside of a block made it.
+        """Parameters with a state, from `FusedBlockState.state` or from steps outside of a block.
 
         Args:
             params, name, has_layer_axis: as of `init`.
             state: of the optimizer, of these parameters.
-            squares: as `FusedBlockState.squares` was, of which `with_clipping` knows the step before; 0 where that is
-                lost.
+            squares: the old `FusedBlockState.squares`, for `with_clipping`; 0 if that is lost.
 
         Raises: as of `init`.
         """
@@ -93,7 +92,7 @@ class FusedBackwardBlock:
 
         Args:
             block_state: of `init` or of the last `value_and_step`; each may be used once in a call.
-            inputs: of the block; trees of arrays, which have their gradients as ever.
+            inputs: of the block; trees of arrays, with gradients as usual.
 
         Raises:
             ValueError: the parameters are stacked.
@@ -108,13 +107,13 @@ class FusedBackwardBlock:
     def scan(self, block_state: FusedBlockState, x: Any, *shared: Any) -> Any:
         """The result of all layers, one after another: x = block(layer's parameters, x, *shared).
 
-        `jax.lax.scan` would hold old and new parameters of all layers at once. Here the backward pass carries one stack
-        of them, and writes each layer's in its place; with `donate_argnums` it is the caller's own.
+        `jax.lax.scan` would hold old and new parameters of all layers. Here the backward pass updates each layer of one
+        stack in place; with `donate_argnums`, of the caller's.
 
         Args:
             block_state: of `init(..., has_layer_axis=True)`.
-            x: tree of arrays, which the block returns in the same structure, shapes and dtypes.
-            shared: what all layers read, such as positions; differentiated, too.
+            x: tree of arrays; the block returns the same structure, shapes and dtypes.
+            shared: arguments of all layers, such as positions; also differentiated.
 
         Raises:
             ValueError: the parameters are not stacked.
@@ -167,7 +166,7 @@ class FusedBackwardBlock:
         return result, (block_state, shared, dataclasses.replace(residuals, arrays=arrays))
 
     def _find_residual_sources(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
-        """Which residuals of a layer are its parameters, or what all layers share: read from the program."""
+        """Which residuals of a layer are its parameters or shared arguments, from the traced program."""
         structure: Any = None
 
         def call(params: Any, shared: tuple[Any, ...], x: Any) -> list[Array]:
@@ -197,7 +196,7 @@ class FusedBackwardBlock:
             square_sum = sum_of_squares(gradients)
             if not block_state.norm_only:
                 tree_slice, factor = TreeSlice(block_state.name, i), block_state.get_grad_scale(square_sum, i)
-                if keep_layer_axis:  # its scales are told by their stacked axes
+                if keep_layer_axis:  # its scales depend on the number of stacked axes
                     gradients, params = jax.tree.map(lambda x: x[None], (gradients, params))
                 new_params, new_encoded_state = self._step(
                     gradients, block_state, params, encoded_state, factor, tree_slice
@@ -245,7 +244,7 @@ class FusedBackwardBlock:
 
 
 def _count_layers(params: Any) -> int:
-    """How many layers are stacked."""
+    """The number of stacked layers."""
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params)}
     if len(lengths) != 1 or 0 in lengths:
         raise ValueError(f"stacked parameters have the layers along their first axes, not of lengths {lengths}")
@@ -286,31 +285,29 @@ def fused_backward(
 ) -> FusedBackwardBlock:
     """A block of a model whose parameters are updated inside the backward pass.
 
-    As each block's gradients appear, its optimizer's step runs and they are gone: of a model of n blocks, gradients of
-    one are held, and not of all. Results are those of one `tx.step` over all parameters, noise of stochastic rounding
-    included, but for the last bits of fp32 that XLA computes otherwise in another program.
+    The optimizer's step of a block runs as soon as the block's gradients appear. The gradients of one block are in
+    memory, and never those of all. Results equal those of one `tx.step` over all parameters, also the noise of
+    stochastic rounding, except for the last bits of fp32.
 
-    What belongs to all gradients at once cannot be done where only one block's are known. A step is taken whatever the
-    loss, so none is skipped for NaN. For clipping by the global norm there are two ways:
-    `FusedBlockState.with_clipping` with that of the step before (`grad_norm_from_states` of its updates), of which each
-    block has its share, or with that of `compute_grad_norm`, another backward pass.
-    Gradients of microbatches cannot be summed: `value_and_step` in a loop over them takes a step for each.
+    Operations on all gradients at once are not possible. Steps with NaN cannot be skipped. Gradients of microbatches
+    cannot be summed: `value_and_step` takes a step for each. For clipping by the global norm, use
+    `FusedBlockState.with_clipping`. It takes the norm of the last step (`grad_norm_from_states`), or that of
+    `compute_grad_norm`, which costs another backward pass.
 
     Args:
-        block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
-            or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
+        block: `block(params, x, *others) -> result`, a differentiable function. It may have products of a recipe or a
+            `jax.checkpoint`. It must not close over arrays that are differentiated.
         tx: `compressed_adamw`, `fp8lm_adamw` (with `layer_axes=1` for stacked layers), or `fp8jax.optimizer`, without
             `clip`, and with `track_weight_bounds=False` for `moss`.
-        key: PRNG key, one for the whole training: bf16 parameters are rounded stochastically with noise of each step,
-            name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes; a
-            `master` of `tx` needs no key.
+        key: PRNG key, one for the whole training, for stochastic rounding of bf16 parameters, with noise of each step,
+            name and layer. None rounds to nearest and loses small changes. A `master` of `tx` needs no key.
 
     Returns:
         A `FusedBackwardBlock`: `.init`, then `(block_state, x, ...)`, or `.scan(block_state, x, ...)` for stacked
         layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.with_clipping` or
+        TypeError: `tx` cannot take a step of a part of all parameters, such as `fp8jax.with_clipping` or
             `with_weight_bounds`.
 
     Examples:

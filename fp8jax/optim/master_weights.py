@@ -1,4 +1,4 @@
-"""Master weights by parts beside an optimizer: parameters in 16 bits, their remainders in the optimizer's state."""
+"""Master weights in two parts: parameters in 16 bits, and remainders in the optimizer's state."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,19 +11,18 @@ from jax import Array
 
 from fp8jax.core import formats, masters, noise
 from fp8jax.core.masters import Master, MasterWeight
-from fp8jax.ops.optimizers.adamw import load
-from fp8jax.ops.optimizers.adamw_leaf import exact_update
+from fp8jax.ops.optimizers.leaf import exact_update, load, master_seed
 from fp8jax.optim import flax_variables, moments
 
 _HIGH_DTYPES = tuple(formats.get(name).dtype for name in masters.HIGH_FORMATS)
 
 
 class MasterState(NamedTuple):
-    """State of a transformation around which `compress_state` keeps masters.
+    """State of a transformation with a `master` in `compress_state`.
 
     Attributes:
-        count: steps taken, int32 scalar, of which noise is made.
-        inner: of the transformation.
+        count: steps taken, int32 scalar, from which noise is made.
+        inner: state of the transformation.
         remainder: as of `MasterAdamState`.
     """
 
@@ -33,12 +32,12 @@ class MasterState(NamedTuple):
 
 
 class MasterRoundingMargin(NamedTuple):
-    """How far a weight that is the high part of a master may be off it, for a bound on both.
+    """How far a weight may be from its master, for a bound on both.
 
     Attributes:
-        weight_error: largest relative change by rounding a master to the weight.
-        master_error: the same of rounding a master to its own bits, once a step.
-        subnormal_error: largest change by rounding a subnormal master to the weight; 0 where fp32 has no smaller ones.
+        weight_error: largest relative error of rounding a master to the weight.
+        master_error: the same of rounding a master to its own bits, once per step.
+        subnormal_error: largest error of rounding a subnormal master to the weight; 0 if fp32 has no smaller ones.
     """
 
     weight_error: float
@@ -53,11 +52,11 @@ class MasterRoundingMargin(NamedTuple):
         return cls(half, half * finer, subnormal_error)
 
     def add_margin(self, bound: Array) -> Array:
-        """The bound where the weight was measured: its master may be larger, and round to a larger one."""
+        """A bound on master and weight, from the amax of the weight: the master may be larger, and round up."""
         return bound * np.float32((1 + self.weight_error) ** 2) + np.float32(3 * self.subnormal_error)
 
     def grow(self, bound: Array, max_change: Array) -> Array:
-        """The bound after `max_change` at most was added to each master, which is rounded to its own bits."""
+        """The bound after a change of each master by at most `max_change`, rounded to its own bits."""
         total = (bound + max_change * np.float32(1 + self.weight_error)) * np.float32(1 + self.master_error)
         return total * np.float32(1 + 2.0**-22) + np.float32(
             2 * self.subnormal_error * self.master_error / self.weight_error
@@ -65,7 +64,7 @@ class MasterRoundingMargin(NamedTuple):
 
 
 def parse_master(name: str | None) -> Master | None:
-    """The master of an optimizer's argument; None where the parameters are the masters as they are.
+    """The master of an optimizer's argument; None if the parameters are the masters.
 
     Raises:
         ValueError: the name is unknown, or of masters that need no argument.
@@ -79,11 +78,11 @@ def parse_master(name: str | None) -> Master | None:
 
 
 def init_remainders(params: Any, master: Master | None) -> Any:
-    """The remainders of parameters that have been rounded to their high parts: zeros, and None for those in fp32.
+    """Remainders of zeros for parameters in the dtype of the high parts, and None for those in fp32.
 
     Raises:
         TypeError: a parameter has another dtype.
-        ValueError: no parameter has the dtype of high parts.
+        ValueError: all parameters are in fp32.
     """
     if master is None:
         return None
@@ -103,7 +102,7 @@ def init_remainders(params: Any, master: Master | None) -> Any:
 
 
 def _check_any_high(params: Any, master: Master) -> None:
-    """Refuses parameters of which all are in fp32."""
+    """Refuses parameters that are all in fp32."""
     leaves = jax.tree.leaves(params)
     if leaves and all(x.dtype == jnp.float32 for x in leaves):
         fix = (
@@ -121,8 +120,7 @@ def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
     """The parameters joined with the remainders of an optimizer's state.
 
     Raises:
-        ValueError: the state is of an optimizer with another master; a parameter's remainder is of another kind; or a
-            parameter has another dtype than at `init`.
+        ValueError: the state has remainders of another master; or a parameter has another dtype than at `init`.
     """
     remainder_dtype = master.remainder if master else None
     found_dtypes = sorted({str(x.dtype) for x in jax.tree.leaves(remainder)})
@@ -161,13 +159,13 @@ def join_remainders(params: Any, remainder: Any, master: Master | None) -> Any:
 
 
 def split_tree(tree: Any) -> tuple[Any, Any]:
-    """High parts, or what stands in their place, and remainders, of a tree that `join_remainders` has made."""
+    """High parts and remainders of a tree from `join_remainders`, or of the changes in its place."""
     high = jax.tree.map(lambda x: x.high if _is_master(x) else x, tree, is_leaf=_is_master)
     return high, jax.tree.map(lambda x: x.remainder if _is_master(x) else None, tree, is_leaf=_is_master)
 
 
 def with_master_weights(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
-    """`init` and `update` of a transformation, made to update masters in fp32, of which the caller holds high parts."""
+    """`init` and `update` of a transformation that updates fp32 masters, of which the caller has the high parts."""
 
     def init_masters(params: optax.Params) -> MasterState:
         return MasterState(jnp.zeros([], jnp.int32), init(params), init_remainders(params, master))
@@ -189,8 +187,8 @@ def with_master_weights(init: Callable, update: Callable, master: Master) -> tup
                 return exact_update(masters.split(new, old.high.dtype, old.remainder.dtype), old)
             if not master.is_stochastic or old.dtype != jnp.bfloat16:
                 return change.astype(old.dtype)
-            salt = noise.param_seed(f"master/{jax.tree_util.keystr(path, simple=True, separator='/')}")
-            return exact_update(noise.round_stochastic(new, noise.fold_in_seed(seed, salt)), old)
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return exact_update(noise.round_stochastic(new, master_seed(seed, name)), old)
 
         rounded_updates = jax.tree_util.tree_map_with_path(round_update, changes, wide_params, master_tree)
         rounded_updates, new_remainder = (
@@ -202,14 +200,14 @@ def with_master_weights(init: Callable, update: Callable, master: Master) -> tup
 
 
 def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
-    """Parameters in fp32 as high parts, which the model computes with, and remainders, which the optimizer keeps.
+    """Parameters in fp32 as high parts, for the model, and remainders, for the optimizer.
 
-    An optimizer's `init(params)` takes high parts, and begins with remainders of zero. Of parameters that are known
-    better than that, these are put in: `optax.tree.set(tx.init(high), remainder=remainder)`.
+    An optimizer's `init(high)` begins with remainders of zero. Put these in with `optax.tree.set(tx.init(high),
+    remainder=remainder)`.
 
     Args:
         params: tree of arrays of floating dtypes.
-        master: "bf16+int8", "bf16+int16", "fp16+int8" or "fp16+int16": how exact they are, `fp8jax.core.masters` says.
+        master: "bf16+int8", "bf16+int16", "fp16+int8" or "fp16+int16"; `fp8jax.core.masters` has their precision.
 
     Returns:
         Two trees of that structure; each high part is the float of 16 bits next to the master.
@@ -231,15 +229,15 @@ def split_master_weights(params: Any, master: str) -> tuple[Any, Any]:
 
 
 def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
-    """The master weights of a training state in fp32, to export or to evaluate: more exact than the parameters.
+    """The master weights of a training state in fp32, for export or evaluation.
 
     Args:
         state: of `compressed_adamw`, `fp8lm_adamw`, `compress_state`, `fp8jax.optimizer`, also within a chain.
         params: the parameters that belong to it.
 
     Returns:
-        The tree of the parameters: masters by parts joined, scaled ones decoded, and parameters that are their own
-        masters as they are.
+        The tree of the parameters. Masters in two parts are joined, scaled ones decoded, and parameters that are their
+        own masters stay.
 
     Raises:
         ValueError: the state has masters of other parameters, as inside of `optax.flatten`; or a parameter with a
@@ -258,7 +256,7 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
     for node in iter_namedtuples(flax_variables.unbox(state)):
         remainder = getattr(node, "remainder", None)
         stored = getattr(node, "master", None) if remainder is None else remainder
-        # A wrapper, as optax.partition, may hold several states, each with parts of the parameters.
+        # A wrapper such as optax.partition holds several states, each for a part of the parameters.
         for path, part in jax.tree_util.tree_leaves_with_path(stored, is_leaf=moments.is_quantized):
             if path not in values:
                 where = jax.tree_util.keystr(path)
@@ -274,7 +272,7 @@ def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
 
 
 def _to_float32(weight: Any) -> Array:
-    """A master in fp32, or as it is where it is neither quantized nor of two parts."""
+    """A quantized or two-part master in fp32; other weights stay."""
     if moments.is_quantized(weight):
         return load(weight)
     return weight.astype(jnp.float32) if _is_master(weight) else weight

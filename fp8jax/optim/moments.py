@@ -1,4 +1,4 @@
-"""How the moments of each parameter are stored: which are quantized, and what they are before the first step."""
+"""How the moments of each parameter are stored, and their first values."""
 
 import math
 from typing import Any
@@ -13,30 +13,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fp8jax.core import blocks, expansion, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.optimizers.adamw import Moment
+from fp8jax.ops.optimizers.leaf import Moment
 
-# What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
-# gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.
+# Names of moments in optax 0.2.8. State with another name (slow weights, accumulated gradients) may be a sum that would
+# stall in 8 bits: the user has to choose its storage.
 FIRST_MOMENTS = ("mu", "trace", "ema", "m", "m1", "m2", "exp_avg")
 SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g", "e_x")
-# Sums and maxima: a sum that is rounded to nearest stops to grow where its terms are under half a step, and a maximum
-# that is rounded up stays up. Of Adadelta's averages each is made of the other, and errors go round. They are stored in
-# fp32 unless the user says otherwise.
+# Stored in fp32 by default. A sum that is rounded to nearest stops to grow once its terms are below half a step. A
+# maximum that is rounded up stays up. Adadelta's averages depend on each other, so their errors feed back.
 MONOTONE_ACCUMULATORS = ("sum_of_squares", "nu_max", "e_g", "e_x")
-# With those that have another shape than their parameters.
+# Includes those with another shape than their parameters.
 SECOND_MOMENT_FIELDS = (*SECOND_MOMENTS, "v_row", "v_col")
 _ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys(SECOND_MOMENT_FIELDS, "nu")
 
-# Metadata that a parameter with short groups may add to its codes, relative to them.
+# Largest share of scales and exponents, relative to the bytes of the codes.
 MAX_METADATA_FRACTION = 0.10
 
 
 def should_quantize(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int) -> bool:
-    """Whether the moments of a parameter of this global shape are quantized.
+    """Whether the moments of a parameter of this global shape are quantized; False without a spec.
 
-    They are if the parameter has `min_size` elements, and scales and exponents take at most 10 % of the codes'
-    bytes, or at most what full groups take where the group size asks for more: a short last axis (LoRA factors,
-    biases) would keep little but metadata. Without a spec none are.
+    The parameter must have `min_size` elements. Scales and exponents may take at most 10 % of the codes' bytes, or the
+    share of full groups if that is more. Short last axes (LoRA factors, biases) exceed that.
     """
     if spec is None or not shape or math.prod(shape) < max(min_size, 1):
         return False
@@ -45,12 +43,12 @@ def should_quantize(shape: tuple[int, ...], spec: QuantSpec | None, min_size: in
 
 
 def zeros(param: Any, storage: QuantSpec | formats.Format, min_size: int) -> Moment:
-    """A moment of zeros for one parameter, sharded as it is.
+    """A moment of zeros for one parameter, sharded like it.
 
     Args:
         param: array, tracer or `jax.ShapeDtypeStruct`.
-        storage: how the moment is to be stored: quantized, or cast to a plain format.
-        min_size: parameters with fewer elements keep fp32 moments.
+        storage: how the moment is stored: quantized, or cast to a plain format.
+        min_size: parameters with fewer elements have fp32 moments.
 
     Returns:
         A `QTensor`; an array of the plain format; or an fp32 array if the parameter is not to be quantized.
@@ -60,7 +58,7 @@ def zeros(param: Any, storage: QuantSpec | formats.Format, min_size: int) -> Mom
     if not should_quantize(param.shape, storage, min_size):
         return jnp.zeros_like(param, dtype=jnp.float32)
     fmt = formats.get(storage.format)
-    # A code book does not begin with zero.
+    # The first code of a code book is not zero.
     zero = 0 if fmt.codebook is None else fmt.codebook.index(0.0)
     codes = jnp.full_like(param, zero, dtype=fmt.dtype)
     shape = blocks.counts(param.shape, storage.block_shape(param.shape))
@@ -70,12 +68,12 @@ def zeros(param: Any, storage: QuantSpec | formats.Format, min_size: int) -> Mom
 
 
 def _ones_per_block(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Ones, a block of `param` each, in the sharding of `param`; where that is not committed to a device, neither."""
+    """Ones for each block of `param`, in its sharding; not committed to a device if `param` is not."""
     if isinstance(param, jax.core.Tracer):
         axes, sharding = blocks.explicit_axes(param), jax.typeof(param).sharding
         spec = blocks.block_partition_spec(sharding.spec, shape, axes)
         return jnp.ones(shape, dtype, out_sharding=NamedSharding(sharding.mesh, spec) if axes else None)
-    # Programs move what is not committed to where their other arguments are.
+    # A program moves arrays that are not committed to the devices of its other arguments.
     is_committed = param.committed if isinstance(param, jax.Array) else getattr(param, "sharding", None) is not None
     sharding = param.sharding if is_committed else None
     if isinstance(sharding, NamedSharding):
@@ -85,9 +83,9 @@ def _ones_per_block(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def replicate_scalars(params: optax.Params, state: optax.OptState) -> optax.OptState:
-    """The state, with counts and the like on all devices of the mesh that the parameters are on.
+    """The state, with counts and other scalars replicated over the mesh of the parameters.
 
-    The first step would put them there; and as its result, they would make `jax.jit` compile the second one anew.
+    Otherwise the first step would place them there, and `jax.jit` would compile the second step again.
     """
     leaves = jax.tree.leaves((params, state))
     if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in leaves):
@@ -100,9 +98,9 @@ def replicate_scalars(params: optax.Params, state: optax.OptState) -> optax.OptS
 
 
 def resolve_tree(tree_or_fn: Any, params: optax.Params) -> Any:
-    """What an argument says of parameters, which is a tree, or a function of them that gives one.
+    """An argument that is a tree, or a function of the parameters that returns one, as a tree.
 
-    A tree of a class that can be called (a model that is a pytree) is a tree: its leaves cannot, as optax has it.
+    As in optax, a tree of a callable class (a model that is a pytree) is a tree: its leaves are not callable.
     """
     leaves = jax.tree.leaves(tree_or_fn)
     return tree_or_fn(params) if leaves and all(map(callable, leaves)) else tree_or_fn
@@ -116,8 +114,8 @@ def is_namedtuple(node: Any) -> bool:
 def state_bytes(state: optax.OptState) -> dict[str, int]:
     """Bytes of an optimizer state, by role.
 
-    Moments go by the names in which optax keeps them: Lion's `mu` and the `trace` of SGD are first moments, the `nu` of
-    RMSProp and Adafactor's `v`, `v_row` and `v_col` second ones.
+    Moments are found by optax's names: Lion's `mu` and SGD's `trace` are first moments; RMSProp's `nu` and Adafactor's
+    `v`, `v_row` and `v_col` are second moments.
 
     Args:
         state: the state of any optax transformation, concrete or abstract, or the `opt_state` of an `nnx.Optimizer`.
@@ -140,12 +138,22 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
 
 
 def to_static_integer(name: str, value: int | np.integer | Array) -> int | None:
-    """A static integer; None for one that `optax.inject_hyperparams` traced, which `update` has no need of."""
+    """A static integer; None if `optax.inject_hyperparams` traced it. Only `init` needs it."""
     if isinstance(value, jax.core.Tracer):
         return None
     if not value >= (1 if name == "group_size" else 0) or value // 1 != value:
         raise ValueError(f"{name} must be a positive integer, not {value}")
     return int(value)
+
+
+def require_static(group_size: int | None, min_size: int | None) -> tuple[int, int]:
+    """Both sizes of `to_static_integer`; ValueError for one that is traced."""
+    if group_size is None or min_size is None:
+        raise ValueError(
+            "group_size and min_size are static: name them in optax.inject_hyperparams, "
+            "static_args=('group_size', 'min_size')"
+        )
+    return group_size, min_size
 
 
 def is_quantized(node: Any) -> bool:

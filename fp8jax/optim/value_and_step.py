@@ -1,4 +1,4 @@
-"""Values of functions with blocks of `fused_backward`, and what their backward passes updated."""
+"""Values of functions with blocks of `fused_backward`, and the updates of their backward passes."""
 
 import dataclasses
 import functools
@@ -15,19 +15,19 @@ from fp8jax.optim.fused_backward import FusedBlockState, sum_of_squares
 def value_and_step(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """As `jax.value_and_grad`; but each `FusedBlockState` in the arguments comes back with new parameters and moments.
+    """`jax.value_and_grad`, which returns each `FusedBlockState` of the arguments with new parameters and moments.
 
     Args:
         fn: a function with a scalar result, or with `has_aux` a pair of it and anything.
-        argnums: the arguments to differentiate; all that hold `FusedBlockState` must be among them.
+        argnums: the arguments to differentiate; all that hold a `FusedBlockState` must be among them.
         has_aux: whether `fn` returns a pair.
 
     Returns:
-        `(*args) -> (value, updates)`. The value is NaN where a `FusedBlockState` was used more than once, whose updates
-        would have been added to one another.
+        `(*args) -> (value, updates)`. The value is NaN if a `FusedBlockState` was used more than once, because its
+        updates would have been added.
 
     Raises:
-        ValueError: from a call: a `FusedBlockState` is not used by `fn`, or is in an argument that is not
+        ValueError: from a call: `fn` does not use a `FusedBlockState`, or one is in an argument that is not
             differentiated.
     """
 
@@ -73,13 +73,13 @@ def value_and_step(
 def compute_grad_norm(
     fn: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Array]:
-    """The global norm of the gradients that `value_and_step` would use, by a backward pass that updates nothing.
+    """The global norm of the gradients of `value_and_step`, by a backward pass that updates nothing.
 
     Args:
         fn, argnums, has_aux: as of `value_and_step`.
 
     Returns:
-        `(*args) -> norm`, fp32 scalar. Under `jax.jit` no new parameters are computed for it.
+        `(*args) -> norm`, fp32 scalar. Under `jax.jit` it computes no new parameters.
     """
     step_fn = value_and_step(fn, argnums, has_aux)
     to_norm_only = lambda x: dataclasses.replace(x, norm_only=True) if isinstance(x, FusedBlockState) else x  # noqa: E731
@@ -92,7 +92,7 @@ def grad_norm_from_states(updates: Any) -> Array:
     """The global norm of the gradients of a step.
 
     Args:
-        updates: of `value_and_step`: gradients, and `FusedBlockState` after a step, whose squares count.
+        updates: of `value_and_step`: gradients, and each `FusedBlockState` after the step, with its sum of squares.
 
     Returns:
         fp32 scalar.
@@ -103,7 +103,7 @@ def grad_norm_from_states(updates: Any) -> Array:
 
 
 def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]) -> FusedBlockState:
-    """The same; that its cotangent is asked for is noted when the backward pass is traced: it is used."""
+    """The same state; `number` is added to `used_numbers` when its cotangent is traced."""
 
     @jax.custom_vjp
     def mark(block_state: FusedBlockState) -> FusedBlockState:
@@ -118,7 +118,7 @@ def _mark_used(block_state: FusedBlockState, number: int, used_numbers: set[int]
 
 
 def _reset_grad_scale(x: Any) -> Any:
-    """A state after a step, without the scale and the limits that were of it."""
+    """A state after a step, without the scale and the limits of that step."""
     return (
         dataclasses.replace(x, grad_scale=jnp.ones_like(x.grad_scale), max_norms=None)
         if isinstance(x, FusedBlockState)

@@ -1,4 +1,4 @@
-"""Bounds on weights from what an optimizer applies, for automatic scaling (MOSS, section 3.2, equation 10)."""
+"""Bounds on weights from the updates of an optimizer, for automatic scaling (MOSS, section 3.2, equation 10)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,8 +25,8 @@ class WeightBounds(NamedTuple):
 
     Attributes:
         count: steps taken, int32 scalar.
-        bounds: the tree of the parameters with an fp32 array for each of two or more axes: largest magnitude that its
-            elements can have, one for each index of all axes but the last two. `optax.MaskedNode()` for the others.
+        bounds: the tree of the parameters with an fp32 array for each of two or more axes: an upper bound of the amax,
+            one for each index of all axes but the last two. `optax.MaskedNode()` for the others.
     """
 
     count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
@@ -39,35 +39,32 @@ def track_weight_amax(
     *,
     axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Follows how large weights can have become, for recipes with automatic weight scaling. Put it last in a chain.
+    """Tracks an upper bound of each weight's amax, for recipes with automatic weight scaling. Put it last in a chain.
 
         limit = fp8jax.max_adam_step(lr, b2=0.95, weight_decay=0.1)
         tx = optax.chain(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), fp8jax.track_weight_amax(limit=limit))
         bounds = fp8jax.get_weight_amax_bounds(optimizer.opt_state)
         fp8jax.nnx.update_weight_amax_bounds(model, bounds)  # after each update
 
-    A weight of magnitude at most B, to which at most M is added, has at most B + M; every `interval` steps B is
-    measured. The measuring is a branch of one `jax.lax.cond`: the only reduction over weights. Sums are rounded as
-    `optax.apply_updates` rounds them, or up, so the bound holds exactly, whatever the gradients are.
+    If a weight has magnitude at most B, and at most M is added, it has at most B + M. Every `interval` steps B is
+    measured, in a branch of one `jax.lax.cond`, the only reduction over weights. Sums are rounded as in
+    `optax.apply_updates`, or up, so the bound is exact for any gradients.
 
-    M is, without a limit, the largest magnitude of the updates: right for any optimizer, schedule, mask or clipping, at
-    the cost of a reduction over the updates, 2 or 4 bytes a parameter unless XLA fuses it with what makes or adds them.
-    With a limit, M comes from that, and updates beyond it are cut to it, element by element, in the pass that adds
-    them: no reduction. `max_adam_step` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments
-    in 8 bits, rounding may exceed it. Updates of more bits than their weight, as of masters by parts, are measured:
-    they are the differences of rounded weights, which no limit of a step holds for. Inside `optax.multi_transform` each
-    group may have a tracker, with its own limit.
+    Without a limit, M is the amax of the updates. That is right for any optimizer, and costs a reduction over the
+    updates. With a limit, M is the limit, and updates beyond it are clipped to it in the pass that adds them. Adam with
+    fp32 moments never exceeds `max_adam_step`; with 8-bit moments, rounding may. Updates with more bits than their
+    weight, as with remainders, are measured, because a limit of the step does not hold for differences of rounded
+    weights. Inside `optax.multi_transform`, each group may have a tracker with its own limit.
 
-    Parameters must only change by these updates. Where others are loaded, call `reset_weight_amax_bounds`, and that of
-    the model, such as `fp8jax.nnx.reset_weight_amax_bounds`; where the parameters come back as they were (a checkpoint
-    of both), nothing. Not for `compressed_adamw(...).step`, which applies itself:
-    `with_weight_bounds` is for that.
+    Parameters must change by these updates only. If others are loaded, call `reset_weight_amax_bounds`, and that of the
+    model, such as `fp8jax.nnx.reset_weight_amax_bounds`. A checkpoint of parameters and state needs neither. For
+    `compressed_adamw(...).step`, use `with_weight_bounds`.
 
     Args:
         interval: steps between measurements.
         limit: `limit(count, bounds) -> magnitudes` of the updates after `count` steps, of weights within `bounds`; both
             fp32 arrays of one shape. None measures updates.
-        axis_name: mesh axes inside `jax.shard_map` over which parameters are sharded; the largest of all shards counts.
+        axis_name: mesh axes inside `jax.shard_map` over which parameters are sharded; amax is that of all shards.
 
     Returns:
         A transformation with state `WeightBounds`.
@@ -86,20 +83,19 @@ def with_weight_bounds(
     *,
     axis_name: AxisNames = None,
 ) -> FusedTransformation:
-    """A fused AdamW that follows how large weights can have become, as `track_weight_amax` does behind a chain.
+    """A fused AdamW that tracks an upper bound of each weight's amax, as `track_weight_amax` in a chain.
 
         limit = fp8jax.max_adam_step(lr, b2=0.95, weight_decay=0.1)
         tx = fp8jax.with_weight_bounds(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit)
         tx = fp8jax.with_clipping(1.0, tx)
 
-    `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has lost the `step`
-    of `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates parameters
-    and moments: no updates are written, and nothing is reduced but every `interval` steps. `update` does so, too, and
-    its bounds are those of `step`.
+    `init` and the state are those of `optax.chain(tx, track_weight_amax(interval, limit))`, which has no `step`. Here
+    `step` and `update` clip Adam's directions to the limit's, in the pass that updates parameters and moments. There is
+    no reduction except every `interval` steps.
 
     Args:
-        tx: `compressed_adamw`, also of masters by parts. Their bounds are those of the masters, and of what rounding to
-            the parameters adds.
+        tx: `compressed_adamw`, also with remainders. Bounds are then those of the masters, with a margin for rounding
+            them to the parameters.
         limit: `max_adam_step` of the same rate, decays and weight decay.
         interval, axis_name: as of `track_weight_amax`.
 
@@ -167,7 +163,7 @@ def with_weight_bounds(
 
 
 def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
-    """`init` and `update` of `track_weight_amax`, and `advance_bounds`, for a step that keeps to the limit."""
+    """`init` and `update` of `track_weight_amax`, and `advance_bounds`, for a step within the limit."""
     if not interval >= 1 or interval // 1 != interval:
         raise ValueError(f"interval must be a positive number of steps, not {interval}")
     automatic = Automatic(int(interval))
@@ -212,7 +208,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         margins: Mapping[tuple[str, ...], MasterRoundingMargin] = MappingProxyType({}),
         **extra_args: Any,
     ) -> tuple[optax.Updates, WeightBounds]:
-        """`margins` has the weights that are high parts of masters which a step within the limit moves."""
+        """`margins` are of weights that are high parts of masters."""
         del extra_args
         if params is None:
             raise ValueError("track_weight_amax needs the parameters: call update(grads, state, params)")
@@ -223,7 +219,7 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
         def max_change(i: int, bound: Array) -> Array:
             if limit is not None and margin_list and margin_list[i] is not None:
                 return limit(state.count, bound)
-            # Of more bits than the weight has, it is the difference of two rounded ones.
+            # An update with more bits than its weight is the difference of two rounded weights.
             if limit is None or flat[i].dtype.itemsize > weights[i].dtype.itemsize:
                 return max_over_shards(automatic.measure_amax(flat[i]))
             max_abs = limit(state.count, bound).astype(flat[i].dtype)
@@ -258,10 +254,10 @@ def _make_tracker(interval: int | np.integer, limit: Limit | None, axis_name: Ax
 
 
 def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
-    """The bounds that a state of an optimizer holds, by the paths of the parameters; see `WeightBounds.bounds`.
+    """The bounds in an optimizer's state, by the paths of the parameters; see `WeightBounds.bounds`.
 
     Raises:
-        ValueError: there is no `track_weight_amax` in the optimizer, or two that follow the same parameter.
+        ValueError: there is no `track_weight_amax` in the optimizer, or two that track the same parameter.
     """
     if not (bounds := find_weight_amax_bounds(opt_state)):
         raise ValueError("the optimizer follows no weights: put fp8jax.track_weight_amax() last in its chain")
@@ -269,7 +265,7 @@ def get_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], A
 
 
 def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array] | None:
-    """`get_weight_amax_bounds` of any optimizer: empty if it trains no matrices, and None where there is no tracker."""
+    """`get_weight_amax_bounds` of any optimizer: empty if it trains no matrices, and None if it has no tracker."""
     trackers, bounds = _find_trackers(opt_state), dict[tuple[str, ...], Array]()
     for state in trackers:
         new_bounds = _flatten_by_path(state.bounds)
@@ -284,15 +280,15 @@ def find_weight_amax_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], 
 def reset_weight_amax_bounds(
     opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None
 ) -> optax.OptState:
-    """The state of an optimizer with the bounds of parameters that it did not come to by updates, such as loaded ones.
+    """The state of an optimizer with bounds measured from parameters, for example after they are loaded.
 
     Args:
         opt_state: of an optimizer with `track_weight_amax`.
-        params: what it is to go on with.
+        params: the parameters that it continues with.
         axis_name: as of `track_weight_amax`.
 
     Raises:
-        ValueError: as `get_weight_amax_bounds`, or a parameter that is followed is missing.
+        ValueError: as `get_weight_amax_bounds`, or a tracked parameter is missing.
     """
     get_weight_amax_bounds(opt_state)
     weights = _flatten_by_path(params)
@@ -311,7 +307,7 @@ def reset_weight_amax_bounds(
 
 
 def _find_rounding_margins(state: Any, params: optax.Params) -> dict[tuple[str, ...], MasterRoundingMargin]:
-    """The parameters whose masters are in two parts, one of them in the optimizer's state."""
+    """Margins of the parameters that have a remainder in the optimizer's state, by path."""
     remainders: dict[tuple[str, ...], Array] = {}
     for node in master_weights.iter_namedtuples(state):
         remainders |= _flatten_by_path(getattr(node, "remainder", None))
@@ -327,7 +323,7 @@ def _with_rounding_margin(bound: Array, master: MasterRoundingMargin | None) -> 
 
 
 def _map_bounds(state: WeightBounds, make_bound: Callable[[tuple[str, ...], Array], Array]) -> WeightBounds:
-    """A state with `make_bound(name, bound)` in place of each bound, also in boxes."""
+    """A state with `make_bound(name, bound)` in place of each bound, also inside boxes."""
 
     def replace_bound(path: Any, bound: Any) -> Any:
         return jax.tree.map(lambda bound: make_bound(_path_names(path), bound), bound)
@@ -341,7 +337,7 @@ def _is_tracked(x: Any) -> bool:
 
 
 def _clip(update: Array, max_abs: Array) -> Array:
-    """Finite updates within the limits; others as they are, for all to see."""
+    """Finite updates clipped to the limits; NaN and Inf stay."""
     max_abs = max_abs[..., None, None]
     return jnp.where((jnp.abs(update) > max_abs) & jnp.isfinite(update), jnp.sign(update) * max_abs, update)
 
@@ -352,7 +348,7 @@ def _find_trackers(opt_state: Any) -> list[WeightBounds]:
 
 
 def _flatten_by_path(tree: Any) -> dict[tuple[str, ...], Array]:
-    """The arrays of a tree by the names on their paths; boxes are looked through."""
+    """The arrays of a tree, out of their boxes, by the names on their paths."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=flax_variables.is_box)
     return {_path_names(path): flax_variables.unbox(leaf) for path, leaf in leaves}
 

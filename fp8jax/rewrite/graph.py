@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, Equation
 
 if TYPE_CHECKING:
     from fp8jax.rewrite.run import Interpreter
@@ -280,3 +281,23 @@ def strip_upcasts(value: Value) -> Value:
 def is_order_preserving(node: Node) -> bool:
     """Whether a layout keeps all elements in the order in which they lie in memory."""
     return primitives.is_order_preserving(node.eqn)
+
+
+def saves_output(node: Node, value: Value) -> bool:
+    """Whether the backward pass of an equation saves one of its results, as flash attention does (COAT, appendix D)."""
+    run_equation = Equation(node.eqn, node.scope)
+    is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in node.operands]
+
+    def differentiate(operands: list[Any]) -> Any:
+        def run(floats: list[Any]) -> Any:
+            float_iter = iter(floats)
+            return run_equation([next(float_iter) if f else x for x, f in zip(operands, is_float, strict=True)])
+
+        return jax.vjp(run, [x for x, f in zip(operands, is_float, strict=True) if f])
+
+    try:
+        jaxpr = jax.make_jaxpr(differentiate)([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.operands]).jaxpr
+    except Exception:
+        return False  # it cannot be differentiated by itself, as a part of a `jax.shard_map`
+    results, residuals = jaxpr.outvars[: len(node.results)], jaxpr.outvars[len(node.results) :]
+    return any(v is results[node.results.index(value)] for v in residuals)

@@ -18,6 +18,7 @@ from fp8jax.rewrite.graph import (
     canonical_value,
     count_readers,
     is_order_preserving,
+    saves_output,
     strip_layout,
 )
 from fp8jax.rewrite.heads import MIN_OUTPUTS, NARROW_REASON, OUTPUT_HEAD_REASON, Flow, count_outputs
@@ -31,11 +32,9 @@ from fp8jax.rewrite.operations import (
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, SLICING_PRIMITIVES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
-from fp8jax.rewrite.residual_bytes import residual_bytes
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
 from fp8jax.rewrite.shares import UnquantizedShare, flops, unquantized_share
 from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
-from fp8jax.rewrite.vjp_residuals import saves_output
 
 _UNKNOWN = LayerChoice(None, "")
 # Layers by their paths, each with the other paths that rules may match.
@@ -118,8 +117,6 @@ def plan(
         narrow_paths = {p.path for p in matmuls if p.node in narrow} - {p.path for p in matmuls if p.node not in narrow}
         skip_reasons = dict.fromkeys(narrow_paths, NARROW_REASON) | heads
         rules.check_all_used(aliases, skip_reasons, hint=_skipped_note(entries), aliases=aliases, source_layers=sources)
-    for node, size in residual_bytes(graph, entries):
-        entries[node] = entries[node]._replace(residual_bytes=size)
     found = {node: entries[node] for node in nodes if node in entries}
     return ProgramPlan(found, _number_uses(matmuls), error, unquantized_share(graph, found, call_info))
 
@@ -337,7 +334,10 @@ def _replace_producer(
     node = value.node
     if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
         for p in group:
-            entries[p.node] = entries[p.node]._replace(input_producer=entries[node].kind)
+            recomputes_input = node.operation.recipe.context.lean
+            entries[p.node] = entries[p.node]._replace(
+                input_producer=entries[node].kind, recomputes_input=recomputes_input
+            )
     if node is None or node.operation is not None:
         return norm_paths
     choices = [p.choice for p in group if p.choice.linear is not None] or [p.choice for p in group]
@@ -366,20 +366,10 @@ def _replace_producer(
     if not kind or not rewrites_nonlinear(choice.recipe):
         return norm_paths
     nonsaving_readers = tuple(dict.fromkeys((p.path, str(p.data.dtype)) for p in group if not p.saves_codes))
-    has_only_listed_readers = not any(p.saves_codes for p in group)
-    entries[node] = PlanEntry(
-        path,
-        kind,
-        value.shape,
-        choice,
-        choice.reason,
-        node.line(),
-        readers=nonsaving_readers,
-        has_only_listed_readers=has_only_listed_readers,
-    )
+    entries[node] = PlanEntry(path, kind, value.shape, choice, choice.reason, node.line(), readers=nonsaving_readers)
     node.operation, node.operands = operation, operands
     for p in group:
-        entries[p.node] = entries[p.node]._replace(input_producer=kind)
+        entries[p.node] = entries[p.node]._replace(input_producer=kind, recomputes_input=choice.context.lean)
     return norm_paths
 
 

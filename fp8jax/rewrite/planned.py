@@ -2,14 +2,16 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.dispatch import missing_kernels
 from fp8jax.rewrite.call_info import user_stacklevel
 from fp8jax.rewrite.entries import PlanEntry
+from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
 from fp8jax.rewrite.states import (
     ParameterState,
@@ -32,8 +34,7 @@ class CallPlan(NamedTuple):
         paths: of the arrays in the parameters; None for data.
         result_structure: of the results.
         run, compiled: the program, of arrays and of what uses are given.
-        list_entries: gives all that `explain` lists, in the program's order: what also runs as written is looked for
-            then.
+        list_rows: returns the rows of `explain`, in the program's order.
         error: of a run; see `fp8jax.rewrite.plan.ProgramPlan`. share: likewise.
     """
 
@@ -43,9 +44,20 @@ class CallPlan(NamedTuple):
     result_structure: Any
     run: Callable
     compiled: Callable
-    list_entries: Callable[[], tuple[PlanEntry, ...]]
+    list_rows: Callable[[], tuple[PlanEntry, ...]]
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
+
+    def explain(self, rows: Sequence[PlanEntry] | None = None, program: Any = None) -> Explanation:
+        """The plan as a table.
+
+        Args:
+            rows: in place of those of `list_rows`.
+            program: the compiled program, `fp8jax.modules.compiled.Program`.
+        """
+        notes = (f"a call raises ValueError: {self.error}" if self.error else None, missing_kernels.advice())
+        rows = self.list_rows() if rows is None else rows
+        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), program)
 
 
 class Notices:

@@ -11,11 +11,11 @@ import numpy as np
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.dispatch import missing_kernels
-from fp8jax.rewrite import training, unplanned
+from fp8jax.rewrite import training
 from fp8jax.rewrite.bounds import with_complete_bounds, with_weight_bounds
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
-from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.explanation import Explanation, list_rows
 from fp8jax.rewrite.frozen_params import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
@@ -183,13 +183,12 @@ class Transformed:
             args, kwargs: of a call, arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            An `Explanation`; print it. It names the line of each part in your code, or else in the library's.
+            An `Explanation`; print it. A row's line is in your code, or else in the library of models that you use.
 
         Raises:
             ValueError: as the call, but for a precision that products ask for: it lists these.
         """
-        plan = self.plan_call(*args, **kwargs).plan
-        return Explanation(plan.entries, plan.list_entries(), plan.share.text, missing_kernels.advice())
+        return self.plan_call(*args, **kwargs).plan.explain()
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -242,9 +241,9 @@ class Transformed:
             return interpreter.run(), interpreter.stats
 
         compiled = jax.jit(run, static_argnames="collect_stats")
-        list_entries = lambda: unplanned.list_entries(graph, graph_schedule, self._rules, call_info, entries)  # noqa: E731
+        rows = functools.partial(list_rows, graph, graph_schedule, self._rules, call_info, entries)
         plan_entries = tuple(entries.values())
-        return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, list_entries, message, unquantized)
+        return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, rows, message, unquantized)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""

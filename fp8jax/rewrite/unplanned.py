@@ -1,4 +1,4 @@
-"""Entries of `explain` for what a plan leaves as written: norms, activations and products without a parameter."""
+"""Finds what the rules do not cover: norms and activations left as written, and products without a parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -62,10 +62,10 @@ class _Program:
 Enclosing = tuple[tuple[Node, Graph], ...]
 
 
-def list_entries(
+def find(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
-) -> tuple[PlanEntry, ...]:
-    """The entries of `explain` for a planned program, in its order.
+) -> dict[Node, PlanEntry]:
+    """The entries of what a planned program runs as written and its plan does not list.
 
     Args:
         graph: the program, planned.
@@ -75,8 +75,7 @@ def list_entries(
         entries: of the plan.
 
     Returns:
-        The plan's entries, and what runs as written beside them: norms, activations of what products give, and products
-        of which no operand is a parameter.
+        Entries of norms, of activations of products' results, and of products of which no operand is a parameter.
     """
     program = _Program(
         graph, schedule, rules, call_info, {node for node, entry in entries.items() if entry.is_quantized}
@@ -92,18 +91,8 @@ def list_entries(
         else:
             entry = _activation_entry(program, node)
         if entry is not None:
-            found[node] = entry
-    found |= entries
-    return tuple(found[node] for node in _walk_nested(graph.nodes) if node in found)
-
-
-def _walk_nested(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, calls and what is in them among them."""
-    for node in nodes:
-        yield node
-        yield from _walk_nested(node.inlined or ())
-        for body in node.bodies:
-            yield from _walk_nested(body.nodes)
+            found[node] = entry._replace(is_planned=False)
+    return found
 
 
 def _executed_nodes(schedule: Schedule, enclosing: Enclosing) -> Iterator[tuple[Node, Enclosing]]:

@@ -1,6 +1,6 @@
 """The cotangents of an activation's inputs, from its gradient and what it keeps, as arrays: for whoever reads these.
 
-`remake_triton` makes their FP8 codes, without writing them.
+`quantize_recomputed_triton` makes their FP8 codes, without writing them.
 """
 
 import jax

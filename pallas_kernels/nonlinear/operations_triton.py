@@ -1,8 +1,8 @@
 """Device code of norms and activations on a tile: results and cotangents from arrays or from the codes that are kept.
 
-The operands `p` are pointers, named as in `remake_triton.Operands`. Values are rounded to the dtype that the
-operation would write, so that codes of them are those of what it writes, but for the tail of the exact GELU: below -5
-1 + erf(x) cancels, to an absolute error of 2e-7 times the gate.
+The operands `p` are pointers, named as in `quantize_recomputed_triton.Operands`. Values are rounded to the dtype that
+the operation would write, so that codes of them are those of what it writes, but for the tail of the exact GELU: below
+-5 1 + erf(x) cancels, to an absolute error of 2e-7 times the gate.
 """
 
 from typing import NamedTuple

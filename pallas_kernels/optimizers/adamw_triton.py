@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -279,7 +279,7 @@ def adamw(
     nu_storage: Storage | None,
     dead_elements: DeadElementParams,
     group_size: int,
-    form: Literal["update", "step"],
+    in_place: bool,
     dtype: Any = None,
     seed: Array | None = None,
     nu_seed: Array | None = None,
@@ -304,7 +304,7 @@ def adamw(
         dead_elements: what is stored of members that no longer matter: no first moment and another second one, in codes
             with range expansion.
         group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
-        form: "update" returns the change of the weight, "step" the new weight.
+        in_place: whether the new weight is returned, or else its change.
         dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.
         seed: two uint32 words: new bf16 weights are rounded stochastically; None rounds to nearest.
         nu_seed: two uint32 words for the second moment: for codes where its storage rounds stochastically, or bf16.
@@ -321,23 +321,22 @@ def adamw(
     Raises:
         ValueError: the kernel cannot take these arrays; the message says why.
     """
-    step = form == "step"
-    if step and weight is None:
-        raise ValueError("form 'step' needs the weight")
+    if in_place and weight is None:
+        raise ValueError("in_place needs the weight")
     weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
     if (
         remainder is not None
         and weight is not None
-        and (not step or weight.dtype != jnp.bfloat16 or remainder.dtype not in (jnp.int8, jnp.int16))
+        and (not in_place or weight.dtype != jnp.bfloat16 or remainder.dtype not in (jnp.int8, jnp.int16))
     ):
-        raise ValueError("a remainder, int8 or int16, is of a bf16 weight in form 'step'")
-    dtype = (grad if weight is None else weight).dtype if dtype is None or step else dtype
+        raise ValueError("a remainder, int8 or int16, is of a bf16 weight in place")
+    dtype = (grad if weight is None else weight).dtype if dtype is None or in_place else dtype
     dtypes = [tuple(x.dtype for x in moment) for moment in (mu, nu)]
     reason = unsupported_reason(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
     if reason is not None:
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
-    if seed is not None and (not step or dtype != jnp.bfloat16 or remainder is not None):
-        raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
+    if seed is not None and (not in_place or dtype != jnp.bfloat16 or remainder is not None):
+        raise ValueError("stochastic rounding is of new bf16 weights, in place")
     is_stochastic = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
     if (nu_seed is not None) != is_stochastic:
         raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
@@ -375,7 +374,7 @@ def adamw(
         outputs.append(jax.ShapeDtypeStruct(remainder.shape, remainder.dtype))
         aliased_inputs.append(len(inputs) - 1)
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
-    aliased_inputs += [1] * step
+    aliased_inputs += [1] * in_place
     unused = [1] * (_MAX_RESULTS - len(outputs))
     results = call_triton.call(
         *inputs,
@@ -402,7 +401,7 @@ def adamw(
         ALIGNED=is_aligned,
         HAS_RUNS=run is not None,
         VECTOR=vector,
-        IS_STEP=step,
+        IS_STEP=in_place,
         HAS_WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,
         REMAINDER_BITS=0 if remainder is None else 8 * remainder.dtype.itemsize,

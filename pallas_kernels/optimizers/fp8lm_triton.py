@@ -7,7 +7,7 @@ stored, of which the bounds of the next step are made, so that no pass has to lo
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -260,7 +260,7 @@ def fp8lm(
     scales: Array,
     scalars: FP8LMScalars,
     *,
-    form: Literal["update", "step"],
+    in_place: bool,
     words: Array | None = None,
     run: tuple[int, int] | None = None,
     rounding: tuple[float, float] = (0.0, 0.0),
@@ -280,7 +280,7 @@ def fp8lm(
             gradient's codes, of these as they are, of them as they will be, and one over these last, powers of two.
         scalars: the scalars of the step. Where it is not applied, everything is as before, but an update and the
             largest magnitudes are undefined.
-        form: "update" returns the change of the working copy, "step" the new one.
+        in_place: whether the new working copy is returned, or else its change.
         words: three words: two of noise by which master weights are rounded stochastically, and the place of the
             first element in the whole array; None rounds to nearest.
         run: where the array is a shard: elements that follow each other in the whole, and how many further the next
@@ -300,9 +300,8 @@ def fp8lm(
     """
     weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
     *master, mu, nu = codes
-    step = form == "step"
     reason = unsupported_reason(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
-    if not master and not _is_valid_master(weight, remainder, step, words is not None):
+    if not master and not _is_valid_master(weight, remainder, in_place, words is not None):
         reason = "a master weight is fp32, or for a step bf16 with words, or with a remainder, int8 or int16"
     if reason is not None:
         raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
@@ -314,7 +313,7 @@ def fp8lm(
     master_inputs = master or ([] if remainder is None else [remainder])
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*master_inputs, mu, nu, weight)]
     outputs.append(jax.ShapeDtypeStruct((len(codes), layers, tiles), jnp.float32))
-    aliased_inputs = [*range(3 - len(master_inputs), 5), *([1] if step else [])]
+    aliased_inputs = [*range(3 - len(master_inputs), 5), *([1] if in_place else [])]
     scalar_vector = scalars.to_vector()
     *master_outputs, mu, nu, result, amax = call_triton.call(
         *(grad, weight, *(master_inputs or [scalar_vector]), mu, nu, scales, scalar_vector),
@@ -331,7 +330,7 @@ def fp8lm(
         TILE=launch.elements,
         VECTOR=vector,
         MASKED=length % launch.elements > 0,
-        IS_STEP=step,
+        IS_STEP=in_place,
         GRAD_IS_CODES=grad.dtype in CODE_DTYPES,
         GATED=scalars.has_gate,
         STOCHASTIC=words is not None,
@@ -350,11 +349,11 @@ def fp8lm(
     return result, (*master_outputs, mu, nu), amax
 
 
-def _is_valid_master(weight: Array, remainder: Array | None, step: bool, stochastic: bool) -> bool:
+def _is_valid_master(weight: Array, remainder: Array | None, in_place: bool, stochastic: bool) -> bool:
     if remainder is None and not stochastic:
         return weight.dtype == jnp.float32  # type: ignore[no-any-return]
     exact = stochastic if remainder is None else not stochastic and remainder.dtype in (jnp.int8, jnp.int16)
-    return step and exact and weight.dtype == jnp.bfloat16
+    return in_place and exact and weight.dtype == jnp.bfloat16
 
 
 def _either(dtypes: tuple[Any, ...]) -> str:

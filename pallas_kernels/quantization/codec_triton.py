@@ -19,7 +19,7 @@ import triton.language as tl
 _SIGN_BIT = tl.constexpr(-0x80000000)
 # Less the bits of -x, those of 1 / x to a twentieth of it.
 _RECIPROCAL_MAGIC = tl.constexpr(0x7EF311C7 - 0x80000000)
-# As `fp8jax.ops.optimizers.adamw_leaf.LARGEST_GRADIENT`.
+# As `fp8jax.ops.optimizers.leaf.LARGEST_GRADIENT`.
 LARGEST_GRADIENT = tl.constexpr(2.0**62)
 
 

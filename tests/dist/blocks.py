@@ -39,9 +39,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def layer(p: Any, x: jax.Array, recipe: Any) -> jax.Array:
     """x (batch, tokens, width) whole."""
     x, q, k, v = fp8jax.norm_linear(x, p["norm1"], [p["q"], p["k"], p["v"]], recipe=recipe, residual=True)
-    x = fp8jax.attention_out_proj(attend(q, k, v), p["out"], x, recipe=recipe)
+    x = fp8jax.attention_output(attend(q, k, v), p["out"], x, recipe=recipe)
     x, gate, up = fp8jax.norm_linear(x, p["norm2"], [p["gate"], p["up"]], recipe=recipe, residual=True)
-    return fp8jax.glu_down_proj(gate, up, p["down"], x, recipe=recipe)
+    return fp8jax.glu_linear(gate, up, p["down"], x, recipe=recipe)
 
 
 def parallel_layer(p: Any, x: jax.Array, recipe: Any, sums: Any = None) -> jax.Array:
@@ -56,9 +56,9 @@ def parallel_layer(p: Any, x: jax.Array, recipe: Any, sums: Any = None) -> jax.A
     back = {"gradients": recipe}
     h = fp8jax.rms_norm(x, p["norm1"], recipe=recipe)
     q, k, v = gather_linear(h, [p["q"], p["k"], p["v"]], "tensor", **how)
-    y = fp8jax.attention_out_proj(attend(q, k, v), p["out"], recipe=recipe)
+    y = fp8jax.attention_output(attend(q, k, v), p["out"], recipe=recipe)
     x = x + scatter_sequence(y, "tensor", sums or recipe, **back)
     h = fp8jax.rms_norm(x, p["norm2"], recipe=recipe)
     gate, up = gather_linear(h, [p["gate"], p["up"]], "tensor", **how)
-    y = fp8jax.glu_down_proj(gate, up, p["down"], recipe=recipe)
+    y = fp8jax.glu_linear(gate, up, p["down"], recipe=recipe)
     return x + scatter_sequence(y, "tensor", sums or recipe, **back)

@@ -167,7 +167,7 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(form, "WHOLE_BYTES", limit)
         assert train.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
         assert seen["chunked"] == wanted, (how, limit)
-    assert not seen["recipe"].head.quantized
+    assert not seen["recipe"].head.is_quantized
     assert train.main([*flags, "--run", "head", "--head", "fp8", "--mesh", "data=1"]) == 2
     assert seen["recipe"].head == fp8jax.recipes.HEAD
     assert "seen" in capsys.readouterr().err

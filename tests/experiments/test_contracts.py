@@ -38,7 +38,7 @@ PLAIN = dataclasses.replace(fp8jax.recipes.bf16(), weights=FP32)
 GROUPS = Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16", dy_wgrad="e4m3:group16")
 BLOCKS = dataclasses.replace(
     fp8jax.recipes.int8_fallback().linear, x="int8:block16", w="int8:block16", dy="int8:block16+stochastic",
-    saved="int8:block16+stochastic", fallback_fraction_range=(0.28, 0.33),
+    x_residual="int8:block16+stochastic", fallback_fraction_range=(0.28, 0.33),
 )  # fmt: skip
 # How far gradients may be from the mean: by sums of another order; by a rounding to e4m3, whose mean square is at most
 # that of half a step everywhere, and by that of NCCL's sum besides.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from scipy import stats
 
 import fp8jax
 from experiments.bench import record
-from experiments.config import UserError
+from experiments.config import UserError, check_same, flatten_fields, with_new_names
 from experiments.tables import parity_runs, training_parity
 from experiments.tables.parity_runs import ParityArm, Setting
 from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
 from fp8jax.ops.products.linear import linear
 
+ROOT = pathlib.Path(__file__).parents[2]
 TINY = Setting(
     dim=32, layers=1, heads=2, mlp_dim=48, length=16, batch=4, steps=20, warmup=2, valid=8, valid_fraction=0.2
 )
@@ -199,6 +201,27 @@ def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
         train([2])
     path.write_text(json.dumps({key: value for key, value in again.items() if key != "recipe"}))
     train([0, 1])
+
+
+@pytest.mark.parametrize("steps", [1, 100, 2000])
+def test_files_name_fields_of_recipes_as_they_were_called_then(steps):
+    name = f"moss_interval_{steps}"
+    stored = json.loads((ROOT / "results" / "parity_intervals" / f"{name}.json").read_text())["recipe"]
+    assert stored["linear.interval"] == str(steps)
+    assert with_new_names(stored) == parity_runs.settings(training_parity.ARMS[name].recipe)
+
+
+def test_a_run_of_older_names_of_fields_is_continued(tmp_path):
+    moss = flatten_fields("recipe", fp8jax.recipes.moss())
+    names = {"amax_history_length": "history", "weight_amax_interval": "interval", "x_residual": "saved"}
+    names |= {"fallback_fraction_range": "fallback_rates", "threshold_update_factor": "fallback_factor"}
+    names |= {"fuse_parallel_matmuls": "joins", "residual": "saved"}
+    older = {".".join(names.get(part, part) for part in key.split(".")): value for key, value in moss.items()}
+    assert len(older) == len(moss)
+    assert {"recipe.head.joins", "recipe.context.saved"} <= older.keys()
+    check_same(older, moss, tmp_path)
+    with pytest.raises(UserError, match=r"recipe\.linear\.weight_amax_interval was 7, now 500"):
+        check_same(older | {"recipe.linear.interval": 7}, moss, tmp_path)
 
 
 def test_each_part_of_a_recipe_tells_what_it_sets():

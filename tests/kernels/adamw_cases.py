@@ -7,9 +7,22 @@ import numpy as np
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.optimizers import adamw
+from fp8jax.ops.optimizers.adamw import ADAMW
+from fp8jax.ops.optimizers.leaf import Adam
+from fp8jax.ops.optimizers.step import step_tree
 
-ADAM = adamw.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
+ADAM = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
+
+
+def step(grads, mu, nu, params, adam, **options):
+    """New parameters and both moments of a step, as a tuple."""
+    new = step_tree(ADAMW, adam, grads, grads if params is None else params, mu, nu, **options)
+    return new.weight, new.mu, new.nu
+
+
+def update(grads, mu, nu, params, adam, **options):
+    """The same with changes of parameters; without parameters, changes in the dtype of the gradients."""
+    return step(grads, mu, nu, params, adam, in_place=False, **options)
 
 
 def spec(name, size=128, expand=True, moment="mu"):

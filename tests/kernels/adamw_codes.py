@@ -24,7 +24,7 @@ def _decode(
     table_ptr: tl.tensor,
     factor_ptr: tl.tensor,
     result_ptr: tl.tensor,
-    HOW: tl.constexpr,
+    STORAGE: tl.constexpr,
 ) -> None:
     group = tl.arange(0, 4)
     offsets = (
@@ -33,7 +33,7 @@ def _decode(
     codes = tl.load(codes_ptr + offsets)
     scale, exponent = tl.load(scale_ptr + group), tl.load(exponent_ptr + group)
     logarithms = tiles.look_up_codes(codes, table_ptr)
-    decoded = codec.decode_from_log2(logarithms, scale, exponent, tl.load(factor_ptr), HOW)
+    decoded = codec.decode_from_log2(logarithms, scale, exponent, tl.load(factor_ptr), STORAGE)
     tl.store(result_ptr + offsets, decoded)
 
 
@@ -58,7 +58,7 @@ def check_every_code(name: str) -> None:
     """Runs `_decode` on every code under several scales and exponents, and compares with float64."""
     fmt, want = formats.get(name), magnitudes(name)
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(fmt.dtype)
-    how = adamw_triton.Storage(
+    storage = adamw_triton.Storage(
         fmt.max, (fmt.expansion_range, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT), signed=False
     )
     (got,) = call_triton.call(
@@ -73,7 +73,7 @@ def check_every_code(name: str) -> None:
         num_warps=1,
         compute_capability=None,
         aliases={},
-        HOW=how.constants,
+        STORAGE=storage.constants,
     )
     scale, exponent = (np.asarray(x)[:, None] for x in (SCALES, EXPONENTS))
     want = FACTOR * scale * fmt.max * (want / fmt.max) ** (1 / exponent)

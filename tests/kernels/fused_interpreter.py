@@ -81,7 +81,7 @@ def activation_case(
 
     def f(x: Any, w: Any, u: Any, d: Any) -> Any:
         gate, up = (fp8jax.linear(x, a.astype(x.dtype), recipe=part) for a in (0.3 * w, 0.3 * u))
-        return fp8jax.glu_down_proj(gate, up if gated else None, d.astype(x.dtype), recipe=part, activation=name)
+        return fp8jax.glu_linear(gate, up if gated else None, d.astype(x.dtype), recipe=part, activation=name)
 
     return f, (x, w, u, d)
 
@@ -108,7 +108,7 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
 def attention_case(part: fp8jax.Recipe) -> Any:
     """A layer whose input is kept anyway, as a function and its arguments."""
     y, w = normal(0, 18, 3, 16), normal(1, 48, INNER)
-    return lambda y, w: fp8jax.attention_out_proj(y, w, recipe=part), (y, w)
+    return lambda y, w: fp8jax.attention_output(y, w, recipe=part), (y, w)
 
 
 MICRO = {"x": "e4m3:mx32+token", "dy": "e4m3:mx32+token"}

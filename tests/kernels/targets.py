@@ -85,9 +85,9 @@ def _linear(part: Any) -> Callable[..., Any]:
 
     import fp8jax
 
-    specs = [part.spec(role) for role in ("x", "w", "saved", "dy", "dy_wgrad")]
+    specs = [part.spec(role) for role in ("x", "w", "x_residual", "dy", "dy_wgrad")]
     stochastic = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
-    observes = any(strategy.observes for strategy in part.states.values())
+    observes = any(strategy.collects_stats for strategy in part.states.values())
     scaling = dataclasses.replace(part, scaling="current") if observes else part
 
     def program(x: Any, w: Any, dy: Any) -> Any:

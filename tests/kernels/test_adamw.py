@@ -22,7 +22,7 @@ from fp8jax.core import formats
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import quantize
 from fp8jax.ops.dispatch import choice as choices
-from fp8jax.ops.optimizers import adamw
+from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, settled, spec, special, stored, tree
 from tests.programs import triton_calls
 
@@ -37,7 +37,7 @@ def test_the_reference_is_adamw_in_float64():
     g[-8:, ::3], m[-8:, ::3], v[:8, ::3] = 0, 0, np.abs(v[:8].max()) * np.geomspace(1e-3, 1, 167, dtype=np.float32)
     g[-4:, 1::3] = 0
     mu, nu = stored(m, "e4m3"), stored(v[::-1] ** 2, "e5m2", moment="nu")
-    new, mu1, nu1 = jax.jit(functools.partial(adamw.step, adam=ADAM, impl="xla"))(g, mu, nu, w)
+    new, mu1, nu1 = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="xla"))(g, mu, nu, w)
     m64, v64 = 0.9 * decoded(mu) + 0.1 * g.astype(np.float64), 0.999 * decoded(nu) + 0.001 * g.astype(np.float64) ** 2
     d = m64 / (1 - 0.9**3) / (np.sqrt(v64 / (1 - 0.999**3)) + 1e-8)
     want = w - 1e-3 * (d + 0.1 * w.astype(np.float64))
@@ -90,7 +90,7 @@ def chosen(grads, mu, nu, params=None, *, impl="auto", platform="cuda"):
         choices.target(capability=90) if platform == "cuda" else contextlib.nullcontext(),
         choices.record_choices() as told,
     ):
-        jax.eval_shape(lambda *trees: adamw.step(*trees, ADAM, impl=impl), grads, mu, nu, params)
+        jax.eval_shape(lambda *trees: adamw_cases.step(*trees, ADAM, impl=impl), grads, mu, nu, params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     return {path: choice for path, (name, choice) in zip(paths, told, strict=True) if name == "adamw"}
 
@@ -114,7 +114,7 @@ def test_auto_falls_back_with_a_reason_and_an_explicit_kernel_raises_it(settings
     assert reason in choice.reason
     if "no moment" not in reason:
         with pytest.raises(ValueError, match=reason):
-            adamw.step(*leaf, ADAM, impl="triton")
+            adamw_cases.step(*leaf, ADAM, impl="triton")
 
 
 @triton
@@ -133,12 +133,12 @@ def test_what_is_chosen_is_told_by_parameter():
 @triton
 def test_an_explicit_kernel_does_not_run_on_cpu():
     with pytest.raises((NotImplementedError, ValueError), match="platform"):
-        jax.jit(functools.partial(adamw.step, adam=ADAM, impl="triton"))(*tree())
+        jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="triton"))(*tree())
 
 
 def test_a_key_without_bf16_parameters_is_refused():
     with pytest.raises(ValueError, match="there are none"):
-        adamw.step(*tree(), ADAM, key=jax.random.key(0))
+        adamw_cases.step(*tree(), ADAM, key=jax.random.key(0))
 
 
 def test_a_key_makes_training_of_bf16_weights_follow_fp32_on_average():
@@ -163,7 +163,7 @@ def test_a_key_makes_training_of_bf16_weights_follow_fp32_on_average():
 def test_under_an_explicit_mesh_each_device_updates_its_part(axes):
     """On CPU by XLA; the last one cuts groups, which the kernel's operands are gathered for."""
     leaf = tree((16, 512))
-    want = jax.jit(functools.partial(adamw.step, adam=ADAM, impl="xla"))(*leaf)
+    want = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="xla"))(*leaf)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
     def place(x):
@@ -174,7 +174,7 @@ def test_under_an_explicit_mesh_each_device_updates_its_part(axes):
         placed = jax.tree.map(place, leaf)
         (choice,) = chosen(*placed, platform="cuda").values()
         assert choice.impl == "triton", choice
-        program = jax.jit(functools.partial(adamw.step, adam=ADAM))
+        program = jax.jit(functools.partial(adamw_cases.step, adam=ADAM))
         assert "triton_kernel_call" in str(program.trace(*placed).jaxpr)
         got = program(*placed)
     np.testing.assert_allclose(np.asarray(got[0]), np.asarray(want[0]), rtol=1e-6, atol=1e-9)
@@ -192,10 +192,10 @@ def test_sharded_parameters_take_the_kernel():
 @triton
 def test_a_mapped_step_is_traced_as_one_kernel():
     leaf = jax.tree.map(lambda x: jnp.stack([x, x]), tree((8, 256)))
-    program = jax.jit(jax.vmap(functools.partial(adamw.step, adam=ADAM)))
+    program = jax.jit(jax.vmap(functools.partial(adamw_cases.step, adam=ADAM)))
     with choices.target(capability=90):
         assert str(program.trace(*leaf).jaxpr).count("triton_kernel_call[") == 1
-        got, want = program(*leaf), jax.jit(functools.partial(adamw.step, adam=ADAM))(*tree((8, 256)))
+        got, want = program(*leaf), jax.jit(functools.partial(adamw_cases.step, adam=ADAM))(*tree((8, 256)))
     np.testing.assert_allclose(got[0][1], want[0], rtol=1e-6)
 
 
@@ -266,7 +266,7 @@ CONFIGURATIONS = {
     "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 53, 9),
     "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 47, 8.5),
     "bf16 weights and second moment, stochastic": (
-        {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "nu_stochastic": True},
+        {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "stochastic_nu": True},
         58,
         8.5,
     ),
@@ -280,7 +280,7 @@ CONFIGURATIONS = {
     "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 54, 8.5),
     "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 44, 8.5),
     "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 44, 8.5),
-    "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "nu_stochastic": True}, 64, 9),
+    "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "stochastic_nu": True}, 64, 9),
     "fp32 weights, gated": ({"shape": (512, 1024), "weight": "float32", "gated": True}, 53, 9),
     "bf16 weights, gated": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True}, 44, 8.5),
     "fp32 weights, gated and cut": ({"shape": (512, 1024), "weight": "float32", "gated": True, "cut": True}, 54, 9),
@@ -290,7 +290,7 @@ CONFIGURATIONS = {
             "shape": (512, 1024),
             "weight": "bfloat16",
             "stochastic": True,
-            "nu_stochastic": True,
+            "stochastic_nu": True,
             "gated": True,
             "cut": True,
         },
@@ -301,7 +301,7 @@ CONFIGURATIONS = {
 
 
 def lower(
-    shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step", stochastic=False, nu_stochastic=False,
+    shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step", stochastic=False, stochastic_nu=False,
     gated=False, cut=False,
 ):  # fmt: skip
     """Lowers one step for a GPU of compute capability 9.0; run in a process of its own."""
@@ -321,7 +321,8 @@ def lower(
     options = {"key": jax.random.key(0)} if stochastic else {}
     adam = dataclasses.replace(ADAM, grad_scale=jnp.float32(0.5), apply_if=jnp.array(True)) if gated else ADAM
     adam = dataclasses.replace(adam, max_direction=jnp.float32(1.2)) if cut else adam
-    run = functools.partial(getattr(adamw, form), adam=adam, impl="triton", nu_stochastic=nu_stochastic, **options)
+    make = getattr(adamw_cases, form)
+    run = functools.partial(make, adam=adam, impl="triton", stochastic_nu=stochastic_nu, **options)
     return jax.jit(run, donate_argnums=(1, 2, 3)).trace(*args).lower(lowering_platforms=("cuda",))
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import fp8jax
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.optimizers import adamw
+from fp8jax.ops.optimizers.leaf import Adam
+from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, decoded, special, stored, tree
 from tests.kernels.test_adamw_interpreted import NOISY, compare_noise
 
@@ -29,7 +30,7 @@ SHAPES = {
 
 def both(form, leaf, key=None):
     options = {"key": key} if key is not None else {}
-    run = [functools.partial(getattr(adamw, form), adam=ADAM, impl=impl, **options) for impl in ("xla", "triton")]
+    run = [functools.partial(getattr(adamw_cases, form), adam=ADAM, impl=impl, **options) for impl in ("xla", "triton")]
     return jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
 
 
@@ -157,7 +158,7 @@ def test_second_moments_are_rounded_stochastically_as_in_the_reference(case):
 def test_stochastic_rounding_of_what_the_rate_makes(rate):
     leaf = tree((64, 1024), grad=jnp.bfloat16, weight=jnp.bfloat16)
     adam = dataclasses.replace(ADAM, rate=rate)
-    want, got = (jax.jit(functools.partial(adamw.step, adam=adam, impl=impl, key=jax.random.key(7)))(*leaf)[0]
+    want, got = (jax.jit(functools.partial(adamw_cases.step, adam=adam, impl=impl, key=jax.random.key(7)))(*leaf)[0]
                  for impl in ("xla", "triton"))  # fmt: skip
     np.testing.assert_allclose(want.astype(jnp.float32), got.astype(jnp.float32), rtol=2**-7)
 
@@ -168,13 +169,13 @@ def test_traced_scalars_and_absent_decay():
     for decays, form in itertools.product((True, False), ("step", "update")):
 
         def run(impl, rate, b2, decays=decays, form=form):
-            adam = adamw.Adam(0.9, b2, 1e-6, 1e-9, jnp.int32(5), rate, 0.3)
-            return getattr(adamw, form)(*leaf, adam, decays=decays, impl=impl)
+            adam = Adam(0.9, b2, 1e-6, 1e-9, jnp.int32(5), rate, 0.3)
+            return getattr(adamw_cases, form)(*leaf, adam, decays=decays, impl=impl)
 
         scalars = jnp.float32(1e-3), jnp.float32(0.95)
         want = jax.jit(functools.partial(run, "xla"), compiler_options=EXACT)(*scalars)
         got = jax.jit(functools.partial(run, "triton"))(*scalars)
-        check_equal(want, got, leaf, adamw.Adam(0.9, 0.95, 1e-6, 1e-9, jnp.int32(5), 1e-3))
+        check_equal(want, got, leaf, Adam(0.9, 0.95, 1e-6, 1e-9, jnp.int32(5), 1e-3))
 
 
 def train(impl, steps, **storage):
@@ -217,9 +218,9 @@ def test_mapped_kernel():
         ),
         tree((16, 512)),
     )
-    got = jax.jit(jax.vmap(functools.partial(adamw.step, adam=ADAM, impl="triton")))(*leaf)
+    got = jax.jit(jax.vmap(functools.partial(adamw_cases.step, adam=ADAM, impl="triton")))(*leaf)
     for i in range(2):
-        want = jax.jit(functools.partial(adamw.step, adam=ADAM, impl="triton"))(
+        want = jax.jit(functools.partial(adamw_cases.step, adam=ADAM, impl="triton"))(
             *jax.tree.map(lambda x, i=i: x[i], leaf)
         )
         jax.tree.map(
@@ -236,7 +237,7 @@ def test_mapped_kernel():
 @pytest.mark.parametrize("size", [16, 128, 1024])
 def test_ordinary_tiles_between_special_ones(eps, size):
     """Tiles without special values take fewer instructions, and eps that matters takes others."""
-    adam = adamw.Adam(0.9, 0.999, *eps, jnp.int32(3), 1e-3, 0.1)
+    adam = Adam(0.9, 0.999, *eps, jnp.int32(3), 1e-3, 0.1)
     values = [special((75, 2048), seed) for seed in range(3)]
     for values_ in values:
         values_[40:] = np.random.default_rng(7).standard_normal(values_[40:].shape) * 1e-2
@@ -251,7 +252,7 @@ def test_ordinary_tiles_between_special_ones(eps, size):
             stored(values[2] ** 2, "e4m3", size, moment="nu"),
             jnp.asarray(np.nan_to_num(values[1] * 0.1)).astype(weight),
         )
-        run = [functools.partial(getattr(adamw, form), adam=adam, impl=impl) for impl in ("xla", "triton")]
+        run = [functools.partial(getattr(adamw_cases, form), adam=adam, impl=impl) for impl in ("xla", "triton")]
         want, got = jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
         check_equal(want, got, leaf, adam)
 
@@ -261,10 +262,10 @@ def test_ordinary_tiles_between_special_ones(eps, size):
 def test_a_step_takes_a_factor_or_is_not_taken(weight):
     leaf = tree((64, 512), weight=weight)
     run = jax.jit(
-        lambda leaf, ok: adamw.step(*leaf, dataclasses.replace(ADAM, grad_scale=0.25, apply_if=ok), impl="triton")
+        lambda leaf, ok: adamw_cases.step(*leaf, dataclasses.replace(ADAM, grad_scale=0.25, apply_if=ok), impl="triton")
     )
     scaled = dataclasses.replace(ADAM, grad_scale=0.25)
-    want = jax.jit(functools.partial(adamw.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
+    want = jax.jit(functools.partial(adamw_cases.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
     check_equal(want, run(leaf, True), leaf, scaled)
     left = run(leaf, False)
     for x, y in zip(jax.tree.leaves((leaf[3], *leaf[1:3])), jax.tree.leaves(left), strict=True):

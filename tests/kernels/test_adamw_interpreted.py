@@ -23,7 +23,8 @@ import pytest
 
 from fp8jax.core import masters, noise
 from fp8jax.ops.dispatch import partition
-from fp8jax.ops.optimizers import adamw, adamw_kernel
+from fp8jax.ops.optimizers import adamw_kernel
+from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, special, stored
 
 SHAPES = {"whole": (20, 256), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (21, 128)}
@@ -130,14 +131,14 @@ def compare(
     adam = dataclasses.replace(
         ADAM, **dict(zip(("eps", "eps_root", "grad_scale", "max_direction"), settings, strict=False))
     )
-    run = functools.partial(getattr(adamw, form), adam=adam, decays=decays, **options)
+    run = functools.partial(getattr(adamw_cases, form), adam=adam, decays=decays, **options)
     want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
     got = run(*leaf, impl="triton")
     if not stochastic:
         check_equal(want, got, leaf, adam)
         return
     others = (leaf[3], leaf[3].astype(jnp.float32))
-    nearest, exact = (adamw.step(*leaf[:3], w, adam, decays=decays, impl="xla") for w in others)
+    nearest, exact = (adamw_cases.step(*leaf[:3], w, adam, decays=decays, impl="xla") for w in others)
     a, b, c, x = (np.asarray(r[0]).astype(np.float32) for r in (want, got, nearest, exact))
     finite = np.isfinite(a)
     assert not finite.all()
@@ -163,10 +164,10 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
     )
     if expand and form == "update":
         # Exponents of a run that goes on, which groups keep if their range still fits.
-        start = adamw.update(*leaf, adam, impl="xla", nu_stochastic=True)[2]
+        start = adamw_cases.update(*leaf, adam, impl="xla", stochastic_nu=True)[2]
         leaf = (*leaf[:2], start, leaf[3])
-    run = functools.partial(getattr(adamw, form), *leaf, adam)
-    want, got = run(impl="xla", nu_stochastic=True), run(impl="triton", nu_stochastic=True)
+    run = functools.partial(getattr(adamw_cases, form), *leaf, adam)
+    want, got = run(impl="xla", stochastic_nu=True), run(impl="triton", stochastic_nu=True)
     nearest = run(impl="triton")
     for x, y in ((got[0], nearest[0]), (got[1].codes, nearest[1].codes)):
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
@@ -194,8 +195,8 @@ def compare_noise_of_bf16(shape: str, expand: bool, form: str) -> None:
     values = [special(SHAPES[shape], seed) for seed in range(3)]
     leaf = (jnp.asarray(values[0] * 0.1), stored(values[1], "e4m3", 128, expand), stored(values[2] ** 2, "bf16"))
     adam = dataclasses.replace(ADAM, b2=0.9)
-    run = functools.partial(getattr(adamw, form), *leaf, jnp.asarray(np.nan_to_num(values[1])), adam)
-    want, got = run(impl="xla", nu_stochastic=True), run(impl="triton", nu_stochastic=True)
+    run = functools.partial(getattr(adamw_cases, form), *leaf, jnp.asarray(np.nan_to_num(values[1])), adam)
+    want, got = run(impl="xla", stochastic_nu=True), run(impl="triton", stochastic_nu=True)
     nearest = run(impl="triton")
     for x, y in zip(jax.tree.leaves((got[0], got[1])), jax.tree.leaves((nearest[0], nearest[1])), strict=True):
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
@@ -213,7 +214,7 @@ def compare_shards() -> None:
 
     values = np.random.default_rng(0).standard_normal((2, 6, 512)).astype(np.float32)
     leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"), jnp.asarray(values))
-    whole = adamw.step(*leaf, ADAM, impl="triton", nu_stochastic=True)
+    whole = adamw_cases.step(*leaf, ADAM, impl="triton", stochastic_nu=True)
     cut, groups = np.s_[1:, 2:4, 256:], np.s_[1:, 2:4, 2:]
     storages = [adamw_kernel._kernel_storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
     words = np.asarray(noise.step_seed(ADAM.count)).copy()
@@ -226,7 +227,7 @@ def compare_shards() -> None:
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
         dead_elements=adamw_kernel.dead_element_params(),
-        form="step", nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
+        in_place=True, nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))
 
@@ -236,7 +237,7 @@ def compare_gated(weight: str) -> None:
     values = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"),
             jnp.asarray(values).astype(weight))  # fmt: skip
-    run = functools.partial(adamw.step, *leaf, impl="triton", nu_stochastic=True)
+    run = functools.partial(adamw_cases.step, *leaf, impl="triton", stochastic_nu=True)
     plain, taken, left = (
         jax.tree.leaves(run(dataclasses.replace(ADAM, apply_if=applied))) for applied in (None, True, False)
     )
@@ -269,7 +270,7 @@ def compare_members(weight: str, eps_root: float = 0.0) -> None:
     v[32:] *= 0.01 + random.random((32, 256), np.float32)
     leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(v, "e4m3", moment="nu"), jnp.asarray(w).astype(weight))
     adam = dataclasses.replace(ADAM, b2=0.95, eps_root=eps_root)
-    want, got = (adamw.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
+    want, got = (adamw_cases.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
     check_equal(want, got, leaf, adam)
     before, after = (np.asarray(x.dequantize()) for x in (leaf[2], got[2]))
     assert np.all(np.asarray(got[1].codes).astype(np.float32)[:24, ::5] == 0)
@@ -293,7 +294,7 @@ def compare_magnitudes(weight: str) -> None:
         )
     w = jnp.ones(g.shape, weight)
     leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(np.abs(v), "e4m3", moment="nu"), w)
-    want, got = (adamw.step(*leaf, ADAM, impl=impl) for impl in ("xla", "triton"))
+    want, got = (adamw_cases.step(*leaf, ADAM, impl=impl) for impl in ("xla", "triton"))
     check_equal(want, got, leaf, ADAM)
 
 
@@ -305,7 +306,7 @@ def compare_slow(weight: str) -> None:
     leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(v**2, "e4m3", moment="nu"), jnp.asarray(w).astype(weight))
     adam = dataclasses.replace(ADAM, b1=0.99, b2=0.995)
     want, got, other = (
-        adamw.step(*leaf, dataclasses.replace(adam, count=jnp.int32(count)), impl=impl)
+        adamw_cases.step(*leaf, dataclasses.replace(adam, count=jnp.int32(count)), impl=impl)
         for count, impl in ((3, "xla"), (3, "triton"), (40, "triton"))
     )
     check_equal(want, got, leaf, adam)
@@ -324,10 +325,10 @@ def compare_parts(remainder: str) -> None:
         weight = masters.split(jnp.asarray(w), jnp.bfloat16, jnp.dtype(remainder))
         rest = (jnp.asarray(g * 0.1), stored(m, "e4m3"), stored(m**2, "e4m3", moment="nu"))
         value = masters.join(weight.high, weight.remainder)
-        want, got = (adamw.step(*rest, x, ADAM, impl="triton") for x in (value, weight))
+        want, got = (adamw_cases.step(*rest, x, ADAM, impl="triton") for x in (value, weight))
         for other in ("xla", "triton"):
             adam = dataclasses.replace(ADAM, apply_if=jnp.bool_(False))
-            kept = jax.tree.leaves(adamw.step(*rest, weight, adam, impl=other))
+            kept = jax.tree.leaves(adamw_cases.step(*rest, weight, adam, impl=other))
             for a, b in zip(kept, jax.tree.leaves((weight, *rest[1:])), strict=True):
                 assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
         found = np.asarray(masters.join(got[0].high, got[0].remainder))
@@ -341,7 +342,7 @@ def compare_parts(remainder: str) -> None:
         np.testing.assert_array_equal(again.remainder, got[0].remainder)
         last = 2.0**-15 if remainder == "int8" else 2.0**-22
         np.testing.assert_allclose(found, want[0], rtol=last, atol=2e-5 * ADAM.rate)
-        changes = adamw.update(*rest, weight, ADAM, impl="triton")[0]
+        changes = adamw_cases.update(*rest, weight, ADAM, impl="triton")[0]
         ahead = (weight.high.astype(jnp.float32) + changes.high).astype(jnp.bfloat16)
         np.testing.assert_array_equal(np.asarray(ahead, np.float32), np.asarray(got[0].high, np.float32))
 
@@ -354,7 +355,7 @@ def check_largest(form: str, weight: str) -> None:
     values[0, 9:] = values[2, 9:, ::100] = 0  # no ordinary tiles
     leaf = (jnp.asarray(values[0]), stored(values[1], "e4m3"), stored(values[2] ** 2, "e4m3", moment="nu"))
     w = jnp.zeros(values[3].shape, weight)
-    changes = {impl: np.asarray(getattr(adamw, form)(*leaf, w, adam, impl=impl)[0]) for impl in ("xla", "triton")}
+    changes = {impl: np.asarray(getattr(adamw_cases, form)(*leaf, w, adam, impl=impl)[0]) for impl in ("xla", "triton")}
     for changed in changes.values():
         lengths = np.abs(changed.astype(np.float64)) / rate
         assert lengths.max() <= most * (1 + 2.0**-20)
@@ -378,7 +379,7 @@ def compare_large(weight: str) -> None:
             jnp.asarray(values[3]).astype(weight))  # fmt: skip
     for factor in (None, 0.25, 1e10, 1e-30, np.inf, np.nan):
         adam = dataclasses.replace(ADAM, grad_scale=factor)
-        want, got = (adamw.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
+        want, got = (adamw_cases.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
         finite = np.isfinite(np.asarray(got[0], np.float32))
         if factor is None or np.isfinite(factor):
             np.testing.assert_array_equal(finite, ~bad)

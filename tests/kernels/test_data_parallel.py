@@ -42,7 +42,7 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypa
     def step(params, state, x):
         def loss(params):
             gate, up = fp8jax.norm_linear(x, params["norm"], (params["gate"], params["up"]), recipe=recipe)
-            y = fp8jax.glu_down_proj(gate, up, params["down"], recipe=recipe)
+            y = fp8jax.glu_linear(gate, up, params["down"], recipe=recipe)
             return jax.lax.pmean(jnp.mean(y.astype(jnp.float32) ** 2), "data")
 
         grads = jax.grad(loss)(params)

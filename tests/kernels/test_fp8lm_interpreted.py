@@ -23,8 +23,8 @@ from fp8jax.core import masters, noise
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.ops.dispatch import partition
 from fp8jax.ops.optimizers import fp8lm
-from fp8jax.ops.optimizers.adamw import load
-from fp8jax.ops.optimizers.adamw_kernel import Adam
+from fp8jax.ops.optimizers.leaf import Adam, Leaf, load, master_seed
+from fp8jax.ops.optimizers.step import step_leaves
 from tests.kernels.test_adamw_interpreted import part
 
 SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 41), 1), "vector": ((5000,), 0)}
@@ -101,9 +101,7 @@ def prepare() -> None:
     call_triton.call = call
 
 
-def leaf_of(
-    shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str, special: bool = True
-) -> fp8lm.FP8LMLeaf:
+def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str, special: bool = True) -> Leaf:
     random = np.random.default_rng(len(shape))
     w, g, m, v = (random.standard_normal(shape).astype(np.float32) for _ in range(4))
     if special:
@@ -131,7 +129,11 @@ def leaf_of(
     copies = w.copy()
     if special:  # what somebody has changed, within and beyond the range of the next scale
         copies.reshape(-1)[20:24] = 0.3, -1e4, 2.5e4, 7e-3
-    return fp8lm.FP8LMLeaf(gradient, jnp.asarray(copies).astype(weight), *kept, largest, None, True)
+    return Leaf(gradient, jnp.asarray(copies).astype(weight), *kept[1:], kept[0], largest)
+
+
+def step(form: str, leaf: Leaf, adam: Adam, impl: str) -> Any:
+    return step_leaves(fp8lm.FP8LM, adam, [dataclasses.replace(leaf, in_place=form == "step")], impl)[0]
 
 
 def assert_equal(want: Any, got: Any) -> None:
@@ -145,9 +147,9 @@ def assert_equal(want: Any, got: Any) -> None:
         np.testing.assert_array_equal(np.signbit(x) & ~np.isnan(x), np.signbit(y) & ~np.isnan(y), err_msg=str(path))
 
 
-def with_master(leaf: fp8lm.FP8LMLeaf, master: str) -> fp8lm.FP8LMLeaf:
+def with_master(leaf: Leaf, master: str) -> Leaf:
     if "stochastic" in master:
-        leaf = dataclasses.replace(leaf, noise=fp8lm.fold_in_master_seed(noise.step_seed(3), "w"))
+        leaf = dataclasses.replace(leaf, weight_seed=master_seed(noise.step_seed(3), "w"))
     if master in ("nearest", "stochastic"):
         return leaf
     value: Any = leaf.weight
@@ -159,11 +161,11 @@ def with_master(leaf: fp8lm.FP8LMLeaf, master: str) -> fp8lm.FP8LMLeaf:
 def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, master: str) -> None:
     leaf = with_master(dataclasses.replace(leaf_of(*SHAPES[shape], grad, weight, mu), decays=decays), master)
     adam = dataclasses.replace(ADAM, grad_scale=factor)
-    (want,), (got,) = (fp8lm.apply(form, [leaf], adam, impl) for impl in ("xla", "triton"))
+    want, got = (step(form, leaf, adam, impl) for impl in ("xla", "triton"))
     assert_equal(want, got)
     assert (np.asarray(got.nu.codes)[np.asarray(leaf.nu.codes) != 0] != 0).all()
     change = form == "update" and leaf.master is None
-    new = (want.result.high if change and "int" in master else want.result).astype(jnp.float32)
+    new = (want.weight.high if change and "int" in master else want.weight).astype(jnp.float32)
     finite = np.isfinite(np.asarray(new))
     assert finite.mean() > 0.99
     assert not finite.all()
@@ -172,8 +174,8 @@ def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any
         values = [x.master.dequantize() for x in (leaf, want)]
     assert np.mean(np.asarray(values[0] != values[1])[finite]) > 0.5
     if "stochastic" in master:
-        nearest = fp8lm.apply(form, [dataclasses.replace(leaf, noise=None)], adam, "xla")[0]
-        pair = [x.result if x.master is None else x.master.codes for x in (nearest, got)]
+        nearest = step(form, dataclasses.replace(leaf, weight_seed=None), adam, "xla")
+        pair = [x.weight if x.master is None else x.master.codes for x in (nearest, got)]
         assert np.mean(np.asarray(pair[0] != pair[1])) > 0.2
 
 
@@ -181,11 +183,11 @@ def compare_gated(master: str) -> None:
     """A step that is not taken writes nothing; one that is has the bits of one without a gate."""
     leaf = with_master(leaf_of((3, 40, 96), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     plain, taken, left = (
-        fp8lm.apply("step", [leaf], dataclasses.replace(ADAM, apply_if=applied), "triton")[0]
+        step("step", leaf, dataclasses.replace(ADAM, apply_if=applied), "triton")
         for applied in (None, jnp.array(True), jnp.array(False))
     )
     assert_equal(plain, taken)
-    assert_equal(fp8lm.StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.amax), left)
+    assert_equal(leaf.unchanged, left)
 
 
 def compare_large(grad: str, master: str) -> None:
@@ -201,11 +203,11 @@ def compare_large(grad: str, master: str) -> None:
     leaf = with_master(dataclasses.replace(leaf, grad=value), master)
     for factor in (None, 0.25, 1e10, 1e-30):
         adam = dataclasses.replace(ADAM, grad_scale=factor)
-        (want,), (got,) = (fp8lm.apply("step", [leaf], adam, impl) for impl in ("xla", "triton"))
+        want, got = (step("step", leaf, adam, impl) for impl in ("xla", "triton"))
         assert_equal(want, got)
         bad = np.zeros(x.shape, bool)
         bad[2, 1, 2:4] = True
-        new = got.result.high if master == "int8" else got.result
+        new = got.weight.high if master == "int8" else got.weight
         np.testing.assert_array_equal(np.isfinite(np.asarray(new, np.float32)), ~bad)
         for q in (got.mu, got.nu):
             assert not np.isnan(np.asarray(q.dequantize())[~bad]).any()
@@ -221,7 +223,7 @@ def compare_cuts(master: str, which: str) -> None:
     """On the Explicit axes of a mesh each device updates its part, whose largest magnitudes are compared."""
     leaf = with_master(leaf_of((8, 8, 64), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     with jax.disable_jit():
-        (want,) = fp8lm.apply("step", [leaf], ADAM, "triton")
+        want = step("step", leaf, ADAM, "triton")
     for axes in cuts_of(master, which):
         # A callback, which the interpreter is here, lives only where JAX lowers it: not in what XLA partitions itself.
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -233,11 +235,11 @@ def compare_cuts(master: str, which: str) -> None:
             cut = [axis if n in (8, 64) else None for axis, n in zip(axes, x.shape[lead:], strict=True)]
             return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*[None] * lead, *cut)))
 
-        run = jax.jit(lambda leaf: fp8lm.apply("step", [leaf], ADAM, "triton")[0])
+        run = jax.jit(lambda leaf: step("step", leaf, ADAM, "triton"))
         with jax.set_mesh(mesh):
             got = run(jax.tree.map(place, leaf))
             assert len(got.mu.codes.sharding.device_set) == 8
-            assert {x.sharding.spec for x in jax.tree.leaves((got.result, got.mu.codes))} == {jax.P(*axes)}
+            assert {x.sharding.spec for x in jax.tree.leaves((got.weight, got.mu.codes))} == {jax.P(*axes)}
             assert_equal(want, got)
 
 

@@ -99,7 +99,7 @@ def check_norms() -> None:
 
 def check_decay(weight: Any, grad: Any) -> None:
     """Parameters that decay and that do not in one tree, in both forms of the step, quantized or half so."""
-    from fp8jax.ops.optimizers import adamw
+    from tests.kernels import adamw_cases
     from tests.kernels.adamw_cases import ADAM, decoded, stored
 
     adam = dataclasses.replace(ADAM, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, rate=0.25, weight_decay=0.5)
@@ -111,7 +111,7 @@ def check_decay(weight: Any, grad: Any) -> None:
         ]  # fmt: skip
     grads, mus, nus, params = ({name: leaf[k] for name, leaf in draws.items()} for k in range(4))
     for mask, form in itertools.product(({"decays": True, "stays": False}, False, True), ("update", "step")):
-        run = getattr(adamw, form)
+        run = getattr(adamw_cases, form)
         result, *_ = run(grads, mus, nus, params, adam, decays=mask, impl="triton")
         for name in draws:
             g, w = (np.asarray(x).astype(np.float64) for x in (grads[name], params[name]))
@@ -124,8 +124,8 @@ def check_decay(weight: Any, grad: Any) -> None:
             # The kernel computes roots and powers to 1e-5 of themselves.
             bound = 1e-4 * (np.abs(w) + np.abs(change) + 1) + float(jnp.finfo(weight).eps) * np.abs(want)
             assert (np.abs(got - want) <= bound).all(), (mask, form, name, np.max(np.abs(got - want)))
-    result, *_ = adamw.update(grads, mus, nus, None, adam, decays=False, impl="triton")
-    plain, *_ = adamw.update(grads, mus, nus, params, adam, decays=False, impl="triton")
+    result, *_ = adamw_cases.update(grads, mus, nus, None, adam, decays=False, impl="triton")
+    plain, *_ = adamw_cases.update(grads, mus, nus, params, adam, decays=False, impl="triton")
     for name in draws:
         a, b = (np.asarray(tree[name]).astype(np.float64) for tree in (result, plain))
         np.testing.assert_allclose(a, b, rtol=2.0**-7)

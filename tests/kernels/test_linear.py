@@ -56,7 +56,7 @@ def block() -> tuple[Any, tuple[Any, ...]]:
     def program(x: Any, w: Any, v: Any, narrow: Any, dy: Any) -> Any:
         def f(x: Any, w: Any, v: Any, narrow: Any) -> Any:
             x, gate, up = fp8jax.norm_linear(2 * x, None, (w, v), recipe=recipe, residual=True)
-            return fp8jax.glu_down_proj(gate, up, narrow, x, recipe=recipe)
+            return fp8jax.glu_linear(gate, up, narrow, x, recipe=recipe)
 
         y, back = jax.vjp(f, x, w, v, narrow)
         return y, back(dy)

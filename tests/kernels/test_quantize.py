@@ -81,11 +81,13 @@ def registers() -> None:
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
-        "tensor, of maxima": lambda x: both(x, coding("tensor", e5m2), partial_amax=jnp.ones(1024), up=True),
+        "tensor, of maxima": lambda x: both(x, coding("tensor", e5m2), partial_amax=jnp.ones(1024), round_up_bf16=True),
         "tensor, three matrices": lambda x: both(
             (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), partial_amax=jnp.ones(1024)
         ),
-        "weights, of maxima": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, partial_amax=jnp.ones(1024)),
+        "weights, of maxima": lambda x: both(
+            x.astype(jnp.float32), coding("tensor"), None, partial_amax=jnp.ones(1024)
+        ),
         "maxima of parts": lambda x: amax_triton.compute_amax(
             x, tensor=True, num_partials=amax_triton.MAX_PARTIALS, **options
         )[0],

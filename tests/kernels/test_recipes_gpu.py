@@ -13,7 +13,6 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.core.masters import MasterWeight
 from fp8jax.ops.dispatch import choice
-from fp8jax.ops.optimizers import fp8lm
 from tests.kernels import test_adamw_interpreted as adamw
 from tests.kernels import test_fp8lm_interpreted as lm
 
@@ -58,7 +57,7 @@ def test_the_step_of_fp8lm_is_near_its_reference(case):
     shape, grad, weight, mu, form, factor, master = case
     leaf = lm.with_master(lm.leaf_of(*lm.SHAPES[shape], grad, weight, mu), master)
     adam = dataclasses.replace(lm.ADAM, grad_scale=factor)
-    (want,), (got,) = (fp8lm.apply(form, [leaf], adam, impl) for impl in ("xla", "triton"))
+    want, got = (lm.step(form, leaf, adam, impl) for impl in ("xla", "triton"))
     # Of a master by parts the high one: the other wraps around where that is another.
     high = lambda x: x.high if isinstance(x, MasterWeight) else x  # noqa: E731
     want, got = (jax.tree.map(high, x, is_leaf=lambda x: isinstance(x, MasterWeight)) for x in (want, got))

@@ -155,7 +155,7 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
-        fused_codes, "_make", lambda *args, make=fused_codes._quantize_group: made.append(args) or make(*args)
+        fused_codes, "_quantize_group", lambda *args, make=fused_codes._quantize_group: made.append(args) or make(*args)
     )
     assert per_layer(recipe, *SHAPES[0]) == pytest.approx(plain, abs=1e-9)
     assert made

@@ -28,8 +28,8 @@ TAKE = {
     "glu": ("coat", lambda r: jax.grad(lambda x: fp8jax.glu(x, x, recipe=r).sum())(X)),
     "activation": ("coat", lambda r: jax.grad(lambda x: fp8jax.activation(x, recipe=r, activation="silu").sum())(X)),
     "norm_linear": ("coat", lambda r: fp8jax.norm_linear(X, ONE, (W,), recipe=r)[0]),
-    "attention_output": ("coat", lambda r: fp8jax.attention_out_proj(X.reshape(8, 2, 8), W, X, recipe=r)),
-    "glu_linear": ("coat", lambda r: fp8jax.glu_down_proj(X, X, W, recipe=r)),
+    "attention_output": ("coat", lambda r: fp8jax.attention_output(X.reshape(8, 2, 8), W, X, recipe=r)),
+    "glu_linear": ("coat", lambda r: fp8jax.glu_linear(X, X, W, recipe=r)),
     "Rule": ("deepseek", lambda r: fp8jax.nnx.quantize(layer(), fp8jax.Rule(".*", r))(X)),
     "nnx.quantize": ("deepseek", lambda r: fp8jax.nnx.quantize(layer(), r)(X)),
     "linen.quantize": (
@@ -79,7 +79,7 @@ def test_a_part_that_says_nothing_of_an_operation_is_refused():
     with pytest.raises(TypeError, match="norms and activations follow a Recipe or its part Context, not Linear"):
         fp8jax.rms_norm(X, ONE, recipe=linear)
     with pytest.raises(TypeError, match=r"follows a whole fp8jax\.Recipe, not Linear"):
-        fp8jax.glu_down_proj(X, X, W, recipe=linear)
+        fp8jax.glu_linear(X, X, W, recipe=linear)
     with pytest.raises(TypeError, match="a rule takes a Recipe or its part Linear, not Context"):
         fp8jax.nnx.quantize(layer(), context)
 

@@ -415,7 +415,7 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
     assert quantized.layers[0].dtype is None
     for other in ("int8", "float8_e4m3fn", "complex64"):
         with pytest.raises(
-            ValueError, match=f"gradients must be one of bfloat16, float16, float32, or None, not '{other}'"
+            ValueError, match=f"gradient_dtype must be one of bfloat16, float16, float32, or None, not '{other}'"
         ):
             fp8jax.nnx.quantize_weights(quantized, gradient_dtype=other)
 

@@ -29,7 +29,7 @@ WEIGHTS = SCALE, GATE, UP, DOWN
 
 def layer(via, x, scale, gate, up, down, recipe=COAT):
     x, a, b = fp8jax.norm_linear(x, scale, (gate, up), recipe=recipe, residual=True)
-    return fp8jax.glu_down_proj(via(a), via(b), down, x, recipe=recipe)
+    return fp8jax.glu_linear(via(a), via(b), down, x, recipe=recipe)
 
 
 def constrained(a):

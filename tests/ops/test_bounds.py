@@ -131,7 +131,7 @@ def test_the_scale_of_an_activations_result_follows_from_a_sample_of_it_unless_m
     y = jnp.abs(fp8jax.glu(gate, up, recipe=recipe("largest"))).reshape(600, OUTPUTS)
     sample, largest = (float(jnp.max(a)) for a in (jnp.concatenate([y[:32], y[512:544]]), y))
     assert (4 * sample < largest) == (where in ("out of sample", "nothing in the sample"))
-    fp8jax.glu_down_proj(gate, up, w, recipe=part)
+    fp8jax.glu_linear(gate, up, w, recipe=part)
     check(scales, max(4 * sample, largest) / 448)
 
 
@@ -184,7 +184,7 @@ def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scal
 
 def whole(part, x, p):
     x, gate, up = fp8jax.norm_linear(x, p["norm"], (p["gate"], p["up"]), recipe=part, residual=True)
-    return fp8jax.glu_down_proj(gate, up, p["down"], x, recipe=part)
+    return fp8jax.glu_linear(gate, up, p["down"], x, recipe=part)
 
 
 def test_a_layer_under_bounds_is_as_exact_as_under_largest_values():
@@ -214,7 +214,7 @@ def test_vmap_and_jit_give_what_a_loop_gives():
     gate, w, part = gate.at[1, 40].multiply(1e3), normal(2, OUTPUTS, CHANNELS), recipe("bound")
     y = jnp.max(jnp.abs(fp8jax.glu(gate, up, recipe=Context())), -1)
     assert (4 * jnp.max(y[:, :32], 1) < jnp.max(y, 1)).tolist() == [False, True, False]
-    value = lambda gate, up: fp8jax.glu_down_proj(gate, up, w, recipe=part)  # noqa: E731
+    value = lambda gate, up: fp8jax.glu_linear(gate, up, w, recipe=part)  # noqa: E731
     both = lambda *a: (value(*a), *jax.grad(lambda *a: (value(*a) ** 2).sum(), (0, 1))(*a))  # noqa: E731
     together, alone = jax.jit(jax.vmap(both))(gate, up), list(map(jax.jit(both), gate, up))
     for found, *want in zip(together, *alone, strict=True):
@@ -251,9 +251,7 @@ def test_the_bound_of_a_norm_holds_after_a_cast_and_is_finite(scales):
 
 def plain(context, x, p):
     part = dataclasses.replace(COAT, linear=LINEAR, context=context)
-    return fp8jax.glu_down_proj(
-        fp8jax.linear(x, p["gate"], recipe=part), None, p["down"], recipe=part, activation="gelu"
-    )
+    return fp8jax.glu_linear(fp8jax.linear(x, p["gate"], recipe=part), None, p["down"], recipe=part, activation="gelu")
 
 
 @pytest.mark.parametrize("f", [layer, plain])
@@ -302,7 +300,7 @@ def test_where_an_activation_is_flat_bounds_of_its_cotangents_cost_nothing(name,
 
         def f(x, w, up):
             g, u = (fp8jax.linear(x, v, recipe=part) for v in (w, up))
-            return fp8jax.glu_down_proj(g, u if gated else None, down, recipe=part, activation=name)
+            return fp8jax.glu_linear(g, u if gated else None, down, recipe=part, activation=name)
 
         return jax.jit(lambda *args: jax.vjp(f, *args)[1](dy))(x, w, up)
 
@@ -345,7 +343,7 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
         part = recipe(scales)
 
         def f(x):
-            return fp8jax.glu_down_proj(fp8jax.linear(x, w, recipe=part), None, v, recipe=part, activation="silu")
+            return fp8jax.glu_linear(fp8jax.linear(x, w, recipe=part), None, v, recipe=part, activation="silu")
 
         return np.asarray(jax.vjp(f, x)[1](dy)[0])
 
@@ -357,5 +355,5 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match=r"unknown context\.scales 'small'; it is one of largest, bound"):
         Context("e4m3:group16", "lean", "small")
-    with pytest.raises(ValueError, match=r"context\.scales 'bound' needs a format: give context\.saved"):
+    with pytest.raises(ValueError, match=r"context\.scales 'bound' needs a format: give context\.residual"):
         Context(scales="bound")

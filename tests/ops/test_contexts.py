@@ -172,7 +172,7 @@ def test_what_is_not_finite_stays_visible(context, bad):
 def layer(context, x, p):
     recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=LINEAR, context=context)
     gate, up = fp8jax.norm_linear(x, p["norm"], (p["gate"], p["up"]), recipe=recipe)
-    return fp8jax.glu_down_proj(gate, up, p["down"], x, recipe=recipe)
+    return fp8jax.glu_linear(gate, up, p["down"], x, recipe=recipe)
 
 
 def parameters(dtype=jnp.bfloat16):

@@ -27,8 +27,8 @@ def outputs(recipe, x, w, many, weights, scale):
     if x.size:
         return
     x, y, z = fp8jax.norm_linear(x, scale, (w, w), residual=True, **how)
-    yield fp8jax.glu_down_proj(y, z, w.T, x, **how)
-    yield fp8jax.attention_out_proj(jnp.stack([x, x], -2), jnp.stack([w, w]), **how)
+    yield fp8jax.glu_linear(y, z, w.T, x, **how)
+    yield fp8jax.attention_output(jnp.stack([x, x], -2), jnp.stack([w, w]), **how)
     yield fp8jax.layer_norm(many, scale, scale, recipe=recipe)
     yield fp8jax.activation(fp8jax.glu(x, x, recipe=recipe), recipe=recipe, activation="gelu")
 
@@ -52,7 +52,7 @@ def test_empty_operands_have_empty_or_zero_results_and_zero_gradients(name):
     for case, (m, k, n), (values, grads) in zip(SIZES, SIZES.values(), gradients(), strict=True):
         assert [g.shape for g in grads] == [(m, k), (k, n), (3, m, k), (3, k, n), (k,)], case
         assert [y.shape for y in values[:2]] == [(m, n), (3, m, n)][: len(values)], case
-        # The residual of `glu_down_proj` has no elements here.
+        # The residual of `glu_linear` has no elements here.
         assert not any(np.asarray(array).any() for array in (*values, *grads)), case
 
 

@@ -60,7 +60,7 @@ def perceptron(params, x, recipe, mesh_is_explicit):
     how = {"recipe": recipe, "key": key_from_data(x) if recipe.linear.is_stochastic else None}
     weights = params["gate"], params["up"]
     x, gate, up = fp8jax.norm_linear(x, params["scale"], weights, residual=True, **how)
-    return fp8jax.glu_down_proj(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **how)
+    return fp8jax.glu_linear(gate, up, params["down"], x, out_sharding=whole(mesh_is_explicit), **how)
 
 
 def whole(explicit):
@@ -157,7 +157,7 @@ def activation(x, w, recipe, out=None):
 def projection(x, w, recipe, out=None):
     if recipe is PLAIN:
         return jnp.einsum("bthc,hcd->btd", x, w, out_sharding=out)
-    return fp8jax.attention_out_proj(x, w, recipe=recipe, key=KEY, out_sharding=out)
+    return fp8jax.attention_output(x, w, recipe=recipe, key=KEY, out_sharding=out)
 
 
 def mapped(x, w, recipe, out=None):

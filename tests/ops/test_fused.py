@@ -95,7 +95,7 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
     def layer(x, weights):
         scale, gate, up, down = weights
         gate, up = fp8jax.norm_linear(x, scale, (gate, up), recipe=part)
-        return fp8jax.glu_down_proj(gate, up, down, x, recipe=part), None
+        return fp8jax.glu_linear(gate, up, down, x, recipe=part), None
 
     def model(x, *stacks):
         anew = lambda *args: layer(*args)  # noqa: E731 (JAX remembers the traces of a function)
@@ -186,7 +186,7 @@ def test_no_array_of_a_trace_outlives_it(made):
 
     def f(x, w):
         gate, up = fp8jax.norm_linear(x, None, (w, 2 * w), recipe=part)
-        return jnp.sum(fp8jax.glu_down_proj(gate, up, w.T, recipe=part).astype(jnp.float32))
+        return jnp.sum(fp8jax.glu_linear(gate, up, w.T, recipe=part).astype(jnp.float32))
 
     seen = made(True)
     jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w)

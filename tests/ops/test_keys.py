@@ -17,10 +17,10 @@ from flax import nnx
 import fp8jax
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.optimizers import adamw
 from fp8jax.ops.products import operands
 from fp8jax.ops.products.linear import key_from_data
 from fp8jax.ops.quantization import quantize
+from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM
 
 KEY = jax.random.key(5)
@@ -198,7 +198,7 @@ def test_parameters_and_steps_are_rounded_by_noise_of_their_own():
     adam = dataclasses.replace(ADAM, rate=2.0**-9, weight_decay=1.0)
 
     def step(key):
-        new, _, _ = adamw.step(zeros, zeros, zeros, w, adam, key=key, impl="xla")
+        new, _, _ = adamw_cases.step(zeros, zeros, zeros, w, adam, key=key, impl="xla")
         return [np.asarray(new[name], np.float64) * 2.0**8 for name in "abc"]
 
     first = step(KEY)
@@ -215,8 +215,8 @@ def test_layers_of_a_transformer_hand_their_key_on():
     x, w = HALVES[None], jnp.eye(N)
     functions = {
         "norm_linear": lambda x, key: fp8jax.norm_linear(x, None, [w], recipe=recipe, key=key)[0],
-        "attention_out_proj": lambda x, key: fp8jax.attention_out_proj(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
-        "glu_down_proj": lambda x, key: fp8jax.glu_down_proj(x, None, w, recipe=recipe, key=key),
+        "attention_output": lambda x, key: fp8jax.attention_output(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
+        "glu_linear": lambda x, key: fp8jax.glu_linear(x, None, w, recipe=recipe, key=key),
         "linear": lambda x, key: fp8jax.linear(x, w, recipe=recipe, key=key),
         "einsum": lambda x, key: fp8jax.einsum("td,dh->th", x, w, recipe=recipe, key=key),
     }

@@ -96,8 +96,8 @@ def test_within_other_transformations(kinds, within, check):
 
 def test_each_device_keeps_its_part_of_a_sum():
     def product(a, b):
-        def local(cut, a, b):
-            return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
+        def local(dim_sharding, a, b):
+            return dim_sharding.psum(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
 
         y = run_partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sum_dim="k")
         return lax.with_sharding_constraint(y, P(None, "fsdp"))

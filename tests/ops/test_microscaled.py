@@ -121,7 +121,7 @@ def test_the_gradient_of_a_glus_input_is_there_however_small_it_is(recipe):
 
     def mlp(x):
         g, u = (fp8jax.linear(x, jnp.float32(w), recipe=recipe) for w in (gate, up))
-        return fp8jax.glu_down_proj(g, u, jnp.float32(down), recipe=recipe)
+        return fp8jax.glu_linear(g, u, jnp.float32(down), recipe=recipe)
 
     gradient = jax.jit(lambda x: jax.vjp(mlp, x)[1](jnp.float32(dy))[0])
     dh = dy @ down.T
@@ -166,7 +166,7 @@ def test_of_a_norms_result_and_a_glu_all_gradients_are_near(recipe):
 
     def block(x, w, w2, recipe):
         x, gate, up = fp8jax.norm_linear(x, scale, (w, 1.5 * w), recipe=recipe, residual=True)
-        return fp8jax.glu_down_proj(gate, up, w2, x, recipe=recipe)
+        return fp8jax.glu_linear(gate, up, w2, x, recipe=recipe)
 
     target = jax.random.normal(jax.random.key(3), x.shape)
     got, want = (

@@ -440,17 +440,18 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     from fp8jax.core import noise
     from fp8jax.core.noise import round_stochastic
     from fp8jax.ops.optimizers import adamw_kernel
+    from fp8jax.ops.optimizers.leaf import Adam, Leaf
     from pallas_kernels.optimizers import adamw_triton
 
-    def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, form, dtype, seed, group_size, **_):
-        assert (seed is None) == (form == "update" or not stochastic)
+    def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, in_place, dtype, seed, group_size, **_):
+        assert (seed is None) == (not in_place or not stochastic)
         codes, scale, exponent = nu
         inner, stride = run or (codes.size, 1)
         n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
         number = n // inner * stride + n % inner
         words = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
         change = grad / 1024
-        if form == "step":
+        if in_place:
             change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
             change = round_stochastic(change, seed)
@@ -462,14 +463,15 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     dtype = jnp.bfloat16 if stochastic else jnp.float32
     words = noise.step_seed(jnp.int32(3))
     weight = draw(1, *shape).astype(dtype)
-    leaf = adamw_kernel.AdamLeaf(
+    leaf = Leaf(
         draw(0, *shape), weight, quantize_with_scale(draw(2, *shape), spec, None),
-        quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None), True, words if stochastic else None, words, 7,
+        quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None),
+        weight_seed=words if stochastic else None, salt=7,
     )  # fmt: skip
-    adam = adamw_kernel.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
+    adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=words)
 
     def run(leaf):
-        new, mu, nu = adamw_kernel.run("step", leaf, adam)
+        new, _, mu, nu, _ = adamw_kernel.step_leaves(adam, [leaf])[0]
         return new, mu.codes, lax.bitcast_convert_type(nu.scale, jnp.uint32)
 
     mesh = mesh_of(kind)

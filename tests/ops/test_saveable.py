@@ -87,7 +87,7 @@ def test_what_our_operations_save_has_names():
 
     def layer(recipe, x, w, v):
         g, u = fp8jax.norm_linear(x, None, (w, w), recipe=recipe)
-        return fp8jax.glu_down_proj(g, u, v, recipe=recipe)
+        return fp8jax.glu_linear(g, u, v, recipe=recipe)
 
     def widths(recipe, *names):
         kept = residuals(checkpointed(functools.partial(layer, recipe), *names), X, W, V)

@@ -66,7 +66,7 @@ def block(name, x, w):
     def loss(x, w):
         x = fp8jax.activation(fp8jax.rms_norm(x, None, recipe=name), recipe=name, activation="silu")
         x, gate, up = fp8jax.norm_linear(x, jnp.asarray(ROW), [w, w], recipe=name, residual=True)
-        return jnp.sum(fp8jax.glu_down_proj(gate, up, w.swapaxes(0, 1), x, recipe=name))
+        return jnp.sum(fp8jax.glu_linear(gate, up, w.swapaxes(0, 1), x, recipe=name))
 
     return jax.grad(loss, (0, 1))(x, w)
 

@@ -70,7 +70,7 @@ def test_the_projection_of_attention_keeps_nothing_beside_it():
     attention.defvjp(lambda z: 2 * (jnp.tanh(z),), lambda y, dy: (dy * (1 - y * y),))
 
     def f(recipe, z, w, residual):
-        return fp8jax.attention_out_proj(attention(z), w, residual, recipe=recipe)
+        return fp8jax.attention_output(attention(z), w, residual, recipe=recipe)
 
     y = f(COAT, z, w, residual)
     want = fp8jax.linear(jnp.tanh(z).reshape(BATCH, LENGTH, WIDTH), w.reshape(WIDTH, WIDTH), recipe=COAT)
@@ -90,7 +90,7 @@ def test_the_projection_of_attention_keeps_nothing_beside_it():
 def test_the_second_half_of_a_perceptron_keeps_its_gate_and_up(gated):
     gate, up, residual = (draw(i, BATCH, LENGTH, n) for i, n in enumerate((INNER, INNER, WIDTH)))
     up, w = up if gated else None, 0.1 * draw(3, INNER, WIDTH)
-    f = lambda recipe, gate, up, w, residual: fp8jax.glu_down_proj(  # noqa: E731
+    f = lambda recipe, gate, up, w, residual: fp8jax.glu_linear(  # noqa: E731
         gate, up, w, residual, recipe=recipe, activation="gelu"
     )
     exact = jax.nn.gelu(gate.astype(jnp.float32), approximate=False) * (1 if up is None else up.astype(jnp.float32))
@@ -113,9 +113,9 @@ def test_a_layer_of_these_functions_under_scan_keeps_what_the_plan_says():
     def layer(x, w):
         q, k, v = fp8jax.norm_linear(x, None, [w["q"], w["k"], w["v"]], recipe=COAT)
         q, k, v = (a.reshape(BATCH, LENGTH, HEADS, CHANNELS) for a in (q, k, v))
-        x = fp8jax.attention_out_proj(_kept(q, k, v), w["o"], x, recipe=COAT)
+        x = fp8jax.attention_output(_kept(q, k, v), w["o"], x, recipe=COAT)
         gate, up = fp8jax.norm_linear(x, None, [w["gate"], w["up"]], recipe=COAT)
-        return fp8jax.glu_down_proj(gate, up, w["down"], x, recipe=COAT), None
+        return fp8jax.glu_linear(gate, up, w["down"], x, recipe=COAT), None
 
     model = lambda x, w: jax.lax.scan(layer, x, w)[0]  # noqa: E731
     kept = [
@@ -224,8 +224,8 @@ def test_weights_quantized_before_change_no_bit():
 
     def f(held, x, weights):
         a, b = fp8jax.norm_linear(x, None, weights[:2], recipe=COAT, quantized=held[:2])
-        y = fp8jax.attention_out_proj(a.reshape(BATCH, LENGTH, HEADS, -1), weights[2], recipe=COAT, quantized=held[2])
-        return fp8jax.glu_down_proj(y, b, weights[2], recipe=COAT, quantized=held[2])
+        y = fp8jax.attention_output(a.reshape(BATCH, LENGTH, HEADS, -1), weights[2], recipe=COAT, quantized=held[2])
+        return fp8jax.glu_linear(y, b, weights[2], recipe=COAT, quantized=held[2])
 
     results = (gradients(functools.partial(f, given), x, weights) for given in (held, [None] * 3))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
@@ -241,8 +241,8 @@ def test_errors_name_the_value():
     with pytest.raises(ValueError, match="'group'"):
         fp8jax.norm_linear(x, None, [w], recipe=COAT, norm="group")
     with pytest.raises(ValueError, match=r"not \(60, 8\)"):
-        fp8jax.attention_out_proj(x.reshape(4, HEADS, CHANNELS), w[:60], recipe=COAT)
+        fp8jax.attention_output(x.reshape(4, HEADS, CHANNELS), w[:60], recipe=COAT)
     with pytest.raises(ValueError, match="unknown activation"):
-        fp8jax.glu_down_proj(x, x, w, recipe=COAT, activation="relu")
+        fp8jax.glu_linear(x, x, w, recipe=COAT, activation="relu")
     with pytest.raises(ValueError, match="delayed"):
-        fp8jax.attention_out_proj(x.reshape(4, HEADS, CHANNELS), w, recipe=fp8jax.recipes.te_delayed())
+        fp8jax.attention_output(x.reshape(4, HEADS, CHANNELS), w, recipe=fp8jax.recipes.te_delayed())

@@ -117,7 +117,7 @@ def test_rounding_of_what_decays(fmt, decay):
     x = np.concatenate([magnitudes, codes]).astype(np.float32)
     x = np.concatenate([x, np.maximum(-x, given_scales.values(fmt).min())]).astype(np.float32)  # de8 has no -1
     steps = 89  # a number of Fibonacci: the noise of so many steps is spread most evenly
-    drawn = jax.jit(jax.vmap(lambda n: fmt.decode(fmt.encode(jnp.asarray(x), fading=noise.decay_dither(n, decay)))))
+    drawn = jax.jit(jax.vmap(lambda n: fmt.decode(fmt.encode(jnp.asarray(x), dither=noise.decay_dither(n, decay)))))
     got = np.asarray(drawn(jnp.arange(1000, 1000 + steps)), np.float64)
     exact = np.abs(x.astype(np.float64))
     at = np.clip(np.searchsorted(codes, exact * (1 + 1e-7), side="right"), 1, len(codes) - 1)
@@ -141,7 +141,7 @@ def test_codes_that_decay_reach_zero(fmt, decay):
     x = jnp.float32([code for code in given_scales.values(fmt) if abs(code) <= 100 * fmt.smallest])
 
     def body(x, n):
-        return fmt.decode(fmt.encode(decay * x, fading=noise.decay_dither(n, decay))), None
+        return fmt.decode(fmt.encode(decay * x, dither=noise.decay_dither(n, decay))), None
 
     left, _ = jit_long(lambda x: jax.lax.scan(body, x, jnp.arange(250)))(x)
     np.testing.assert_array_equal(left, 0)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fp8jax
-from fp8jax.ops.optimizers.adamw_leaf import LARGEST_GRADIENT, scale_and_clip
+from fp8jax.ops.optimizers.leaf import LARGEST_GRADIENT, scale_and_clip
 from tests.rows import few
 
 SMALL = {"min_size": 1}

@@ -244,7 +244,7 @@ def test_what_is_refused():
             make(master="bf16+int8").update(gradients(0), jax.jit(make(master="bf16+stochastic").init)(half), half)
         with pytest.raises(ValueError, match="needs the parameters"):
             make(master="bf16+int8").update(gradients(0), state)
-    for name, kinds in (("compressed_adamw", ("Compressed", "Master")), ("fp8lm_adamw", ("FP8LM", "FP8LMHeld"))):
+    for name, kinds in (("compressed_adamw", ("Compressed", "Master")), ("fp8lm_adamw", ("FP8LM", "FP8LMRemainder"))):
         tx = MADE[name](master="bf16+int8")
         with pytest.raises(ValueError, match="takes no key"):
             tx.step(gradients(0), (state := jax.jit(tx.init)(half)), half, key=jax.random.key(0))
@@ -252,7 +252,7 @@ def test_what_is_refused():
             MADE[name]().update(gradients(0), state, half)
     with pytest.raises(ValueError, match="master_rounding is of master weights in fp16; master 'bf16\\+int8' says"):
         MADE["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
-    with pytest.raises(TypeError, match="a FP8LMHeldState has no master weights"):
+    with pytest.raises(TypeError, match="a FP8LMRemainderState has no master weights"):
         fp8jax.params_from_master(state)
     with pytest.raises(ValueError, match="has no remainder"):
         fp8jax.split_master_weights(params, "bf16+stochastic")

@@ -100,8 +100,8 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
         {"layer_axes": 1},
         {"scale_format": "bf16"},
         {"expand": True},
-        {"granularity": "mx", "level1": "token"},
-        {"granularity": "mx", "level1": "none"},
+        {"granularity": "mx", "outer_scale": "token"},
+        {"granularity": "mx", "outer_scale": "none"},
         {"format": "int10"},
     ):
         key = fp8jax.quantize(x, QuantSpec(**{**vars(spec), **change})).storage_key

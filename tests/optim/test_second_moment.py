@@ -15,7 +15,8 @@ from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_stochastic
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch import choice
-from fp8jax.ops.optimizers import adamw, adamw_kernel
+from fp8jax.ops.optimizers.leaf import Adam
+from tests.kernels import adamw_cases
 from tests.rows import few
 
 SPEC = functools.partial(QuantSpec, "e4m3", "group", 128, expand=True, underflow="smallest")
@@ -193,14 +194,12 @@ def test_a_mesh_changes_no_code(kind, spec):
         assert np.mean(np.asarray(q.codes) != np.asarray(got[name].codes)) < 1e-3
 
 
-@pytest.mark.skipif(
-    adamw_kernel.missing_triton("optimizers.adamw_triton") is not None, reason="jax-triton is not installed"
-)
+@pytest.mark.skipif(choice.missing_triton("optimizers.adamw_triton") is not None, reason="jax-triton is not installed")
 def test_the_kernel_is_traced_on_a_mesh_and_under_vmap():
     g = jax.random.normal(jax.random.key(0), (8, 512))
     state = fp8jax.scale_by_compressed_adam(min_size=0).init(g)
-    adam = adamw.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(1))
-    run = functools.partial(adamw.update, params=None, adam=adam, nu_stochastic=True)
+    adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(1))
+    run = functools.partial(adamw_cases.update, params=None, adam=adam, stochastic_nu=True)
     want = jax.jit(run)(g, state.mu, state.nu)
     stack = jax.tree.map(lambda x: jnp.stack([x, x]), (g, state.mu, state.nu))
     mapped = jax.jit(jax.vmap(run))

@@ -64,9 +64,9 @@ def by_hand(params, x, recipe):
 
     (x, *y), heads = layers(x, "n1", "qkv"), (*x.shape[:2], HEADS, WIDTH // HEADS)
     attended = flash(*(a.reshape(heads) for a in y))
-    x = x + fp8jax.attention_out_proj(attended, params["o"]["kernel"], recipe=recipe)
+    x = x + fp8jax.attention_output(attended, params["o"]["kernel"], recipe=recipe)
     x, gate, up = layers(x, "n2", ("gate", "up"))
-    return fp8jax.glu_down_proj(gate, up, params["down"]["kernel"], x, recipe=recipe)
+    return fp8jax.glu_linear(gate, up, params["down"]["kernel"], x, recipe=recipe)
 
 
 def gradients(fn, params, x):

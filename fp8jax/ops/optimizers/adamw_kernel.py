@@ -1,9 +1,9 @@
-"""When the fused AdamW kernel can take a parameter, and how it is called."""
+"""The fused AdamW kernel: which parameters it takes, and its call."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,69 +15,46 @@ from fp8jax.core import expansion, formats, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastic
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.dispatch.choice import Choice, capability, check_impl, choose_impl, missing_triton
+from fp8jax.ops.dispatch.choice import capability
 from fp8jax.ops.dispatch.partition import on_one_device, run_partitioned
 from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
-from fp8jax.ops.optimizers.adamw_leaf import Adam as Adam
-from fp8jax.ops.optimizers.adamw_leaf import AdamLeaf as AdamLeaf
-from fp8jax.ops.optimizers.adamw_leaf import Form as Form
-from fp8jax.ops.optimizers.adamw_leaf import Moment as Moment
-from fp8jax.ops.optimizers.adamw_leaf import exact_update
+from fp8jax.ops.optimizers.dead_elements import DEAD_M_RATIO, DEAD_V_HIGH, DEAD_V_LOW, DEAD_V_MID, DEAD_V_RATIO
+from fp8jax.ops.optimizers.leaf import Adam, Leaf, Moment, StepResult
 
-# Members of a group that no longer matter, as `fp8jax.ops.optimizers.dead_elements.suppress_dead_elements` takes them:
-# shares of a group's direction, and of its largest second moment.
-DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
-DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
-# Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
-# bring weights a quarter too far after their last gradient.
+# Up to this b1, expanded codes of first moments are rounded to nearest. At 0.99 that would stop their decay too early:
+# after their last gradient, weights would move a quarter too far.
 DITHER_FROM_B1 = 0.98
 
 
 class _Operands(NamedTuple):
+    """The arrays of a leaf, which `run_partitioned` cuts, and the scalars."""
+
     grad: Array
     weight: Any
     mu: tuple[Array, ...]
     nu: tuple[Array, ...]
     scalars: tuple[Array | None, ...]
-    noise: Array | None
-    nu_noise: Array | None
+    weight_seed: Array | None
+    nu_seed: Array | None
 
 
 def needs_dither(moment: Moment, b1: Any) -> bool:
-    """Whether a first moment is rounded by `fp8jax.core.noise.decay_dither`, so that its decay is not lost.
-
-    With range expansion codes reach down to the smallest value of a group, and lie close enough together for a decay of
-    `DITHER_FROM_B1` or faster. Nobody knows the decay where it is an array, traced or not.
-    """
+    """Whether a first moment is rounded by `fp8jax.core.noise.decay_dither`, so that its decay is not lost."""
     if not isinstance(moment, QTensor):
         return False
+    # Expanded codes are dense enough for a fast decay. The value of an array is not known.
     return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > DITHER_FROM_B1)
 
 
-def choose(leaf: AdamLeaf, impl: str, nesterov: bool = False) -> Choice:
-    """What computes the step of a parameter; with `nesterov`, XLA.
-
-    Raises:
-        ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
-    """
-    check_impl(impl)
-    if not leaf.quantized_moments:
-        return Choice("xla", "no moment is quantized")
-    reason = "the kernel has no nesterov" if nesterov else None
-    return choose_impl(
-        impl,
-        lambda: reason or missing_triton("optimizers.adamw_triton") or _unsupported_reason(leaf),
-        "the fused kernel",
-    )
-
-
-def _unsupported_reason(leaf: AdamLeaf) -> str | None:
+def unsupported_reason(adam: Adam, leaf: Leaf) -> str | None:
+    """Why the kernel cannot take a leaf with quantized moments, or None."""
     from pallas_kernels.optimizers import adamw_triton
 
+    if adam.nesterov:
+        return "the kernel has no nesterov"
     if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
         return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
-
-    specs = [moment.spec for moment in leaf.quantized_moments]
+    specs = [moment.spec for moment in leaf.quantized_arrays]
     if any(spec.expand == "coat" for spec in specs):
         return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
     in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
@@ -89,14 +66,14 @@ def _unsupported_reason(leaf: AdamLeaf) -> str | None:
 
 
 class ShardStride(NamedTuple):
-    """Where the groups of a part, or its elements, lie among those of the whole array.
+    """Where the groups of a shard, or its elements, lie in the whole array.
 
-    Group n of the part is group `first + n // inner * stride + n % inner` of the whole.
+    Group n of the shard is group `first + n // inner * stride + n % inner` of the whole.
 
     Attributes:
-        first: number of the part's first group, uint32.
-        inner: groups of the part that follow each other in the whole.
-        stride: how many groups further the next such run begins; 0 if all follow each other.
+        first: number of the shard's first group, uint32.
+        inner: length of a run of groups that are adjacent in the whole.
+        stride: distance between the starts of two such runs; 0 if there is one run.
     """
 
     first: Array
@@ -107,18 +84,18 @@ class ShardStride(NamedTuple):
     def from_sharding(
         cls, sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], shard_counts: Sequence[int]
     ) -> "ShardStride | None":
-        """None where runs of groups have no constant stride.
+        """The stride of a shard, or None if its runs have no constant distance.
 
         Args:
+            sharding: how the array is sharded.
             names: of the axes.
-            global_counts, shard_counts: groups along each axis, of the whole and of the part.
+            global_counts, shard_counts: groups along each axis, of the whole and of the shard.
         """
         runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
         first = jnp.zeros((), jnp.uint32)
         for name, n, shard_count in zip(reversed(names), reversed(global_counts), reversed(shard_counts), strict=True):
-            first = first + jnp.asarray(sharding.shard_offset(name, shard_count)).astype(jnp.uint32) * np.uint32(
-                stride % 2**32
-            )
+            offset = jnp.asarray(sharding.shard_offset(name, shard_count)).astype(jnp.uint32)
+            first = first + offset * np.uint32(stride % 2**32)
             if stride == runs[-1][0] * runs[-1][1]:
                 runs[-1][0] *= shard_count
             elif shard_count > 1:
@@ -128,7 +105,7 @@ class ShardStride(NamedTuple):
 
 
 def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | None, ...]:
-    """The fp32 scalars of a step for the kernel, of parameters that decay or not, first moments dithered or not."""
+    """The fp32 scalars of a step for the kernel."""
     from pallas_kernels.optimizers import adamw_triton
 
     count = jnp.asarray(adam.count, jnp.float32)
@@ -144,40 +121,37 @@ def make_scalars(adam: Adam, decays: bool, is_dithered: bool) -> tuple[Array | N
     return tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
 
 
-def run(
-    form: Form, leaf: AdamLeaf, adam: Adam, scalars: Callable[[bool, bool], tuple[Array | None, ...]] | None = None
-) -> tuple[Array, Moment, Moment]:
-    """The result and both moments of one parameter, by the fused kernel; `scalars` gives those of `make_scalars`."""
+def step_leaves(adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
+    """The step of leaves with quantized moments, by the fused kernel."""
+    scalars = functools.cache(functools.partial(make_scalars, adam))
+    return [_step_leaf(adam, leaf, scalars(leaf.decays, needs_dither(leaf.mu, adam.b1))) for leaf in leaves]
+
+
+def _step_leaf(adam: Adam, leaf: Leaf, scalars: tuple[Array | None, ...]) -> StepResult:
     from pallas_kernels.optimizers import adamw_triton
 
-    is_dithered = needs_dither(leaf.mu, adam.b1)
-    storage = (
-        _kernel_storage(leaf.mu, signed=True, is_dithered=is_dithered),
-        _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.nu_noise is not None),
-    )
-    values = (scalars or functools.partial(make_scalars, adam))(leaf.decays, is_dithered)
-    requested_form, form = form, "step" if leaf.exact else form
-    needs_weight = form == "step" or (
-        leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
-    )
+    mu_storage = _kernel_storage(leaf.mu, signed=True, is_dithered=needs_dither(leaf.mu, adam.b1))
+    nu_storage = _kernel_storage(leaf.nu, signed=False, is_stochastic=leaf.salt is not None)
+    has_decay = leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0)
+    needs_weight = leaf.in_place or has_decay
     size = leaf.group_size
 
     def groups(shape: Sequence[int]) -> list[int]:
         return [*shape[:-1], -(-shape[-1] // size)]
 
-    def kernel(x: _Operands, run: tuple[int, int] | None, form: Form, dtype: Any) -> Any:
+    def kernel(x: _Operands, run: tuple[int, int] | None, in_place: bool, dtype: Any) -> Any:
         return adamw_triton.adamw(
             *x[:4],
             adamw_triton.AdamWScalars(*x.scalars),
-            mu_storage=storage[0],
-            nu_storage=storage[1],
+            mu_storage=mu_storage,
+            nu_storage=nu_storage,
             dead_elements=dead_element_params(),
             group_size=size,
-            form=form,
+            in_place=in_place,
             dtype=dtype,
-            seed=x.noise,
-            nu_seed=x.nu_noise,
-            salt=leaf.salt,
+            seed=x.weight_seed,
+            nu_seed=x.nu_seed,
+            salt=leaf.salt or 0,
             run=run,
             compute_capability=capability(),
         )
@@ -185,32 +159,32 @@ def run(
     def step_part(
         sharding: DimSharding, names: Sequence[str], global_counts: Sequence[int], x: _Operands, *kernel_args: Any
     ) -> Any:
-        """The step of a part of the parameter; noise of its second moment goes by numbers of groups of the whole."""
-        if x.nu_noise is None or not sharding.axes:
+        """The step of a shard. The noise of its second moment numbers the groups of the whole array."""
+        if x.nu_seed is None or not sharding.axes:
             return kernel(x, None, *kernel_args)
         stride = ShardStride.from_sharding(sharding, names, global_counts, groups(x.grad.shape))
         if stride is not None:
             run = stride.inner, stride.stride or 1
-            return kernel(x._replace(nu_noise=_advance_seed(x.nu_noise, stride.first, size)), run, *kernel_args)
+            return kernel(x._replace(nu_seed=_advance_seed(x.nu_seed, stride.first, size)), run, *kernel_args)
 
         def step_row(i: Array) -> Any:
             number = (sharding.shard_offset(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
-            seed = _advance_seed(x.nu_noise, number * np.uint32(math.prod(global_counts[1:]) % 2**32), size)
+            seed = _advance_seed(x.nu_seed, number * np.uint32(math.prod(global_counts[1:]) % 2**32), size)
             grad, weight, mu, nu = jax.tree.map(lambda array: array[i], tuple(x[:4]))
-            row_operands = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=seed)
+            row_operands = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_seed=seed)
             return step_part(sharding, names[1:], global_counts[1:], row_operands, *kernel_args)
 
         return jax.lax.map(step_row, jnp.arange(x.grad.shape[0]))
 
     def step_shard(sharding: DimSharding, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
-        if x.noise is None or not sharding.axes:
-            return step_part(sharding, names, groups(shape), x, form, leaf.dtype)
-        # The kernel numbers weights in its own part; their noise goes by their places in the whole.
+        if x.weight_seed is None or not sharding.axes:
+            return step_part(sharding, names, groups(shape), x, leaf.in_place, leaf.dtype)
+        # The kernel numbers the weights of its shard; their noise numbers those of the whole array.
         assert x.weight is not None
-        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
+        change, mu, nu = step_part(sharding, names, groups(shape), x._replace(weight_seed=None), False, jnp.float32)
         offsets = [sharding.shard_offset(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
-        weight = round_stochastic(weight, x.noise, global_shape=shape, offsets=offsets)
+        weight = round_stochastic(weight, x.weight_seed, global_shape=shape, offsets=offsets)
         apply_if = adamw_triton.AdamWScalars(*x.scalars).apply_if
         return weight if apply_if is None else jnp.where(apply_if > 0, weight, x.weight), mu, nu
 
@@ -218,17 +192,16 @@ def run(
         x = _Operands(*operands)
         names = [f"axis{i}" for i in range(x.grad.ndim)]
         dims, shape = " ".join(names), x.grad.shape
-        moments = [
-            (dims, *[f"{dims}/{size}"] * (len(weight_arrays) - 1)) for weight_arrays in (x.mu, x.nu)
-        ]  # codes or values, then what there is for each group
-        if on_one_device():  # `_vmap_as_leading_axis` has mapped it
+        # Codes or values, then one entry for each group.
+        moments = [(dims, *[f"{dims}/{size}"] * (len(arrays) - 1)) for arrays in (x.mu, x.nu)]
+        if on_one_device():
             return step_shard(UNSHARDED, names, shape, x)
         dtypes = str(leaf.dtype), None if remainder is None else str(remainder.dtype)
-        static = storage, size, dtypes, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
+        static = (mu_storage, nu_storage), size, dtypes, leaf.salt or 0, x.grad.shape, [s is None for s in x.scalars]
         weight_dims = dims if remainder is None else (dims, dims)
         ins = (dims, weight_dims, *moments, ("",) * len(x.scalars), "-", "-")
         return run_partitioned(
-            f"adamw_{form}", static,
+            "adamw_step" if leaf.in_place else "adamw_update", static,
             lambda sharding, *shards: step_shard(sharding, names, shape, _Operands(*shards)),
             operands, ins, (weight_dims, *moments),
         )  # fmt: skip
@@ -237,33 +210,23 @@ def run(
     weight, remainder = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
     parts = weight if remainder is None else (weight, remainder)
     moments = _moment_arrays(leaf.mu), _moment_arrays(leaf.nu)
-    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, values, leaf.noise, leaf.nu_seed)
-    results = _vmap_as_leading_axis(call)(*operands)
-    # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
-    result, mu, nu = jax.tree.map(reshard_array_like, results, (leaf.grad if parts is None else parts, *moments))
+    nu_seed = None if leaf.salt is None else leaf.advance_seed(adam.seed)
+    operands = _Operands(leaf.grad, parts if needs_weight else None, *moments, scalars, leaf.weight_seed, nu_seed)
+    result, mu, nu = _vmap_as_leading_axis(call)(*operands)
     result = result if remainder is None else MasterWeight(*result)
-    if requested_form != form:
-        result = exact_update(result, leaf.weight)
-    return result, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu)
-
-
-def reshard_array_like(x: Array, like: Array) -> Array:
-    """A result that lies on Explicit axes as what it takes the place of."""
-    sharding = jax.typeof(like).sharding
-    is_same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
-    return x if is_same else jax.sharding.reshard(x, sharding)
+    return StepResult(result, None, _to_moment(mu, leaf.mu), _to_moment(nu, leaf.nu))
 
 
 def _advance_seed(seed: Array | None, groups: Array, size: int) -> Array:
-    """The words of noise of a part that begins so many groups of a size after the whole."""
+    """The words of noise for a shard that begins so many groups of a size after the whole array."""
     assert seed is not None
     return noise.advance_counter(seed, groups * np.uint32(size // 8))
 
 
 def _vmap_as_leading_axis(function: Any) -> Any:
-    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see.
+    """The function of `_Operands` with a rule for `jax.vmap`, which makes the mapped axis a leading axis of the arrays.
 
-    Noise does: with it, which goes by positions in one parameter, the kernel runs once for each.
+    Groups do not depend on leading axes. Noise does: with seeds, the kernel runs once for each index.
     """
 
     @jax.custom_batching.custom_vmap
@@ -306,7 +269,7 @@ def _to_moment(arrays: tuple[Array, ...], like: Moment) -> Moment:
 
 
 def dead_element_params() -> Any:
-    """`fp8jax.ops.optimizers.dead_elements` as the kernel takes it."""
+    """The constants of `dead_elements`, for the kernel."""
     from pallas_kernels.optimizers import adamw_triton
 
     return adamw_triton.DeadElementParams(DEAD_M_RATIO, DEAD_V_RATIO, DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW)

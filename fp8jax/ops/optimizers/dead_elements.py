@@ -1,8 +1,8 @@
-"""Members of a group that no longer matter to Adam, and what is stored of them, so that they spoil no other.
+"""Dead elements of groups, and what is stored for them, so that they cost the others no precision.
 
-The exponent of a group comes from its smallest magnitude. A member whose gradient is gone (a dead unit, a pruned
-column) has moments that fall without end, and would take the codes away from the others. It is known by its update,
-|m| / (sqrt(v) + eps), which falls faster than either moment's place in the group.
+The expansion exponent of a group comes from its smallest magnitude. The moments of an element without gradients (a dead
+unit, a pruned column) decay without end, and would widen the range of the group. Such elements are found by their
+update, |m| / (sqrt(v) + eps), which decays faster than either moment.
 """
 
 import dataclasses
@@ -14,42 +14,42 @@ from jax import Array
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.optimizers.adamw_kernel import DEAD_M_RATIO, DEAD_V_HIGH, DEAD_V_LOW, DEAD_V_MID, DEAD_V_RATIO
-from fp8jax.ops.optimizers.adamw_leaf import Adam, Moment
+from fp8jax.ops.optimizers.leaf import Adam, Moment
 
+# Shares of a group's largest direction, and of its largest second moment.
+DEAD_M_RATIO, DEAD_V_RATIO = 1 / 40, 2.0**-24
+DEAD_V_HIGH, DEAD_V_MID, DEAD_V_LOW = 1 / 2, 1 / 8, 1 / 128
 _SCALARS_READ = ("count", "b1", "b2", "eps", "eps_root")
 
 
 def suppress_dead_elements(
     grad: Array, direction: Array, m: Array, v: Array, mu: Moment, nu: Moment, adam: Adam
 ) -> tuple[Array, Array]:
-    """The moments as they are to be stored, where `mu` and `nu` are stored as codes with range expansion.
+    """The moments to be stored, if `mu` and `nu` are stored as codes with range expansion; others stay.
 
-    Moments with the paper's own expansion ("coat") stay as they are: their exponents go by every member.
+    Let D = max|m| / (sqrt(max v) + eps), over the bias-corrected moments of a group. D is a lower bound of the group's
+    largest direction.
 
-    With D = max |m| / (sqrt(max v) + eps) of a group, in bias-corrected moments, which no group's largest direction is
-    less than:
+    - If the direction of an element is below D / 40, its first moment becomes 0. That changes no later update by more
+      than this share of the group's largest. Rounding to nearest could hold such a moment at the smallest code.
+    - If also its gradient is 0 and its direction below D / 2^24, its second moment decays no further. It keeps its
+      bias-corrected value, but at least 1/128 of the group's largest; between 1/8 and 1/2 it becomes 1/2, and
+      larger ones decay. A first moment in codes gets there some 45 steps after its last gradient.
 
-    - A member is idle where its direction is under D / 40. Its first moment becomes 0: no later update is wrong by more
-      than that share of the group's largest, and a moment that is rounded to nearest cannot stay at the smallest code
-      while the second one falls.
-    - It is silent where its gradient is 0 and its direction under D / 2^24; after a first moment of codes that is some
-      45 steps after the last gradient. Its second moment stops to fall: bias-corrected it stays as it is, at least
-      1/128 of the group's largest; from 1/8 on it becomes 1/2 of that; what is larger falls on.
+    Elements with small gradients are not affected, because directions do not depend on the gradient's scale. An element
+    with a gradient every N > 45 steps has the second moment of one with a gradient every 45.
 
-    Live members are neither, however small their gradients are: directions know no scale. One that gets a gradient
-    every N steps only, with N beyond 45, has a second moment as if N were about 45; and one whose gradients are besides
-    less than 1/8 of the group's largest has a second moment of 1/128 of the largest.
+    Moments with the paper's expansion ("coat") stay: their exponents are of all elements.
 
     Args:
         grad: gradient, any shape.
-        direction: bias-corrected direction m / (sqrt(v) + eps), fp32, before it is cut.
+        direction: bias-corrected direction m / (sqrt(v) + eps), fp32, before it is clipped.
         m, v: new moments, fp32.
-        mu, nu: the moments as stored until now, which say how they are stored.
+        mu, nu: the moments as stored before.
         adam: the scalars of the step.
 
     Returns:
-        Both moments, fp32. What is not finite stays.
+        Both moments, fp32. Elements that are not finite stay.
     """
     expanded = [isinstance(moment, QTensor) and moment.spec.expand not in (False, "coat") for moment in (mu, nu)]
     if not any(expanded):
@@ -58,7 +58,7 @@ def suppress_dead_elements(
     assert isinstance(expanded_moment, QTensor)
     shape = expanded_moment.spec.block_shape(m.shape)
 
-    # On a mesh with Explicit axes an array that the function closes over is of another mesh.
+    # Arrays that `suppress` closed over would have another mesh on Explicit axes: they are arguments.
     scalars = {name: x for name, x in vars(adam).items() if name in _SCALARS_READ and isinstance(x, Array)}
 
     def suppress(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:

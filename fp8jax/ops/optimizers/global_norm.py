@@ -1,4 +1,4 @@
-"""The norm of many arrays together, as of all gradients: on a GPU in few launches."""
+"""The norm of many arrays together, such as all gradients."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,9 @@ def global_norm(arrays: Sequence[Array], *, impl: str = "auto") -> Array:
 
     Args:
         arrays: floating, of any shapes.
-        impl: "xla" reduces each array by itself, as `optax.tree.norm` does of fp32. "auto" is a kernel that reduces
-            many at once where the arrays lie on one CUDA GPU, or are a GPU's own inside `jax.shard_map`; there only
-            the order of the fp32 sums is another. "triton" is the same, but raises where "auto" would fall back.
+        impl: "xla" reduces each array by itself, as `optax.tree.norm`. "auto" is a kernel that reduces many arrays at
+            once, if they lie on one CUDA GPU or are local ones inside `jax.shard_map`; fp32 sums have another order.
+            "triton" is the same, but raises where "auto" would fall back.
 
     Raises:
         ValueError: `impl` is unknown, or it is "triton" and the kernel cannot run.

@@ -1,11 +1,4 @@
-"""One body for all parameters of a kind, so that a program of many is traced and compiled in the time of a few.
-
-What is done to a parameter is a function under `jax.jit`: JAX traces and lowers it once for all of one shape. XLA takes
-calls apart and compiles each copy; on a CPU that is nearly all of the time. There, on one device, parameters of a kind
-are stacked, and one loop runs over them. Elsewhere nothing is stacked: it would cost memory, and where arrays are
-sharded, exchanges between devices. (XLA also keeps calls that are said not to be taken apart, but compiles each still.)
-A program of 200 parameters of five kinds is compiled in 7 CPU-seconds so, about one a kind; optax's AdamW takes one.
-"""
+"""One program for all leaves of a kind, to trace and compile many parameters in the time of a few."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -17,22 +10,22 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-# Fewer are not worth a loop.
+# Fewer rows are not worth a loop.
 MIN_LOOP_ROWS = 4
 
 
 def map_leaves(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
-    """`body(static, scalars, row)` for each row.
+    """The results of `body(static, scalars, row)`, in the order of the rows.
 
     Args:
-        body: a function of a module, not a new one each time: it is traced once for each kind of row.
-        static: what else it is traced for.
-        scalars: tree of arrays that all rows have in common.
-        rows: trees of arrays; those of one structure, and of the same types leaf by leaf, are of a kind.
-
-    Returns:
-        The results, in the order of the rows.
+        body: a function of a module, not a closure: it is traced once for each kind of row.
+        static: hashable argument of `body`.
+        scalars: tree of arrays that all rows share.
+        rows: trees of arrays; a kind has one structure, and the same types of leaves.
     """
+    # JAX traces and lowers a jitted function once for each kind. XLA inlines its calls and compiles each copy, which
+    # takes nearly all of the time on a CPU. There, the rows of a kind are stacked, and one loop runs over them.
+    # Elsewhere stacking would cost memory, and communication between devices if arrays are sharded.
     kinds: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
         leaves, structure = jax.tree.flatten(row)
@@ -57,7 +50,7 @@ def _call_body(body: Callable[..., Any], static: Hashable, scalars: Any, row: An
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _call_in_loop(body: Callable[..., Any], static: Hashable, scalars: Any, rows: Sequence[Any]) -> list[Any]:
     def loop(scalars: Any, rows: Sequence[Any]) -> list[Any]:
-        # A stack that XLA fused with what reads it would look for its operand at each element.
+        # If XLA fused the stack with its reader, it would select an operand for each element.
         stacked = lax.optimization_barrier(jax.tree.map(lambda *leaves: _bits(jnp.stack(leaves)), *rows))
         one = functools.partial(_call_body, body, static, scalars)
         like = jax.eval_shape(one, rows[0])
@@ -66,8 +59,7 @@ def _call_in_loop(body: Callable[..., Any], static: Hashable, scalars: Any, rows
             row = jax.tree.map(_from_bits, bits, rows[0])
             return jax.tree.map(_bits, one(row))
 
-        # Of places that XLA does not know each result is copied by the same code, of known ones by code of its own,
-        # whose compilation took two thirds of the time.
+        # With indices that XLA does not know, the same code copies each result. With constants, each copy is compiled.
         found, indices = lax.optimization_barrier((lax.map(step, stacked), [np.int32(i) for i in range(len(rows))]))
         return [jax.tree.map(functools.partial(_unstack_row, i), found, like) for i in indices]
 
@@ -83,7 +75,7 @@ def _unstack_row(index: Any, stacked: Any, like: Any) -> Any:
 
 
 def _is_single_device() -> bool:
-    """Whether the arrays of the program that is traced lie on one device, or are a device's own."""
+    """Whether the arrays of the traced program lie on one device, or are local ones inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -92,7 +84,7 @@ def _is_single_device() -> bool:
 
 
 def _bits(x: Any) -> Any:
-    """Narrow floats as integers, which XLA moves as they are: on a CPU it would convert whole stacks of them."""
+    """Floats of less than 32 bits as integers: XLA on a CPU would convert whole stacks of them."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") if narrow else x
 

@@ -1,0 +1,294 @@
+"""The record of one parameter in an optimizer's step, the scalars of the step, and how parts of a leaf are stored."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from fp8jax.core import masters, noise
+from fp8jax.core.masters import MasterWeight
+from fp8jax.core.qtensor import QTensor, quantize_stochastic, quantize_with_scale
+
+# Finite gradients are clipped to this magnitude. Squares, sums and bias corrections of it stay within fp32.
+# `codec_triton.LARGEST_GRADIENT` is the kernels' copy.
+LARGEST_GRADIENT = np.float32(2.0**62)
+
+Moment = QTensor | Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """The scalars of a step; each may be a traced scalar.
+
+    Attributes:
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        eps_root: added to the second moment under the root.
+        count: number of this step, from 1, int32.
+        rate: the change of a weight is -rate * (direction + weight_decay * weight).
+        weight_decay: strength of the decoupled weight decay.
+        grad_scale: factor of the gradients, or None.
+        apply_if: whether the step is taken; if not, parameters and moments stay. None takes it.
+        max_direction: finite directions are clipped to this magnitude; None does not clip.
+        nesterov: whether directions are those of NAdam, as in optax; static.
+        seed: two uint32 words, the noise of this step; None if nothing is rounded stochastically.
+    """
+
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
+    eps_root: ArrayLike
+    count: Array
+    rate: Any = -1.0
+    weight_decay: Any = 0.0
+    grad_scale: Any = None
+    apply_if: Any = None
+    max_direction: Any = None
+    nesterov: bool = False
+    seed: Any = None
+
+    def split_static(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
+        """Static fields, hashable, and the others as arrays: `Adam(**dict(static), **scalars)` is the same again.
+
+        `b1` and `b2` are static if they are numbers: 1 - b1 is exact if it is computed before it is rounded to fp32.
+        """
+        fields = vars(self)
+        numbers = [name for name in ("b1", "b2") if not isinstance(fields[name], Array)]
+        static = {name: x for name, x in fields.items() if x is None or name in (*numbers, "nesterov")}
+        scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
+        integers = ("count", "apply_if", "seed")
+        scalars = {name: x if name in integers else x.astype(jnp.float32) for name, x in scalars.items()}
+        return tuple(static.items()), scalars
+
+
+class TreeSlice(NamedTuple):
+    """Which part of the parameters a step is of, so that its noise is that of a step of all.
+
+    Attributes:
+        name: path of the parameters in the whole tree, keys joined by "/".
+        layer: index of the layer if the parameters are stacked, int32; None if not.
+    """
+
+    name: str = ""
+    layer: Array | None = None
+
+    def path(self, key_path: Any) -> str:
+        """The path of a parameter in the whole tree."""
+        return "/".join(filter(None, (self.name, jax.tree_util.keystr(key_path, simple=True, separator="/"))))
+
+    def preceding_blocks(self, size: int, shape: tuple[int, ...], quantity: str, fix: str) -> Array | None:
+        """How many blocks of eight elements come before this layer in its stack, uint32; None without a stack.
+
+        Raises:
+            ValueError: `size`, the elements of a layer, is not a multiple of eight. Noise is made for eight at a time.
+        """
+        if self.layer is None:
+            return None
+        if size % 8:
+            raise ValueError(
+                f"a stacked parameter with layers of shape {shape} has {quantity} that are rounded stochastically, "
+                f"with noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
+            )
+        return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
+
+
+WHOLE_TREE = TreeSlice()
+
+
+class StepResult(NamedTuple):
+    """What a step makes of one parameter, or trees of it.
+
+    Attributes:
+        weight: the new parameter, or its change.
+        master, mu, nu, amax: as of `Leaf`.
+    """
+
+    weight: Any
+    master: Any
+    mu: Any
+    nu: Any
+    amax: Any = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["grad", "weight", "master", "mu", "nu", "amax", "weight_seed", "preceding_blocks"],
+    meta_fields=["decays", "in_place", "salt"],
+)
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter with its gradient and its optimizer state.
+
+    Attributes:
+        grad: gradient, an array or a `QTensor`.
+        weight: the parameter; a `MasterWeight` if it has a remainder.
+        mu: first moment as stored.
+        nu: second moment as stored.
+        master: master weight as stored, of which `weight` is a working copy; None if `weight` is the master.
+        amax: amax of each scale of `master`, `mu` and `nu`, stacked along a new first axis; None if the optimizer
+            has no use for it.
+        weight_seed: two uint32 words for stochastic rounding of the master weight, or None.
+        preceding_blocks: as of `TreeSlice.preceding_blocks`, for the noise of the second moment.
+        decays: whether the parameter decays; static.
+        in_place: whether the step returns the new parameter, or else its change; static.
+        salt: number of the parameter by which its second moment's noise differs; None rounds to nearest; static.
+    """
+
+    grad: Any
+    weight: Any
+    mu: Any
+    nu: Any
+    master: Any = None
+    amax: Any = None
+    weight_seed: Array | None = None
+    preceding_blocks: Array | None = None
+    decays: bool = True
+    in_place: bool = True
+    salt: Any = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the parameter and of its change."""
+        return self.weight.dtype  # type: ignore[no-any-return]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a change must reproduce the bits of the new parameter: it has a remainder, or stochastic rounding."""
+        return self.master is None and (isinstance(self.weight, MasterWeight) or self.weight_seed is not None)
+
+    @property
+    def quantized_arrays(self) -> tuple[QTensor, ...]:
+        """The quantized ones of master weight and moments."""
+        return tuple(x for x in (self.master, self.mu, self.nu) if isinstance(x, QTensor))
+
+    @property
+    def unchanged(self) -> StepResult:
+        """The result of a step that is not taken."""
+        return StepResult(self.weight, self.master, self.mu, self.nu, self.amax)
+
+    @property
+    def value(self) -> Array:
+        """The master weight in fp32."""
+        if self.master is None:
+            return self.weight.astype(jnp.float32)  # type: ignore[no-any-return]
+        return reconcile_master(load(self.master), self.weight)
+
+    @property
+    def group_size(self) -> int:
+        """Group size of the moments, which are quantized in groups."""
+        size = self.quantized_arrays[0].spec.group_size
+        assert size is not None
+        return size
+
+    @property
+    def padded_row(self) -> int | None:
+        """Length of the last axis in whole groups, by which kernels number elements; None without quantized arrays."""
+        return -(-self.grad.shape[-1] // self.group_size) * self.group_size if self.quantized_arrays else None
+
+    def advance_seed(self, seed: Array) -> Array:
+        """The noise of a second moment's layer, from that of the stack."""
+        return seed if self.preceding_blocks is None else noise.advance_counter(seed, self.preceding_blocks)
+
+
+def load(moment: Moment) -> Array:
+    """The fp32 values of a stored moment."""
+    return moment.dequantize() if isinstance(moment, QTensor) else moment.astype(jnp.float32)
+
+
+def store(
+    values: Array, like: Moment, seed: Array | None = None, dither: Array | None = None, row_length: int | None = None
+) -> Moment:
+    """Stores fp32 values in the way that `like` is stored.
+
+    Args:
+        values: a moment.
+        like: the moment as stored before.
+        seed: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
+        dither: noise for codes of a first moment (`fp8jax.core.noise.decay_dither`), so that decay reaches zero.
+        row_length: padded length of the rows, by which the noise of bf16 numbers elements; None is their own.
+    """
+    if not isinstance(like, QTensor):
+        if seed is None or like.dtype != jnp.bfloat16:
+            return values.astype(like.dtype)
+        return noise.round_stochastic(values, seed, row_length)
+    if seed is not None:
+        return quantize_stochastic(values, like, seed)
+    return quantize_with_scale(values, like.spec, None, dither=dither)
+
+
+def scale_and_clip(grad: Array, grad_scale: Any = None, max_magnitude: np.float32 = LARGEST_GRADIENT) -> Array:
+    """A gradient in fp32, times `grad_scale`, with finite elements clipped to `max_magnitude`.
+
+    NaN and Inf stay. If `grad_scale` is NaN or Inf, so are all elements.
+    """
+    g = grad.astype(jnp.float32)
+    finite, scaled = jnp.isfinite(g), g
+    if grad_scale is not None:
+        finite, scaled = finite & jnp.isfinite(grad_scale), g * grad_scale
+    return jnp.where(finite, jnp.clip(scaled, -max_magnitude, max_magnitude), scaled)
+
+
+def apply_change(leaf: Leaf, change: Array) -> Any:
+    """The new parameter of a leaf without `master`, or its change in the parameter's dtype, from the change in fp32."""
+    if not leaf.in_place:
+        return change.astype(leaf.dtype)
+    new = leaf.value + change
+    if isinstance(leaf.weight, MasterWeight):
+        return masters.split(new, leaf.weight.high.dtype, leaf.weight.remainder.dtype)
+    return new.astype(leaf.dtype) if leaf.weight_seed is None else noise.round_stochastic(new, leaf.weight_seed)
+
+
+def exact_update(new: Any, old: Any) -> Any:
+    """The fp32 difference that takes a parameter to its new bits; in a `MasterWeight`, in the high part's place.
+
+    A parameter that comes 2^17 times nearer to zero in one step gets the bits of the sum, without a remainder.
+    """
+    high, old_high = ((x.high if isinstance(x, MasterWeight) else x).astype(jnp.float32) for x in (new, old))
+    change = high - old_high
+    if not isinstance(new, MasterWeight):
+        return change
+    is_exact = (old_high + change).astype(new.dtype) == new.high
+    return MasterWeight(change, jnp.where(is_exact, new.remainder, jnp.zeros_like(new.remainder)))
+
+
+def reconcile_master(master: Array, working_copy: Array) -> Array:
+    """Master weights, or working copies that are not their rounded values: the caller has changed these.
+
+    Args:
+        master: fp32 values of master weights.
+        working_copy: the working copies, in any floating dtype.
+    """
+    half, normal = half_step(working_copy.dtype)
+    working_copy = working_copy.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(master, jnp.uint32) & np.uint32(0x7F800000)
+    binade = jnp.maximum(jax.lax.bitcast_convert_type(bits, jnp.float32), normal)
+    return jnp.where(jnp.abs(working_copy - master) <= binade * np.float32(half), master, working_copy)
+
+
+def half_step(dtype: DTypeLike) -> tuple[float, float]:
+    """The largest rounding error of a dtype, relative to the power of two below a number, and the least such power.
+
+    It is enlarged by a sixteenth, because a change that is added in that dtype is rounded itself.
+    """
+    float_info = jnp.finfo(dtype)
+    normal = float(float_info.smallest_normal)
+    return float(float_info.eps) / 2 * (1 + 2**-4), normal if normal > np.finfo(np.float32).tiny else 0.0
+
+
+def master_seed(seed: Array, path: str) -> Array:
+    """The words of noise for the master weight of the parameter at a path, from those of the step."""
+    return noise.fold_in_seed(seed, noise.param_seed(f"master/{path}"))
+
+
+def make_weight_seed(seed: Array, path: str, shape: tuple[int, ...], tree_slice: TreeSlice) -> Array:
+    """`master_seed` for a parameter, which may be one layer of a stack."""
+    seed = master_seed(seed, path)
+    blocks = tree_slice.preceding_blocks(math.prod(shape), shape, "weights", "another master")
+    return seed if blocks is None else noise.advance_counter(seed, blocks)

@@ -1,0 +1,238 @@
+"""The step of a fused optimizer over a tree of parameters, by a kernel or the reference for each."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fp8jax.core import noise
+from fp8jax.core.masters import MasterWeight
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch.choice import (
+    Choice,
+    cast_varying_like,
+    check_impl,
+    choose_impl,
+    missing_triton,
+    record_choice,
+    reshard_like,
+)
+from fp8jax.ops.optimizers.leaf import (
+    WHOLE_TREE,
+    Adam,
+    Leaf,
+    StepResult,
+    TreeSlice,
+    exact_update,
+    make_weight_seed,
+)
+from fp8jax.ops.optimizers.map_leaves import map_leaves
+
+LeavesStep = Callable[[Adam, Sequence[Leaf]], list[StepResult]]
+
+
+class FusedOptimizer(NamedTuple):
+    """The step of an optimizer, which `step_tree` runs.
+
+    Attributes:
+        name: in the records of choices.
+        reference: the step in plain JAX, of one leaf with quantized arrays, or of all leaves that have none.
+        kernel: the step by a kernel, of leaves with quantized arrays.
+        kernel_module: name of the kernel's module in pallas_kernels.
+        unsupported_reason: why the kernel cannot take a leaf, or None.
+    """
+
+    name: str
+    reference: LeavesStep
+    kernel: LeavesStep
+    kernel_module: str
+    unsupported_reason: Callable[[Adam, Leaf], str | None]
+
+
+def step_tree(
+    optimizer: FusedOptimizer,
+    adam: Adam,
+    grads: Any,
+    weights: Any,
+    mu: Any,
+    nu: Any,
+    *,
+    master: Any = None,
+    amax: Any = None,
+    decays: Any = True,
+    in_place: bool = True,
+    impl: str = "auto",
+    key: Array | None = None,
+    stochastic_weights: bool = False,
+    stochastic_nu: bool = False,
+    tree_slice: TreeSlice = WHOLE_TREE,
+) -> StepResult:
+    """The new parameters, or their changes, and the new state.
+
+    Args:
+        optimizer: whose step it is.
+        adam: the scalars of the step, without its `seed`.
+        grads: tree of gradients, arrays or `QTensor`s.
+        weights: tree of the parameters, of which some may be `MasterWeight`s.
+        mu, nu, master, amax: trees of what the state has for each parameter, as of `Leaf`; None if it has none.
+        decays: booleans in a tree that is a prefix of the parameters: which of them decay.
+        in_place: whether new parameters are returned, or else changes, in the dtypes of the parameters. Changes of
+            leaves that are exact are in fp32 (`leaf.exact_update`).
+        impl: "xla" is the reference. "auto" is the kernel for leaves with quantized arrays on CUDA GPUs, if it takes
+            them. "triton" is the same, but raises where "auto" would fall back.
+        key: PRNG key: bf16 parameters are rounded stochastically. None rounds to nearest.
+        stochastic_weights: whether `master`, or else bf16 parameters, are rounded stochastically, with noise from
+            `adam.count`, the parameter's path in the tree, and each element's position.
+        stochastic_nu: the same for second moments in codes or bf16.
+        tree_slice: which part of the parameters these are.
+
+    Returns:
+        Trees with the structure of the parameters. If a parameter is a `MasterWeight`, so is its result.
+
+    Raises:
+        ValueError: `impl` is "triton", and the kernel cannot take a leaf with quantized arrays; a key is given, and no
+            parameter is bf16; or as of `TreeSlice.preceding_blocks`.
+    """
+    if stochastic_nu or stochastic_weights:
+        adam = dataclasses.replace(adam, seed=noise.step_seed(adam.count))
+    treedef: Any
+    paths_and_mus, treedef = jax.tree_util.tree_flatten_with_path(mu, is_leaf=lambda x: isinstance(x, QTensor))
+    n = len(paths_and_mus)
+    random = None if key is None else jax.random.bits(key, (n, 2), jnp.uint32)
+
+    def flatten(tree: Any) -> list[Any]:
+        return [None] * n if tree is None else treedef.flatten_up_to(tree)  # type: ignore[no-any-return]
+
+    def make_leaf(
+        i: int, path: Any, mu: Any, nu: Any, grad: Any, weight: Any, decays: bool, master: Any, amax: Any
+    ) -> Leaf:
+        # A name alone, which is the same in a dict, a dataclass and an NNX state.
+        name = tree_slice.path(path)
+        leaf = Leaf(grad, weight, mu, nu, master, amax, decays=decays, in_place=in_place)
+        if master is not None or (weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)):
+            if random is not None:
+                leaf = dataclasses.replace(leaf, weight_seed=random[i])
+            elif stochastic_weights:
+                assert adam.seed is not None
+                seed = make_weight_seed(adam.seed, name, weight.shape, tree_slice)
+                leaf = dataclasses.replace(leaf, weight_seed=seed)
+        if not stochastic_nu or not (isinstance(nu, QTensor) or nu.dtype == jnp.bfloat16):
+            return leaf
+        *rows, last = grad.shape or (1,)
+        size = math.prod(rows) * (leaf.padded_row or last)
+        blocks = tree_slice.preceding_blocks(size, grad.shape, "second moments", "nu_rounding='nearest'")
+        return dataclasses.replace(leaf, preceding_blocks=blocks, salt=noise.param_seed(name))
+
+    columns = map(flatten, (nu, grads, weights, jax.tree.broadcast(decays, treedef.unflatten([0] * n)), master, amax))
+    rows = zip(range(n), *zip(*paths_and_mus, strict=True), *columns, strict=True) if n else ()
+    leaves = [make_leaf(*row) for row in rows]
+    if key is not None and all(leaf.weight_seed is None for leaf in leaves):
+        raise ValueError("key rounds bf16 parameters stochastically, and there are none")
+    results = step_leaves(optimizer, adam, leaves, impl)
+    return StepResult(*(treedef.unflatten([result[i] for result in results]) for i in range(len(StepResult._fields))))
+
+
+def step_leaves(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], impl: str = "auto") -> list[StepResult]:
+    """The results of a step for some leaves; `impl` and errors as of `step_tree`."""
+    impls = [record_choice(optimizer.name, _choose(optimizer, adam, leaf, impl)).impl for leaf in leaves]
+    if impl == "auto" and any(leaf.quantized_arrays for leaf in leaves):
+        missing_kernels.warn_if_missing()
+    kernel_leaves, other_leaves = (
+        [leaf for leaf, name in zip(leaves, impls, strict=True) if (name == "triton") == is_kernel]
+        for is_kernel in (True, False)
+    )
+    kernel_results = iter(_step_by_platform(optimizer, adam, kernel_leaves, impl) if kernel_leaves else ())
+    other_results = iter(_step_by_reference(optimizer.reference, adam, other_leaves))
+    return [next(kernel_results if name == "triton" else other_results) for name in impls]
+
+
+def _choose(optimizer: FusedOptimizer, adam: Adam, leaf: Leaf, impl: str) -> Choice:
+    """What computes the step of a leaf."""
+    check_impl(impl)
+    if not leaf.quantized_arrays:
+        return Choice("xla", "no moment is quantized")
+    return choose_impl(
+        impl,
+        lambda: missing_triton(optimizer.kernel_module) or optimizer.unsupported_reason(adam, leaf),
+        "the fused kernel",
+    )
+
+
+def _step_by_platform(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], impl: str) -> list[StepResult]:
+    """The step by the kernel on CUDA GPUs, and by the reference elsewhere, unless `impl` is "triton"."""
+    scalars = vars(adam)
+    moment_scalars = [x for name, x in scalars.items() if name not in ("rate", "weight_decay", "max_direction")]
+
+    def cast_varying(leaf: Leaf, result: StepResult) -> StepResult:
+        """Each result varies over the mesh axes of what it depends on: a rate may vary where moments do not."""
+        mu, nu = cast_varying_like((result.mu, result.nu), leaf, moment_scalars)
+        weight, master, amax = cast_varying_like(
+            (result.weight, result.master, result.amax), leaf, list(scalars.values())
+        )
+        return StepResult(weight, master, mu, nu, amax)
+
+    def reference(leaves: Sequence[Leaf]) -> list[StepResult]:
+        results = _step_by_reference(optimizer.reference, adam, leaves)
+        return [*map(cast_varying, leaves, results)]
+
+    def kernel(leaves: Sequence[Leaf]) -> list[StepResult]:
+        results = _with_exact_updates(optimizer.kernel, adam, leaves)
+        # A kernel's parts have whole groups. Arrays on Explicit axes get their own sharding back.
+        results = [jax.tree.map(reshard_array_like, r, leaf.unchanged) for r, leaf in zip(results, leaves, strict=True)]
+        return [*map(cast_varying, leaves, results)]
+
+    default = None if impl == "triton" else reshard_like(kernel, reference, (leaves,))
+    results: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=kernel, default=default)
+    return results
+
+
+def _step_by_reference(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
+    """The step in plain JAX: one by one for leaves with quantized arrays, all at once for the others."""
+    static, scalars = adam.split_static()
+    # Leaves of a kind share a trace: their salts are arguments of it.
+    rows = [
+        (dataclasses.replace(leaf, salt=None), None if leaf.salt is None else np.uint32(leaf.salt))
+        for leaf in leaves
+        if leaf.quantized_arrays
+    ]
+    quantized = iter(map_leaves(_step_leaf, (reference, static), scalars, rows))
+    plain_leaves = [leaf for leaf in leaves if not leaf.quantized_arrays]
+    plain = iter(_step_plainly(reference, adam, plain_leaves) if plain_leaves else ())
+    return [next(quantized if leaf.quantized_arrays else plain) for leaf in leaves]
+
+
+def _step_leaf(static: Any, scalars: Any, row: tuple[Leaf, Any]) -> StepResult:
+    (reference, constants), (leaf, salt) = static, row
+    leaf = dataclasses.replace(leaf, salt=salt)
+    return _step_plainly(reference, Adam(**dict(constants), **scalars), [leaf])[0]
+
+
+def _step_plainly(reference: LeavesStep, adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
+    results = _with_exact_updates(reference, adam, leaves)
+    if adam.apply_if is None:
+        return results
+    unchanged = [leaf.unchanged for leaf in leaves]
+    gated: list[StepResult] = jax.tree.map(lambda new, old: jnp.where(adam.apply_if, new, old), results, unchanged)
+    return gated
+
+
+def _with_exact_updates(step: LeavesStep, adam: Adam, leaves: Sequence[Leaf]) -> list[StepResult]:
+    """The results of `step`, which gives no exact changes: they are made of new parameters."""
+    results = step(adam, [dataclasses.replace(leaf, in_place=leaf.in_place or leaf.is_exact) for leaf in leaves])
+    return [
+        r._replace(weight=exact_update(r.weight, leaf.weight)) if leaf.is_exact and not leaf.in_place else r
+        for r, leaf in zip(results, leaves, strict=True)
+    ]
+
+
+def reshard_array_like(x: Array, like: Array) -> Array:
+    """`x`, with the sharding of `like` if that lies on Explicit axes."""
+    sharding = jax.typeof(like).sharding
+    is_same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
+    return x if is_same else jax.sharding.reshard(x, sharding)
