@@ -31,8 +31,8 @@ class GradientFacts:
             remove = lambda _: self._facts.pop(key, None)  # noqa: E731
             self._facts[key] = weakref.ref(x, remove), get_opaque_trace_state(), facts
 
-    def pop(self, x: Array) -> Any:
-        """Removes and returns the facts of a gradient; None if it has none in this trace."""
+    def pop(self, x: Any) -> Any:
+        """Removes and returns the facts of a gradient; None if it has none in this trace, or is several arrays."""
         reference, trace, facts = self._facts.pop(id(x), (lambda: None, None, None))
         return facts if reference() is x and trace == get_opaque_trace_state() else None
 

@@ -18,7 +18,8 @@ from fp8jax.ops.nonlinear.activation import activate, check_glu_inputs
 from fp8jax.ops.nonlinear.norm import normalize
 from fp8jax.ops.products.linear import flatten_tokens, linears, output_spec, require_stateless
 from fp8jax.ops.products.operands import Input
-from fp8jax.ops.products.product import QuantizedWeight, recipe_dot
+from fp8jax.ops.products.product import recipe_dot
+from fp8jax.ops.products.weights import QuantizedWeight, StepWeight
 from fp8jax.recipes import resolve
 
 
@@ -121,7 +122,9 @@ def attention_output(
     )
     tokens, matrix = merge(y, *[1] * (y.ndim - 2), 2), merge(w, w.ndim - 1, 1)
     out_spec, token_input = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, input_facts)
-    out = recipe_dot(token_input, matrix, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    out = recipe_dot(
+        token_input, matrix, require_stateless(recipe), key, weight=StepWeight.from_codes(quantized), out_spec=out_spec
+    )
     return out if residual is None else residual + out
 
 
@@ -164,7 +167,9 @@ def glu_linear(
     h, facts = activate(activation, gate, up, recipe)
     out_spec = output_spec(h, w, out_sharding)
     h_input = Input(flatten_tokens(h, w), h, input_facts=InputFacts(facts))
-    y = recipe_dot(h_input, w, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    y = recipe_dot(
+        h_input, w, require_stateless(recipe), key, weight=StepWeight.from_codes(quantized), out_spec=out_spec
+    )
     if residual is not None and recipe.context.residual is not None:
         # cuBLASLt adds in place only to an array without other readers.
         residual = jax.lax.optimization_barrier(residual)

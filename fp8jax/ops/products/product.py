@@ -27,7 +27,7 @@ from fp8jax.core.recipe import SAME, Linear
 from fp8jax.ops.autodiff import gradient_facts
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
 from fp8jax.ops.autodiff.gradient_facts import GradientFacts
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, StoredWeight, match_vmap_axes
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, match_vmap_axes
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
 from fp8jax.ops.matmul.matmul import Operand, matmul
@@ -43,7 +43,7 @@ from fp8jax.ops.products.operands import (
     input_source,
     weight_side,
 )
-from fp8jax.ops.products.weights import BothLayouts, StepWeight, weight_source
+from fp8jax.ops.products.weights import NO_CODES, BothLayouts, StepWeight, weight_source
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
@@ -138,12 +138,10 @@ def recipe_dot(
     key: Array | None,
     *,
     scales: Scales | None = None,
-    quantized: QuantizedWeight | None = None,
+    weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
     bias: Array | None = None,
     on_passthrough: Callable[[Array], None] | None = None,
-    stored_weight: StoredWeight | None = None,
-    both_layouts: BothLayouts = BothLayouts.NEVER,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """x @ w + bias, with the three matmuls in the formats of a recipe.
@@ -154,13 +152,11 @@ def recipe_dot(
         recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
         scales: given scales; None computes them from the tensors.
-        quantized: result of `quantize_weight(w)`; None quantizes `w` here.
+        weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
         out_spec: sharding of the result on a mesh with Explicit axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
         on_passthrough: called with `x.source`, for its other readers. Their gradients are then added in the backward
             pass of this product.
-        stored_weight: what `w` is made from, saved in place of `w`; or None.
-        both_layouts: when the codes of `w` are made in both layouts, in one pass.
         split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.packed`), or
             None.
 
@@ -177,12 +173,10 @@ def recipe_dot(
         recipe,
         key,
         scales=scales,
-        quantized=quantized,
+        weight=weight,
         out_spec=out_spec,
         returns_input=on_passthrough is not None and x.value is x.source,
         bias=bias,
-        stored_weight=stored_weight,
-        both_layouts=both_layouts,
         split_sizes=split_sizes,
     )
     if on_passthrough is not None and passthrough is not None:
@@ -198,13 +192,11 @@ def recipe_dot_from_source(
     key: Array | None,
     *,
     scales: Scales | None = None,
-    quantized: QuantizedWeight | None = None,
+    weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
     passthrough: Array | None = None,
     returns_input: bool = False,
     bias: Array | None = None,
-    stored_weight: StoredWeight | None = None,
-    both_layouts: BothLayouts = BothLayouts.NEVER,
     split_sizes: tuple[int, ...] | None = None,
 ) -> tuple[Any, Array | None]:
     """`recipe_dot` of an input whose source is given, which several products may share.
@@ -217,13 +209,13 @@ def recipe_dot_from_source(
         x_source: source of its codes, as of `input_source`.
         passthrough: the input as the product before returned it, or None.
         returns_input: whether to return the input.
-        w, recipe, key, scales, quantized, out_spec, bias, stored_weight, both_layouts, split_sizes: as of `recipe_dot`.
+        w, recipe, key, scales, weight, out_spec, bias, split_sizes: as of `recipe_dot`.
 
     Returns:
         The product, and the input for the next product or None.
     """
     is_frozen = isinstance(w, FrozenWeight)
-    w_source = weight_source(w, recipe, scale=scales and scales.w, quantized=quantized, both_layouts=both_layouts)
+    w_source = weight_source(w, recipe, weight=weight, scale=scales and scales.w)
     if passthrough is not None and jax.typeof(passthrough) != jax.typeof(x):
         passthrough = None  # it varies over more mesh axes than x
     out_spec = out_spec or output_spec(x, w, None)
@@ -232,9 +224,9 @@ def recipe_dot_from_source(
 
     trained_w = None if isinstance(w, FrozenWeight) else w
     x, passthrough, trained_w, bias = match_varying_axes(x, passthrough, trained_w, bias)  # type: ignore[assignment]
-    if stored_weight is not None and isinstance(w_source, StepWeight):
+    if isinstance(w_source, StepWeight) and w_source.values is not None:
         axes = frozenset(varying_axes(x))
-        w_source = w_source.made_from(stored_weight.with_step(lambda w: cast_varying_over(w, axes)))
+        w_source = w_source.with_step(lambda w: cast_varying_over(w, axes))
     token = derivatives.second_order_guard(name, x, passthrough, trained_w, bias)
     config = ProductConfig(
         recipe=recipe,
@@ -421,7 +413,7 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME,
         )
-        if residuals.w.both_layouts is BothLayouts.ALWAYS:
+        if isinstance(residuals.w, StepWeight) and residuals.w.both_layouts is BothLayouts.ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
 

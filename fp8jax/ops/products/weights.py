@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.autodiff.checkpointing import PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.residuals import CotangentFacts, Layout, StoredWeight, from_bytes, to_bytes
+from fp8jax.ops.autodiff.residuals import CotangentFacts, from_bytes, to_bytes
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.matmul.matmul import Operand
@@ -69,17 +70,28 @@ class StepWeight:
     dgrad_codes: QTensor | None = None
     values: Any = None
     scale: Array | None = None
-    layout: Layout | None = None
+    layout: Callable[[Any], Array] | None = None
     transposed: bool = False
     is_scale_clamped: bool = False
     both_layouts: BothLayouts = BothLayouts.NEVER
     token_scale = None
 
-    def made_from(self, stored: StoredWeight) -> "StepWeight":
-        """The same weight, which saves what it is made from; unchanged if it has its codes."""
-        if self.dgrad_codes is not None:
-            return self
-        return dataclasses.replace(self, values=stored.values, layout=stored.layout, transposed=stored.transposed)
+    @classmethod
+    def from_codes(
+        cls, quantized: QuantizedWeight | None, both_layouts: BothLayouts = BothLayouts.NEVER
+    ) -> "StepWeight":
+        """A weight with these codes, if there are any."""
+        forward_codes, dgrad_codes = (None, None) if quantized is None else quantized
+        return cls(forward_codes=forward_codes, dgrad_codes=dgrad_codes, both_layouts=both_layouts)
+
+    def with_step(self, step: Callable[[Array], Array], transposed: bool | None = None) -> "StepWeight":
+        """A weight that is `step` of this one, made from the same values."""
+        layout = self.layout
+        return dataclasses.replace(
+            self,
+            layout=step if layout is None else lambda values: step(layout(values)),
+            transposed=self.transposed if transposed is None else transposed,
+        )
 
     def quantized_for_gradient(self, w: Array, recipe: Linear) -> "StepWeight":
         """The weight `w` of a forward pass that a backward pass follows.
@@ -97,7 +109,7 @@ class StepWeight:
         if self.transposed:
             quantized = QuantizedWeight(quantized.dgrad, quantized.forward)
         dgrad_codes = with_checkpoint_name(quantized.dgrad, PRODUCT_AUX)
-        return StepWeight(quantized.forward, dgrad_codes, both_layouts=self.both_layouts)
+        return StepWeight.from_codes(quantized._replace(dgrad=dgrad_codes), self.both_layouts)
 
     def forward(self, w: Array, side: Side) -> ForwardOperand:
         """The operand of the forward product."""
@@ -134,34 +146,46 @@ class StepWeight:
         )
 
 
+NO_CODES = StepWeight()
+
+
 def weight_source(
     w: Array | FrozenWeight,
     recipe: Linear,
     *,
+    weight: StepWeight,
     scale: Array | None = None,
-    quantized: QuantizedWeight | None = None,
-    both_layouts: BothLayouts = BothLayouts.NEVER,
 ) -> StepWeight | FrozenSource:
     """The source of a weight (inputs, outputs), which decides what the product saves of it.
 
+    Args:
+        w: the weight.
+        recipe: of the product.
+        weight: what is given of `w`: its codes, or what it is made from.
+        scale: fp32 scalar, given for codes that the product makes; None computes it from `w`.
+
     Raises:
-        ValueError: `quantized` is of another shape or recipe, or the weight is frozen; or the codes of a frozen weight
+        ValueError: the codes are of another shape or recipe, or the weight is frozen; or the codes of a frozen weight
             are integers and those of the recipe are not, or the reverse.
     """
+    forward_codes, dgrad_codes = weight.forward_codes, weight.dgrad_codes
     if isinstance(w, FrozenWeight):
-        if quantized is not None:
+        if dgrad_codes is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
         check_same_kind(recipe, w.codes.spec)
         return FrozenSource(w.codes, w.transposed)
-    if quantized is None and scale is None and both_layouts is BothLayouts.ALWAYS:
-        quantized = quantize_in_one_pass(w, recipe)
-    if quantized is None:
-        return StepWeight(scale=scale, both_layouts=both_layouts)
-    shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
+    if forward_codes is None or dgrad_codes is None:
+        quantized = None
+        if scale is None and weight.both_layouts is BothLayouts.ALWAYS:
+            quantized = quantize_in_one_pass(w, recipe)
+        if quantized is None:
+            return dataclasses.replace(weight, scale=scale)
+        return StepWeight.from_codes(quantized, weight.both_layouts)
+    shape, *specs = dgrad_codes.shape, forward_codes.spec, dgrad_codes.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
         expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
         raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
-    return StepWeight(quantized.forward, quantized.dgrad, both_layouts=both_layouts)
+    return dataclasses.replace(weight, values=None, layout=None)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
