@@ -11,14 +11,13 @@ from flax.struct import field
 from flax.training import train_state
 from flax.traverse_util import flatten_dict
 
-from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
-from fp8jax.modules.scaled import LayerScaling, advance_scaling, get_observed_operands
-from fp8jax.modules.weight_bounds import update_trained_bounds
+from fp8jax.modules.scaled import advance_scaling, get_scalings, update_trained_bounds
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 from fp8jax.rewrite.rules import Rules
+from fp8jax.rewrite.states import observed_operands
 from fp8jax.rewrite.training import ADVANCE, BOUNDS, TrainingRecord
 
 
@@ -45,7 +44,7 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
     Raises:
         ValueError: the optimizer's state is of another model.
     """
-    if any(map(get_observed_operands, _stateful_recipes(model))):
+    if any(observed_operands(scaling.linear) for _, scaling in get_scalings(model)):
         advance_scaling(model, grads, axis_name=axis_name)
     _update_bounds(model, opt_state)
 
@@ -171,24 +170,18 @@ class FusedOptimizer(nnx.Optimizer):
         end_nnx_step(model, nnx.state(grads, **graph_options), state)
 
 
-def _stateful_recipes(model: Any) -> list[Linear]:
-    """Of the layers whose recipe has a state."""
-    return [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
-
-
 def _mark_step_ends(model: Any, opt_state: Any) -> None:
     """Records that each update of the model's optimizer ends a step."""
     bounds = [BOUNDS] if find_weight_amax_bounds(nnx.as_pure(opt_state)) is not None else []
     record = TrainingRecord(frozenset([ADVANCE, *bounds]))
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, LayerScaling):
-            module.record = record
+    for _, scaling in get_scalings(model):
+        scaling.record = record
 
 
 def _update_bounds(model: Any, opt_state: Any) -> None:
     """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
     bounds = find_weight_amax_bounds(nnx.as_pure(opt_state))
-    if bounds is not None and any(linear.needs_weight_bounds for linear in _stateful_recipes(model)):
+    if bounds is not None and any(scaling.linear.needs_weight_bounds for _, scaling in get_scalings(model)):
         update_trained_bounds(model, bounds)
 
 

@@ -13,9 +13,14 @@ from jax.typing import DTypeLike
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functional import count_kernel_axes
 from fp8jax.modules.nnx import get_settings
-from fp8jax.modules.scaled import LayerScaling, ParameterStateModule, WeightVariables
+from fp8jax.modules.scaled import (
+    LayerScaling,
+    ParameterStateModule,
+    WeightVariables,
+    get_scalings,
+    measure_missing_bounds,
+)
 from fp8jax.modules.untrained import FrozenParam
-from fp8jax.modules.weight_bounds import measure_missing_bounds
 from fp8jax.ops.dispatch.sharding import merge
 from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.scaled_linear import weight_scale
@@ -76,13 +81,12 @@ def quantize_weights(
             f"gradient_dtype must be one of {', '.join(_GRADIENT_DTYPES)}, or None, not {gradient_dtype!r}"
         )
     copy = nnx.clone(model)
-    original_layers = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)}
-    for path, layer_copy in nnx.iter_modules(copy):
-        if isinstance(layer_copy, LayerScaling):
-            layer_copy.share_stats(original_layers[path])
+    original_scalings, scalings = dict(get_scalings(model)), get_scalings(copy)
+    for path, scaling in scalings:
+        scaling.share_stats(original_scalings[path])
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
-    if any(isinstance(m, LayerScaling) and m.linear.needs_weight_bounds for _, m in nnx.iter_modules(copy)):
+    if any(scaling.linear.needs_weight_bounds for _, scaling in scalings):
         measure_missing_bounds(copy)
     prequantized_layers: list[Any] = [
         layer for path, layer in layers if _prequantize(layer, functools.partial(quantizer, path))
@@ -125,7 +129,7 @@ def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], 
     state_module = layer.dot_general
     if isinstance(state_module, LayerScaling):
         scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), num_layer_axes)(
-            matrix, state_module.scaling_state()
+            matrix, state_module.load().state
         )
         weight = _vmap_times(lambda w, s: quantizer(w, linear, s), num_layer_axes)(matrix, scale)
     else:
