@@ -33,8 +33,7 @@ from fp8jax.modules.scaled_linen import (
     SCALING,
     STATISTICS,
     get_variables_path,
-    missing_collections_message,
-    missing_layer_message,
+    missing_variables_error,
 )
 from fp8jax.rewrite import training
 from fp8jax.rewrite.frozen_params import frozen_leaf_predicate, is_frozen
@@ -46,7 +45,6 @@ from fp8jax.rewrite.states import (
     TrackedScaling,
     WeightUse,
     read_in_call,
-    scaling_names,
     state_names,
     stats_names,
     zero_stats,
@@ -137,7 +135,9 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
         for path, tracked_scaling in planned_call.init().items():
             scope_index, place = lifted.param_locations[path]
             if not lifted.is_mutable[scope_index]:
-                raise _missing_variables_error(place, tracked_scaling.linear, initializing=True)
+                raise missing_variables_error(
+                    _get_layer_name(place), tracked_scaling.linear, is_initializing=True, has_other_layers=False
+                )
             _add_variables(new_variables[scope_index], get_variables_path(place), tracked_scaling, layer_axes[path])
         return None, (tuple({} for _ in other_collections), new_variables)
 
@@ -357,28 +357,19 @@ def _read_state(
     collections: Mapping[str, Any], place: Place, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
 ) -> ParameterState:
     """What the products with a parameter, which is `weight` in this call, read from the variables of their scaling."""
-    path = get_variables_path(place)
+    path, layer = get_variables_path(place), _get_layer_name(place)
     scaling, statistics = (_get_variables(collections, name, path) for name in (SCALING, STATISTICS))
     variables = {**scaling, **statistics}
     missing = set(state_names(linear).values()) - set(scaling)
     if missing or ("dy" in stats_names(linear) and "slot" not in statistics):
-        raise _missing_variables_error(
-            place, linear, initializing=False, has_other_layers=bool(collections.get(SCALING))
-        )
+        has_other_layers = bool(collections.get(SCALING))
+        raise missing_variables_error(layer, linear, is_initializing=False, has_other_layers=has_other_layers)
     stored = ParameterState.from_variables(linear, use.layer_axes, variables)
-    return read_in_call(stored, weight, _get_layer_name(place), training.LINEN, is_mutable=is_mutable)
+    return read_in_call(stored, weight, layer, training.LINEN, is_mutable=is_mutable)
 
 
 def _get_layer_name(place: Place) -> str:
     return "/".join(place[:-1]) or "the layer"
-
-
-def _missing_variables_error(
-    place: Place, linear: Linear, initializing: bool, has_other_layers: bool = False
-) -> ValueError:
-    layer = _get_layer_name(place)
-    fix = missing_collections_message(linear, initializing) if not has_other_layers else missing_layer_message(layer)
-    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
 
 def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:

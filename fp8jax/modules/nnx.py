@@ -16,11 +16,7 @@ from fp8jax.modules import functional
 from fp8jax.modules.calls import LayerNames
 from fp8jax.modules.functional import ModuleMethod, count_layer_axes
 from fp8jax.modules.matrices import is_matrix, wrong_model_message
-from fp8jax.modules.scaled import (
-    LayerScaling,
-    ParameterStateModule,
-    get_state_name,
-)
+from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModule
 from fp8jax.modules.tabulated_nnx import TABULATE_ID, make_tabulate_property
 from fp8jax.modules.untrained import FrozenParam, restore_param_classes
 from fp8jax.rewrite import training
@@ -322,7 +318,7 @@ def _add_scaling(
             linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, place), jax_function, record
         )
     else:
-        place = get_state_name(name.replace("/", "_"))
+        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
         scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
     setattr(layer, place, nnx.data(scaling))
 

@@ -25,7 +25,7 @@ from fp8jax.rewrite.states import (
     zero_stats,
 )
 
-# Before the name of a parameter: where the variables of its products are, in a layer of a user's own class.
+# The state of a parameter's products in a layer of a user's own class has this prefix and the parameter's name.
 STATE_PREFIX = "fp8jax_"
 _CLOSED_OVER_MESSAGE = (
     "{layer} has {names} scaling, whose state a call changes, and the model is from outside of a transformed function, "
@@ -74,7 +74,7 @@ class ParameterStateModule(nnx.Module):
         prequantized: the weight quantized for all microbatches of a step by `fp8jax.nnx.quantize_weights`, or None.
     """
 
-    VARIABLES: tuple[type, ...] = (QuantizedWeightVariable,)
+    VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
 
     def __init__(self, linear: Linear, weight: str, original: Any, jax_function: Any) -> None:
         self.linear, self.weight, self.original, self.jax_function = linear, weight, original, jax_function
@@ -154,8 +154,7 @@ class LayerScaling(ParameterStateModule):
         for operand, name in stats_names(self.linear).items():
             shape: tuple[int, ...] = getattr(self, name).shape
             return shape if operand == "dy" else shape[: len(shape) - len(self.linear.states[operand].stats_shape)]
-        shape = self.bound_variable().shape
-        return shape
+        return self.bound_variable().shape  # type: ignore[no-any-return]
 
     def load(self) -> ParameterState:
         names = [*state_names(self.linear).values(), *stats_names(self.linear).values()]
@@ -197,16 +196,13 @@ class LayerScaling(ParameterStateModule):
             getattr(self, name)[...] = value
 
 
-ParameterStateModule.VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
-
-
 def get_scalings(model: Any) -> list[tuple[tuple[Any, ...], LayerScaling]]:
     """The scalings with a state of a model, with their paths."""
     return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
 
 
 def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None) -> Any:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling: updates its states in place.
+    """Ends a step of a model whose scaling observes its operands, such as delayed scaling, in place.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
         fp8jax.nnx.advance_scaling(model)
@@ -222,7 +218,7 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
         grads: gradients of a step, with or without statistics, or None.
-        axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged: largest magnitudes by
+        axis_name: mesh axes of replicas inside `jax.shard_map`. Their observations are merged: largest magnitudes by
             maximum, counts by sum.
 
     Returns:
@@ -251,8 +247,8 @@ def merge_gradient_stats(model: Any, grads: Any) -> Any:
     for path, module in get_scalings(model) if amax_by_path else ():
         leaf = amax_by_path.get((*path, "slot"))
         if leaf is not None:
-            amax = leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf)
-            module.slot[...] = jnp.maximum(module.slot[...], amax)
+            amax, slot = leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf), vars(module)["slot"]
+            slot[...] = jnp.maximum(slot[...], amax)
     return other_grads
 
 
@@ -326,7 +322,7 @@ def _get_params_by_path(model: nnx.Module) -> dict[tuple[str, ...], Any]:
 
 
 def _layers_to_update(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
-    """As `_bounded_layers`, in a step that gives bounds."""
+    """`_bounded_layers` of a model whose bounds a step updates."""
     layers = _bounded_layers(model)
     for record in dict.fromkeys(layer.record for _, layer in layers):
         training.record_advance(training.BOUNDS, record)
@@ -339,7 +335,7 @@ def _set_bound(layer: LayerScaling, path: Sequence[str], bound: Array | None) ->
 
 
 def _bounded_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
-    """The products with automatic weight scaling, each with the path of its weight: of a tied one, that in states."""
+    """The scalings with bounds, each with the path of its weight. For a tied weight it is the path in states."""
     layers = [(path, layer) for path, layer in get_scalings(model) if layer.linear.needs_weight_bounds]
     if not layers:
         raise ValueError("the model has no layer with automatic weight scaling")
@@ -351,12 +347,7 @@ def _bounded_layers(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScali
             first_paths[id(node)] = path
         elif isinstance(node, nnx.Module):
             variables_by_path |= {
-                (*path, name): value for name, value in vars(node).items() if isinstance(value, nnx.Variable)
+                (*path, k): value for k, value in vars(node).items() if isinstance(value, nnx.Variable)
             }
     weights = [(layer.get_weight_path(path), layer) for path, layer in layers]
-    return [(first_paths[id(variables_by_path[path])] if path in variables_by_path else path, m) for path, m in weights]
-
-
-def get_state_name(weight: str) -> str:
-    """The attribute for the state of a parameter's products, in a layer of a user's own class."""
-    return f"{STATE_PREFIX}{weight}"
+    return [(first_paths.get(id(variables_by_path.get(path)), path), layer) for path, layer in weights]

@@ -20,28 +20,34 @@ from fp8jax.rewrite.states import ParameterState, scaling_names, state_names
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
 
-def missing_collections_message(linear: Linear, is_initializing: bool) -> str:
-    """What to do if the collections of a layer's variables are missing."""
+def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool, has_other_layers: bool) -> ValueError:
+    """The error of a layer whose variables are missing.
+
+    Args:
+        layer: its path in messages.
+        linear: its recipe.
+        is_initializing: whether `init` cannot add them.
+        has_other_layers: whether other layers have theirs, as in a checkpoint of a model that left this layer alone.
+    """
     names = [SCALING, *([STATISTICS] if collects_stats(linear, "dy") else [])]
     axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
-    if is_initializing:
-        return (
+    if has_other_layers:
+        fix = (
+            f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
+            f"Leave it alone by a rule, [fp8jax.Rule({layer!r}, None), recipe], or add what `init` makes to what was "
+            "saved, {**made, **saved} of flax.traverse_util.flatten_dict(variables)"
+        )
+    elif is_initializing:
+        fix = (
             "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
             f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
         )
-    return (
-        f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
-        f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
-    )
-
-
-def missing_layer_message(layer: str) -> str:
-    """What to do if only this layer's variables are missing, as in a checkpoint of a model that left it alone."""
-    return (
-        f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
-        f"Leave it alone by a rule, [fp8jax.Rule({layer!r}, None), recipe], or add what `init` makes to what was "
-        "saved, {**made, **saved} of flax.traverse_util.flatten_dict(variables)"
-    )
+    else:
+        fix = (
+            f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
+            f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
+        )
+    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
 
 def get_variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,7 +73,7 @@ def advance_scaling(
     *,
     axis_name: AxisNames = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling: its states for the next one.
+    """Ends a step of a model whose scaling observes its operands, such as delayed scaling.
 
         variables = model.init(key, x)                  # params, fp8jax_scaling, fp8jax_statistics
 
@@ -79,18 +85,17 @@ def advance_scaling(
         (value, scaling), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(...)
         scaling = fp8jax.linen.advance_scaling(scaling, seen)
 
-    Under gradient accumulation call it once a step: hand the scaling from one microbatch to the next, and merge the
-    statistics by maximum (gradients are summed); under data parallelism in `jax.shard_map`, give `axis_name`.
+    Under gradient accumulation call it once a step. Pass the scaling from one microbatch to the next, and merge the
+    statistics by maximum (gradients are summed). Under data parallelism in `jax.shard_map` give `axis_name`.
 
     Args:
         scaling: the collection "fp8jax_scaling" after the step's last `apply`.
         statistics: cotangents of the collection "fp8jax_statistics".
-        rules: what `fp8jax.linen.quantize` was given; delayed scaling needs none.
+        rules: those of `fp8jax.linen.quantize`; delayed scaling needs none.
         axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
 
     Returns:
-        The collection "fp8jax_scaling" for the next step. In evaluation nothing is advanced: do not make the collection
-        mutable.
+        The collection "fp8jax_scaling" for the next step. In evaluation do not make the collection mutable.
 
     Raises:
         ValueError: the two collections are not of the same layers, or the rules are missing.
@@ -151,6 +156,7 @@ def update_trained_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str,
 def _with_bounds(
     scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array], only_trained: bool
 ) -> dict[str, Any]:
+    """The collection with the bounds of all weights, or only of those that an optimizer trains, if there are any."""
     training.record_advance(training.BOUNDS)
     flat, name = flatten_dict(scaling), Automatic().variable_name("w")
     weight_paths = {path: get_weight_path(path[:-1]) for path in flat if path[-1] == name}

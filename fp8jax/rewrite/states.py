@@ -103,7 +103,10 @@ class ParameterState(NamedTuple):
     def from_variables(
         cls, linear: Linear, layer_axes: tuple[int, ...], variables: Mapping[str, Array]
     ) -> "ParameterState":
-        """The record of a layer's variables in Flax, by the names of `state_names` and `stats_names`."""
+        """The record of a layer's variables in Flax, by the names of `state_names` and `stats_names`.
+
+        Evaluation needs no variables of stats.
+        """
         state = ScalingState(**{o: variables[name] for o, name in state_names(linear).items()})
         stats = ScalingStats(**{o: variables[name] for o, name in stats_names(linear).items() if name in variables})
         return cls(linear, layer_axes, state, stats)
@@ -122,12 +125,17 @@ class ParameterState(NamedTuple):
             axis_name: mesh axes of replicas whose stats are merged, or None.
             keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
                 twice.
+
+        Raises:
+            ValueError: stats are missing, and the state would stand still.
         """
         assert self.state is not None
-        linear, stats = self.linear, {o: value for o, value in self.stats._asdict().items() if value is not None}
+        linear, stats = self.linear, _as_dict(self.stats)
+        if missing := [operand for operand in observed_operands(linear) if operand not in stats]:
+            raise ValueError(f"{scaling_names(linear)} scaling has no stats of {', '.join(missing)} in this step")
         if axis_name is not None:
             stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
-        state = update_scaling(self.state, ScalingStats(**stats), linear) if stats else self.state
+        state = update_scaling(self.state, ScalingStats(**stats), linear)
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
             kept = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
             state = state._replace(**kept)
@@ -147,6 +155,10 @@ def state_names(linear: Linear) -> dict[str, str]:
 def stats_names(linear: Linear) -> dict[str, str]:
     """The names of a layer's variables that hold stats, by operand."""
     return {operand: "slot" if operand == "dy" else f"seen_{operand}" for operand in observed_operands(linear)}
+
+
+def _as_dict(stats: ScalingStats) -> Stats:
+    return {operand: value for operand, value in stats._asdict().items() if value is not None}
 
 
 def _was_called(linear: Linear, stats: Mapping[str, Array]) -> Array | None:
@@ -239,10 +251,10 @@ def advance(states: States, observed: States, axis_name: AxisNames = None) -> St
     """The states after a step; see `Transformed.advance`."""
     new = {}
     for path, scaling in states.items():
-        use_stats = [{o: x for o, x in slots._asdict().items() if x is not None} for slots in observed[path].slots]
-        stats = ScalingStats(**_merge_stats(scaling.linear, use_stats, scaling.merged))
-        stored = ParameterState(scaling.linear, state=scaling.state, stats=stats)
+        stats = _merge_stats(scaling.linear, [*map(_as_dict, observed[path].slots)], scaling.merged)
+        stored = ParameterState(scaling.linear, state=scaling.state, stats=ScalingStats(**stats))
         state = stored.end_step(axis_name, keep_if_uncalled=False).state
+        assert state is not None
         new[path] = dataclasses.replace(scaling, state=state)
     return new
 
@@ -257,7 +269,7 @@ def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequen
     """
     merged: Stats = {}
     for stats, is_shared in zip(use_stats, shared_axes, strict=True):
-        axes = tuple(i for i, one in enumerate(is_shared) if one)
+        axes = _indices(is_shared)
         for operand, stat in stats.items():
             scaling = linear.states[operand]
             # The gradient's statistic is a magnitude in any case.
@@ -265,6 +277,10 @@ def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequen
             previous = merged.get(operand)
             merged[operand] = reduced if previous is None else scaling.merge_stats(previous, reduced)
     return merged
+
+
+def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(i for i, flag in enumerate(flags) if flag)
 
 
 def merge_use_stats(
@@ -312,35 +328,30 @@ def use_inputs_from_parameter_states(
             )
         gradient_slots: Sequence[Any] = [None] * len(group)
         if stored.stats.dy is not None:
-            gradient_slots = _broadcast_max_slot(stored.stats.dy, tuple(use.levels for use in group))
+            gradient_slots = _broadcast_max_slot(
+                stored.stats.dy, tuple((use.slot_axes, use.shared_axes) for use in group)
+            )
         for use, gradient_slot in zip(group, gradient_slots, strict=True):
             slots = ScalingStats() if stored.state is None else zero_stats(linear, use.slot_axes)
             use_inputs[use.key] = UseInputs(stored.state, slots._replace(dy=gradient_slot), stored.weight)
     return use_inputs
 
 
-# Of loops, not of uses: layers that differ only in their paths share a trace.
+# Static are axes, not uses: layers that differ only in their paths share a trace.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _broadcast_max_slot(slot: Array, levels_by_use: tuple[tuple[LoopLevel, ...], ...]) -> tuple[Array, ...]:
-    """A slot of each use with an element for each iteration and device; the cotangent of `slot` is their largest."""
-    return tuple(
-        jnp.broadcast_to(jnp.expand_dims(slot, _shared_axes(levels)), tuple(level.size for level in levels))
-        for levels in levels_by_use
-    )
+def _broadcast_max_slot(
+    slot: Array, axes_by_use: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
+) -> tuple[Array, ...]:
+    """A slot of each use, (*slot_axes,); the cotangent of `slot` is their largest."""
+    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, _indices(shared)), sizes) for sizes, shared in axes_by_use)
 
 
-def _broadcast_max_slot_bwd(
-    levels_by_use: tuple[tuple[LoopLevel, ...], ...], _: None, cotangents: tuple[Array, ...]
-) -> tuple[Array]:
-    largest = (jnp.max(x, _shared_axes(levels)) for x, levels in zip(cotangents, levels_by_use, strict=True))
+def _broadcast_max_slot_bwd(axes_by_use: Any, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    largest = (jnp.max(x, _indices(shared)) for x, (_, shared) in zip(cotangents, axes_by_use, strict=True))
     return (functools.reduce(jnp.maximum, largest),)
 
 
-def _shared_axes(levels: Sequence[LoopLevel]) -> tuple[int, ...]:
-    return tuple(i for i, level in enumerate(levels) if not level.has_layer_axis)
-
-
-_broadcast_max_slot.defvjp(lambda slot, levels: (_broadcast_max_slot(slot, levels), None), _broadcast_max_slot_bwd)
+_broadcast_max_slot.defvjp(lambda slot, axes: (_broadcast_max_slot(slot, axes), None), _broadcast_max_slot_bwd)
 
 
 def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], UseInputs]:
@@ -357,6 +368,7 @@ def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[t
             # Stats of all operands are gradients of one pytree: one slot stands for all.
             stored = ParameterState(scaling.linear, state=state, stats=ScalingStats(dy=slots[0]))
             read = read_in_call(stored, weights.get(path), path or "the parameter", training.TRANSFORM)
+            assert read.state is not None
             state, slots = read.state, [read.stats.dy, *slots[1:]]
         for number, use_slots in enumerate(jax.tree.unflatten(structure, slots)):
             use_inputs[path, number] = UseInputs(state, use_slots)

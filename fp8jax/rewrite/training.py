@@ -92,8 +92,8 @@ def suppress_training_checks() -> Iterator[None]:
         _is_inspecting = previous
 
 
-def _outermost_trace() -> tuple[Any, bool]:
-    """The outermost trace, or None, and whether a gradient is taken within it."""
+def _outermost_program() -> tuple[_Program | None, Any, bool]:
+    """The program that is traced, or None; the outermost trace, or None; whether a gradient is taken within it."""
     # Without these names in a version of JAX there are no warnings.
     trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
     outermost, differentiated = None, False
@@ -101,23 +101,24 @@ def _outermost_trace() -> tuple[Any, bool]:
         outermost = trace
         differentiated |= type(trace).__name__ in ("LinearizeTrace", "JVPTrace")
         trace = trace.parent_trace
-    return outermost, differentiated
+    program = _programs.setdefault(outermost, _Program()) if hasattr(outermost, "frame") else None
+    return program, outermost, differentiated
 
 
 def record_advance(call: str, record: TrainingRecord | None = None) -> None:
     """Record that a step advances states by this call."""
     if record is not None:
         record.gradient_counts.pop(call, None)
-    outermost, _ = _outermost_trace()
-    if hasattr(outermost, "frame"):
-        _programs.setdefault(outermost, _Program()).advanced.add((record, call))
+    program, _, _ = _outermost_program()
+    if program is not None:
+        program.advanced.add((record, call))
 
 
 def record_observation(record: TrainingRecord) -> None:
     """Record that a call of the model in this program observes something."""
-    outermost, _ = _outermost_trace()
-    if hasattr(outermost, "frame"):
-        _programs.setdefault(outermost, _Program()).observed.add(record)
+    program, _, _ = _outermost_program()
+    if program is not None:
+        program.observed.add(record)
 
 
 def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
@@ -127,19 +128,16 @@ def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
         record: of the model.
         stats: all stats of the model, before the state is advanced by them.
     """
-    outermost, _ = _outermost_trace()
-    program = _programs.get(outermost) if hasattr(outermost, "frame") else None
+    program, outermost, _ = _outermost_program()
     if program is None or record not in program.observed:
         return
     # Without these names in a version of JAX there is no warning.
     inputs = set(map(id, getattr(outermost.frame, "invars", ())))
     if all(id(getattr(value, "val", None)) in inputs for value in stats):
-        warnings.warn(
+        _warn(
             "the observations of this model's calls are lost, and its scales stay as they are: nnx.scan drops changes "
             "of a model that it broadcasts (None in in_axes). Write nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}) "
-            "for the model in in_axes",
-            UserWarning,
-            stacklevel=_user_stacklevel(),
+            "for the model in in_axes"
         )
 
 
@@ -235,9 +233,8 @@ def warn_if_trained(state: Array, trained: Any, message: str, call: str, record:
     arrays = _differentiable_arrays(trained)
     if not arrays or (record is not None and call in record.ended):
         return state
-    outermost, differentiated = _outermost_trace()
-    if hasattr(outermost, "frame"):
-        program = _programs.setdefault(outermost, _Program())
+    program, outermost, differentiated = _outermost_program()
+    if program is not None:
         return _READ.bind(  # type: ignore[no-any-return]
             state, *arrays, message=message, call=call, record=record, program=program, trained=False
         )
