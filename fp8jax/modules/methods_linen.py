@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import lift, unfreeze
 from jax.tree_util import GetAttrKey, keystr
 
@@ -30,22 +29,26 @@ from fp8jax.modules.calls import (
     static_fingerprint,
     transform_call,
 )
-from fp8jax.modules.scaled import get_observed_operands, init_stats
 from fp8jax.modules.scaled_linen import (
-    NOT_MUTABLE_MESSAGE,
     SCALING,
     STATISTICS,
-    STATISTICS_LOST_MESSAGE,
     get_variables_path,
-    missing_collections_message,
-    missing_layer_message,
+    missing_variables_error,
 )
-from fp8jax.ops.products.scaled_linear import ScalingState, collects_stats
 from fp8jax.rewrite import training
 from fp8jax.rewrite.frozen_params import frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import RuleSet
-from fp8jax.rewrite.states import ParameterState, Stats, TrackedScaling, WeightUse, scaling_names
+from fp8jax.rewrite.states import (
+    ParameterState,
+    Stats,
+    TrackedScaling,
+    WeightUse,
+    read_in_call,
+    state_names,
+    stats_names,
+    zero_stats,
+)
 from fp8jax.rewrite.transform import Transformed
 
 Place = tuple[str, ...]
@@ -132,7 +135,9 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
         for path, tracked_scaling in planned_call.init().items():
             scope_index, place = lifted.param_locations[path]
             if not lifted.is_mutable[scope_index]:
-                raise _missing_variables_error(place, tracked_scaling.linear, initializing=True)
+                raise missing_variables_error(
+                    _get_layer_name(place), tracked_scaling.linear, is_initializing=True, has_other_layers=False
+                )
             _add_variables(new_variables[scope_index], get_variables_path(place), tracked_scaling, layer_axes[path])
         return None, (tuple({} for _ in other_collections), new_variables)
 
@@ -351,40 +356,20 @@ def _is_intercepted() -> bool:
 def _read_state(
     collections: Mapping[str, Any], place: Place, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
 ) -> ParameterState:
-    """The state in the scaling variables of a parameter, which is `weight` in this call."""
-    path = get_variables_path(place)
-    scaling_variables, slot = (
-        _get_variables(collections, SCALING, path),
-        _get_variables(collections, STATISTICS, path).get("slot"),
-    )
-    names = {operand: part.variable_name(operand) for operand, part in linear.states.items()}
-    if not set(names.values()) <= set(scaling_variables) or (slot is None and collects_stats(linear, "dy")):
-        raise _missing_variables_error(
-            place, linear, initializing=False, has_other_layers=bool(collections.get(SCALING))
-        )
-    state = ScalingState(**{operand: scaling_variables[name] for operand, name in names.items()})
-    layer, names_text = "/".join(place[:-1]) or "the layer", scaling_names(linear)
-    if slot is not None:
-        slot = training.require_statistics(slot, weight, STATISTICS_LOST_MESSAGE.format(layer=layer, names=names_text))
-    if observed := get_observed_operands(linear):
-        state_array = getattr(state, observed[0])
-        if not is_mutable:
-            state_array = training.forbid_training(
-                state_array, weight, NOT_MUTABLE_MESSAGE.format(layer=layer, names=names_text)
-            )
-        state_array = training.read_state(state_array, (weight, slot), layer, names_text, "linen")
-        state = state._replace(**{observed[0]: state_array})
-    if linear.needs_weight_bounds and state.w is not None:
-        state = state._replace(w=training.read_state(state.w, weight, layer, names_text, "linen", training.BOUNDS))
-    return ParameterState(linear, use.layer_axes, state, slot)
+    """What the products with a parameter, which is `weight` in this call, read from the variables of their scaling."""
+    path, layer = get_variables_path(place), _get_layer_name(place)
+    scaling, statistics = (_get_variables(collections, name, path) for name in (SCALING, STATISTICS))
+    variables = {**scaling, **statistics}
+    missing = set(state_names(linear).values()) - set(scaling)
+    if missing or ("dy" in stats_names(linear) and "slot" not in statistics):
+        has_other_layers = bool(collections.get(SCALING))
+        raise missing_variables_error(layer, linear, is_initializing=False, has_other_layers=has_other_layers)
+    stored = ParameterState.from_variables(linear, use.layer_axes, variables)
+    return read_in_call(stored, weight, layer, training.LINEN, is_mutable=is_mutable)
 
 
-def _missing_variables_error(
-    place: Place, linear: Linear, initializing: bool, has_other_layers: bool = False
-) -> ValueError:
-    layer = "/".join(place[:-1]) or "the layer"
-    fix = missing_collections_message(linear, initializing) if not has_other_layers else missing_layer_message(layer)
-    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
+def _get_layer_name(place: Place) -> str:
+    return "/".join(place[:-1]) or "the layer"
 
 
 def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:
@@ -405,13 +390,13 @@ def _merge_stats(collections: dict[str, Any], place: Place, linear: Linear, stat
 def _add_variables(
     collections: dict[str, Any], path: Place, tracked_scaling: TrackedScaling, layer_axes: tuple[int, ...]
 ) -> None:
-    """Add the variables of one scaling at a path."""
-    linear = tracked_scaling.linear
-    new_variables = {part.variable_name(o): getattr(tracked_scaling.state, o) for o, part in linear.states.items()}
-    new_variables |= {f"seen_{o}": init_stats(linear, o, layer_axes) for o in ("x", "w") if collects_stats(linear, o)}
-    _put_variables(collections.setdefault(SCALING, {}), path, new_variables)
-    if collects_stats(linear, "dy"):
-        _put_variables(collections.setdefault(STATISTICS, {}), path, {"slot": jnp.zeros(layer_axes, jnp.float32)})
+    """Adds the variables of one scaling at a path."""
+    linear, state = tracked_scaling.linear, tracked_scaling.state
+    variables = ParameterState(linear, layer_axes, state, zero_stats(linear, layer_axes)).to_variables()
+    slot = {"slot": variables.pop("slot")} if "slot" in variables else {}
+    _put_variables(collections.setdefault(SCALING, {}), path, variables)
+    if slot:
+        _put_variables(collections.setdefault(STATISTICS, {}), path, slot)
 
 
 def _put_variables(collection: dict[str, Any], path: Place, variables: dict[str, Any]) -> None:

@@ -16,18 +16,13 @@ from fp8jax.modules import functional
 from fp8jax.modules.calls import LayerNames
 from fp8jax.modules.functional import ModuleMethod, count_layer_axes
 from fp8jax.modules.matrices import is_matrix, wrong_model_message
-from fp8jax.modules.scaled import (
-    LayerScaling,
-    ParameterStateModule,
-    get_observed_operands,
-    get_state_name,
-)
+from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModule
 from fp8jax.modules.tabulated_nnx import TABULATE_ID, make_tabulate_property
 from fp8jax.modules.untrained import FrozenParam, restore_param_classes
 from fp8jax.rewrite import training
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
-from fp8jax.rewrite.states import ParameterState
+from fp8jax.rewrite.states import ParameterState, observed_operands
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -211,7 +206,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     products, record = select_params(submodules, ordered_rules), training.TrainingRecord()
     for module_path, name, linear in products.values():
         # Automatic scaling, which collects no statistics, has bounds for layers whose matrices are (inputs, outputs).
-        if get_observed_operands(linear) or (linear.states and isinstance(submodules[module_path], LAYERS[:2])):
+        if observed_operands(linear) or (linear.states and isinstance(submodules[module_path], LAYERS[:2])):
             _add_scaling(submodules, module_path, name, linear, record)
     selected_modules = {holder for holder, _, _ in products.values()} | set(
         _find_context_paths(submodules, ordered_rules)
@@ -325,7 +320,7 @@ def _add_scaling(
             linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, place), jax_function, record
         )
     else:
-        place = get_state_name(name.replace("/", "_"))
+        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
         scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
     setattr(layer, place, nnx.data(scaling))
 
