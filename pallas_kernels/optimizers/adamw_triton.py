@@ -336,7 +336,7 @@ def adamw(
     if (nu_seed is not None) != is_stochastic:
         raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
     if (scalars.dither is not None) != (mu_storage is not None and mu_storage.dither_format is not None):
-        raise ValueError("the scalar `drawn` is for a first moment whose storage has `fading`")
+        raise ValueError("the scalar `dither` is for a first moment whose storage has `dither_format`")
     launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
