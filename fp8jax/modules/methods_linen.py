@@ -356,7 +356,7 @@ def _is_intercepted() -> bool:
 def _read_state(
     collections: Mapping[str, Any], place: Place, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
 ) -> ParameterState:
-    """What the products with a parameter, which is `weight` in this call, read from the variables of their scaling."""
+    """The state that the matmuls of a parameter, `weight` in this call, read from its scaling variables."""
     path, layer = get_variables_path(place), _get_layer_name(place)
     scaling, statistics = (_get_variables(collections, name, path) for name in (SCALING, STATISTICS))
     variables = {**scaling, **statistics}
@@ -390,7 +390,7 @@ def _merge_stats(collections: dict[str, Any], place: Place, linear: Linear, stat
 def _add_variables(
     collections: dict[str, Any], path: Place, tracked_scaling: TrackedScaling, layer_axes: tuple[int, ...]
 ) -> None:
-    """Adds the variables of one scaling at a path."""
+    """Add the variables of one scaling at a path."""
     linear, state = tracked_scaling.linear, tracked_scaling.state
     variables = ParameterState(linear, layer_axes, state, zero_stats(linear, layer_axes)).to_variables()
     slot = {"slot": variables.pop("slot")} if "slot" in variables else {}
