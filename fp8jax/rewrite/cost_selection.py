@@ -48,7 +48,7 @@ def drop_unprofitable(
     Returns:
         Whether the recipe of any asks for it.
     """
-    cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
+    cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.skip_unprofitable]
     for p in cost_selected:
         if not p.is_quantized:
             reason = f"{p.choice.reason} has no 8-bit products for this device"

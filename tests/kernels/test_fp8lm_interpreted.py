@@ -118,13 +118,13 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
             # Second moments of the last layer decay below what fp32 has, where squares of gradients are, too.
             g[-1], m[-1], v[-1] = g[-1] * 1e-30, m[-1] * 1e-18, v[-1] * 1e-36
 
-    def stored(x: Any, fmt: str, underflow: str = "zero") -> Any:
-        spec = fp8jax.QuantSpec(fmt, "tensor", layer_axes=depth, underflow=underflow)
+    def stored(x: Any, fmt: str, flush_to_zero: bool = True) -> Any:
+        spec = fp8jax.QuantSpec(fmt, "tensor", layer_axes=depth, flush_to_zero=flush_to_zero)
         bound = fp8lm.array_block_amax(jnp.asarray(x), spec.block_shape(shape))
         return quantize_with_scale(jnp.asarray(x), spec, fp8lm.pow2_scale_from_bound(bound, fp8jax.formats.get(fmt)))
 
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
-    kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
+    kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", flush_to_zero=False)
     largest = jnp.stack([fp8lm.block_amax(q) for q in kept])
     copies = w.copy()
     if special:  # what somebody has changed, within and beyond the range of the next scale

@@ -5,7 +5,7 @@ What fp8jax's own operations save carries names, too, so that a policy can choos
 | name | what |
 |---|---|
 | `fp8jax_norm` | codes of a norm's input, and 1 / root of each row |
-| `fp8jax_activation` | codes of the gate or only input and of the factor; faithful, of the activated gate |
+| `fp8jax_activation` | codes of the gate or only input and of the factor; if not recomputed, of the activated gate |
 | `fp8jax_input` | codes of a linear layer's input, one copy for all layers that read it |
 
 The result of a linear layer's product has the name `fp8jax_product`, which is not among `CHECKPOINT_NAMES`: a policy
