@@ -184,18 +184,32 @@ _LINEAR = {
     "interval": "weight_amax_interval",
 }
 _RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
+# Fields whose values have other names, too.
+_SELECT = {"select": ("skip_unprofitable", {"all": False, "gains": True})}
+_REVALUED: dict[str, dict[str, tuple[str, dict[str, bool | str]]]] = {
+    "linear": _SELECT,
+    "head": _SELECT,
+    "context": {
+        "mode": ("recompute_activations", {"faithful": False, "lean": True}),
+        "scales": ("amax", {"largest": "exact", "bound": "bound"}),
+    },
+}
 # Fields that recipes no longer have, by both of their names; off in every run of before.
 _REMOVED = ("joins", "fuse_parallel_matmuls")
 
 
 def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored fields, such as `recipe.linear.interval` or `linear.interval`, by the names that recipes have today."""
+    """Stored fields, such as `recipe.linear.interval` or `linear.interval`, by today's names with today's values."""
     renamed = {}
     for key, value in saved.items():
         prefix, _, field = key.rpartition(".")
         if field in _REMOVED and not value:
             continue
-        field = _RENAMED.get(prefix.rpartition(".")[2], {}).get(field, field)
+        part = prefix.rpartition(".")[2]
+        field = _RENAMED.get(part, {}).get(field, field)
+        if field in (revalued := _REVALUED.get(part, {})):
+            field, values = revalued[field]
+            value = values.get(value, value)
         renamed[f"{prefix}.{field}" if prefix else field] = value
     return renamed
 

@@ -73,7 +73,7 @@ class Whole:
             name = f"layers.{path}.kernel"
             quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
             asked[name] = quantized is not None
-            if asked[name] and linear.select == "gains":
+            if asked[name] and linear.skip_unprofitable:
                 unsure.add(name)
             return quantized
 

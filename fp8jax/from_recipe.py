@@ -74,7 +74,7 @@ def optimizer(
         hint = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {hint}")
     if min_size is None:
-        is_cost_selected = recipe.linear.select == "gains" and not recipe.has_per_tensor_moments
+        is_cost_selected = recipe.linear.skip_unprofitable and not recipe.has_per_tensor_moments
         min_size = _MIN_PROFITABLE_SIZE if is_cost_selected else MIN_SIZE
     storage = recipe.optimizer
     master = recipe.weights.master if recipe.weights.master not in ("fp32", "bf16", SCALED_MASTER) else None

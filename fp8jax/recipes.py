@@ -15,7 +15,7 @@ from fp8jax.core.recipe import Weights as Weights
 
 _FP32_MOMENTS = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
-_COAT_CONTEXT = Context("e4m3:group16", "lean")
+_COAT_CONTEXT = Context("e4m3:group16", recompute_activations=True)
 _MOSS_LINEAR = Linear(
     "e4m3:mx32+token", "e4m3", "e4m3:mx32+token", fast_accumulation=("forward", "dgrad")
 )  # fmt: skip
@@ -40,7 +40,7 @@ def coat_optimizer() -> Recipe:
 def coat() -> Recipe:
     """COAT: 8-bit optimizer states and activations. Only activations that are expensive to recompute are saved.
 
-    `Context("e4m3:group16", "faithful")` saves what the paper saves. Gradients in products are e5m2, as in COAT's code.
+    `Context("e4m3:group16")` saves what the paper saves. Gradients in products are e5m2, as in COAT's code.
     `Linear(dy=None, w_dgrad=None, x_wgrad=None, dy_wgrad=None, ...)` leaves them in bf16, as in its section G.5.
     """
     return Recipe("coat", optimizer=Optimizer(), linear=_COAT_LINEAR, context=_COAT_CONTEXT)
@@ -49,10 +49,10 @@ def coat() -> Recipe:
 def coat_fast() -> Recipe:
     """COAT with fewer passes over memory: scales of norms' and activations' results come from bounds.
 
-    Nothing finite exceeds a bound (`Context.scales`). Gradients accumulate with all bits, as in `coat`, because fast
+    Nothing finite exceeds a bound (`Context.amax`). Gradients accumulate with all bits, as in `coat`, because fast
     accumulation of wgrad over all tokens costs accuracy (docs/recipes/coat_fast.md).
     """
-    context = dataclasses.replace(_COAT_CONTEXT, scales="bound")
+    context = dataclasses.replace(_COAT_CONTEXT, amax="bound")
     return Recipe("coat_fast", optimizer=Optimizer(), linear=_COAT_LINEAR, context=context)
 
 
@@ -276,7 +276,7 @@ def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
     whole = for_device() if recipe is None else resolve(recipe)
     if not isinstance(whole, Recipe):
         raise TypeError(f"for_shapes takes a whole recipe or a preset's name, not {recipe!r}")
-    return dataclasses.replace(whole, linear=dataclasses.replace(whole.linear, select="gains"))
+    return dataclasses.replace(whole, linear=dataclasses.replace(whole.linear, skip_unprofitable=True))
 
 
 def device(capability: int | None = None) -> Device:

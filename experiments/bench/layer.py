@@ -104,7 +104,7 @@ def recipes() -> dict[str, fp8jax.Recipe]:
         linear = dataclasses.replace(presets[coat].linear, **change)  # type: ignore[arg-type]
         presets[f"{coat}, {name}"] = dataclasses.replace(presets[coat], linear=linear)
     for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
-        context = dataclasses.replace(presets[coat].context, scales="bound")
+        context = dataclasses.replace(presets[coat].context, amax="bound")
         presets[f"{coat}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
     for name in ("moss", "fast"):
         recipe = fp8jax.recipes.get(name)

@@ -40,8 +40,7 @@ def moments(gradients: Mapping[str, np.ndarray], b2: float) -> Iterator[tuple[np
 
 def stored(x: np.ndarray, moment: str, expand: bool | str) -> np.ndarray:
     """What `compressed_adamw` would decode of a moment, without its rule for dead members."""
-    underflow = "zero" if moment == "mu" else "smallest"
-    spec = fp8jax.QuantSpec("e4m3", "group", 128, expand=expand, underflow=underflow)
+    spec = fp8jax.QuantSpec("e4m3", "group", 128, expand=expand, flush_to_zero=moment == "mu")
     return np.asarray(fp8jax.quantize(jnp.asarray(x, jnp.float32), spec).dequantize(), np.float64)
 
 

@@ -37,7 +37,7 @@ FAITHFUL, LEAN, AGAIN = "COAT, faithful", "COAT, lean", "bf16, recomputed"
 def recipes() -> dict[str, tuple[fp8jax.Recipe | None, str | None]]:
     """What is measured: the recipe (None for the model as it is) and the paper's row it is compared with."""
     coat = fp8jax.recipes.coat()
-    faithful = dataclasses.replace(coat, context=fp8jax.recipes.Context("e4m3:group16", "faithful"))
+    faithful = dataclasses.replace(coat, context=fp8jax.recipes.Context("e4m3:group16"))
     deepseek = dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context)
     return {
         "bf16": (None, "BF16"),

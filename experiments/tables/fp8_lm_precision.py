@@ -45,9 +45,9 @@ STORAGES: dict[str, fp8jax.QuantSpec | str] = {
     "fp16, scaled": _TENSOR("fp16"),
     "e4m3, scaled": _TENSOR("e4m3"),
     "e5m2, scaled": _TENSOR("e5m2"),
-    "e4m3, no zeros": _TENSOR("e4m3", underflow="smallest"),
+    "e4m3, no zeros": _TENSOR("e4m3", flush_to_zero=False),
     "COAT, first": _COAT(),
-    "COAT, second": _COAT(underflow="smallest"),
+    "COAT, second": _COAT(flush_to_zero=False),
 }
 
 

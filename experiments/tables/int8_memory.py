@@ -25,7 +25,7 @@ PYTORCH = coat_memory.PAPER["BF16"][-1]
 def recipes() -> dict[str, fp8jax.Recipe | None]:
     """What is measured; None is the model of Flax's own modules."""
     fallback = fp8jax.recipes.int8_fallback()
-    lean = dataclasses.replace(fallback, context=dataclasses.replace(fallback.context, mode="lean"))
+    lean = dataclasses.replace(fallback, context=dataclasses.replace(fallback.context, recompute_activations=True))
     return {BASE: None, "int8_block": fp8jax.recipes.int8_block(), FALLBACK: fallback, LEAN: lean}
 
 

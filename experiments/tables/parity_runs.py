@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -193,6 +193,11 @@ def settings(recipe: fp8jax.Recipe) -> dict[str, str]:
     }
 
 
+def read_settings(stored: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a file, which may have older names and values, as `settings` returns them."""
+    return {name: str(value) for name, value in config.with_new_names(stored).items()}
+
+
 def train_arm(
     name: str,
     arm: ParityArm,
@@ -221,7 +226,7 @@ def train_arm(
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else header | {"runs": {}}
     # Files of before recipes were written have none.
     if "recipe" in content:
-        content["recipe"] = config.with_new_names(content["recipe"])
+        content["recipe"] = read_settings(content["recipe"])
     changed = [key for key, value in header.items() if content.get(key, value if key == "recipe" else None) != value]
     if changed:
         raise config.UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")

@@ -105,7 +105,7 @@ def encode(
         if is_scale_given and fmt.inf is not None:
             # In units of a given scale a finite value may exceed fp32. It saturates; only Inf stays Inf.
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
-    if spec.underflow == "smallest":
+    if not spec.flush_to_zero:
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
     if spec.expand and (spec.rounding == "stochastic" or seed is not None):
         y = expansion.debias_for_rounding(y, k, fmt)
@@ -129,7 +129,7 @@ def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
     """Values clamped so that the exponents of their groups are at least `min_exponent`.
 
     Otherwise one tiny member makes a group's exponent small and all its codes coarse. Magnitudes below amax / R^(1 /
-    min_exponent), with R the range of the format, become 0, or that threshold with underflow "smallest". Specs without
+    min_exponent), with R the range of the format, become 0, or that threshold without `flush_to_zero`. Specs without
     expansion, and with the paper's ("coat"), return the values unchanged.
 
     Args:
@@ -145,7 +145,7 @@ def limit_group_range(x: Array, spec: QuantSpec, min_exponent: float) -> Array:
         size = jnp.abs(x.astype(jnp.float32))
         largest = blocks.reduce(formats.where(jnp.isfinite(size), size, 0), shape, jnp.max, 0.0)
         min_magnitude = blocks.broadcast_blocks(largest * np.float32(min_ratio), x.shape, shape)
-        replacement = min_magnitude if spec.underflow == "smallest" else jnp.zeros_like(min_magnitude)
+        replacement = jnp.zeros_like(min_magnitude) if spec.flush_to_zero else min_magnitude
         return (jnp.where((size > 0) & (size < min_magnitude), jnp.copysign(replacement, x).astype(x.dtype), x),)
 
     return blocks.on_logical_array(bound, x, out_shapes=[x.shape])[0]
@@ -199,7 +199,7 @@ def decode(leaves: QTensorLeaves, shape: tuple[int, ...], spec: QuantSpec) -> Ar
         # Apply half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
         half = expansion.power(jnp.abs(values) * np.float32(1 / fmt.max), 1.0, root / 2)
         decoded = jnp.copysign(half * (scale * fmt.max) * half, values)
-    if spec.expand or spec.underflow == "smallest":
+    if spec.expand or not spec.flush_to_zero:
         # Rounding must not move a value near the smallest normal into the range that XLA flushes to zero.
         nonzero = jnp.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
         decoded = jnp.where(values == 0, decoded, nonzero)

@@ -117,7 +117,7 @@ class QTensor:
     def storage_key(self) -> str:
         """A string of all that decoding depends on: format, blocks, expansion, packed length and storage version.
 
-        It does not include rounding mode, exponent rule or underflow: they do not affect decoding.
+        It does not include rounding mode, exponent rule or `flush_to_zero`: they do not affect decoding.
         """
         return storage_key(self.spec, self.length)
 
@@ -291,7 +291,7 @@ def quantize_stochastic(x: Array, like: QTensor, seed: Array) -> QTensor:
         seed: two uint32 words, new at every call (`fp8jax.core.noise`).
 
     Returns:
-        A `QTensor` with the spec of `like`; its codes do not depend on the mesh. With underflow "smallest", non-zero
+        A `QTensor` with the spec of `like`; its codes do not depend on the mesh. Without `flush_to_zero`, non-zero
         values stay non-zero.
     """
     spec = dataclasses.replace(like.spec, rounding="stochastic")

@@ -8,7 +8,7 @@ from fp8jax.core import formats
 from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.context import Context as Context
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find_scaling
-from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec, check_booleans
 from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
 from fp8jax.core.storage import Optimizer as Optimizer
 from fp8jax.core.tables import sentence, table
@@ -55,7 +55,7 @@ class Linear:
         weight_amax_interval: steps between measurements of a weight in automatic scaling.
         fast_accumulation: products ("forward", "dgrad", "wgrad") that may accumulate with the fewer bits of Hopper's
             FP8 tensor cores. The others promote sums to fp32, as Transformer Engine's backward pass does.
-        select: "all" quantizes all products, "gains" those of models that get faster (`fp8jax.recipes.for_shapes`).
+        skip_unprofitable: whether models quantize only the layers that get faster (`fp8jax.recipes.for_shapes`).
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -76,7 +76,7 @@ class Linear:
     threshold_update_factor: float = 1.3
     weight_amax_interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
-    select: str = "all"
+    skip_unprofitable: bool = False
 
     def __post_init__(self) -> None:
         for field in (*OPERANDS, *_SOURCES):
@@ -120,8 +120,7 @@ class Linear:
         if unknown := set(self.fast_accumulation) - set(self.products()):
             names = ", ".join(self.products())
             raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
-        if self.select not in ("all", "gains"):
-            raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
+        check_booleans(self, "skip_unprofitable", prefix="linear.")
         for field in ("amax_history_length", "weight_amax_interval"):
             if getattr(self, field) < 1:
                 raise ValueError(f"linear.{field} must be positive, not {getattr(self, field)}")
@@ -323,7 +322,7 @@ class Recipe:
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
         if self.comm.gradients is not None:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
-        if self.context.lean:
+        if self.context.recompute_activations:
             stored.append(("input that a norm or activation made", RECOMPUTED, weights.compute))
         return [self._with_residuals(role, str(kind), computed, self._bytes(kind)) for role, kind, computed in stored]
 

@@ -12,12 +12,18 @@ SIZED_GRANULARITIES = ("group", "block", "mx")
 # Granularities that survive a transpose. Groups and tokens would run across the contraction of the transposed matrix.
 TRANSPOSABLE = ("tensor", "block")
 ROUNDINGS = ("nearest", "stochastic")
-UNDERFLOWS = ("zero", "smallest")
 SCALE_FORMATS = ("fp32", "bf16")
 OUTER_SCALES = ("tensor", "token", "none")
 EXPANSIONS = (False, True, "coat")
 _OPTIONS: dict = {"expand": ("expand", True), "coat": ("expand", "coat"), "stochastic": ("rounding", "stochastic")}
-_OPTIONS |= {"token": ("outer_scale", "token"), "ocp": ("outer_scale", "none"), "exact": ("exact", True)}
+_OPTIONS |= {"token": ("outer_scale", "token"), "ocp": ("outer_scale", "none"), "exact": ("fold_scales", False)}
+
+
+def check_booleans(record: object, *fields: str, prefix: str = "") -> None:
+    """Raises ValueError for a field that is neither True nor False."""
+    for field in fields:
+        if not isinstance(value := getattr(record, field), bool):
+            raise ValueError(f"{prefix}{field} is True or False, not {value!r}")
 
 
 def check_expand(expand: bool | str) -> None:
@@ -54,13 +60,14 @@ class QuantSpec:
             `experiments.tables.coat_expansion` compares their errors. A tiny member makes a group's exponent small, and
             its other codes coarse. Operations that save values and `compress_state` therefore limit it
             (`fp8jax.core.encoding.limit_group_range`), and `compressed_adamw` leaves out dead members.
-        underflow: rounding of non-zero values below half the smallest code: "zero", or "smallest", the smallest code (a
-            second moment must not decode to zero).
+        flush_to_zero: rounding of non-zero values below half the smallest code: to zero, or if False to the smallest
+            code (a second moment must not decode to zero).
         outer_scale: for "mx", the fp32 scale above the powers of two. "tensor" (MOSS, section 3.1) and "token" round
             the powers up. "none" (OCP Microscaling Formats 1.0, section 6.3) has no fp32 scale. Its powers are
             the largest in the group over the largest in the format; the largest elements may saturate.
-        exact: for "mx" with an outer scale: products apply each power of two to the sum of its group, and residuals are
-            two-level codes. Otherwise linear layers fold the powers into codes with one scale per row (`is_folded`).
+        fold_scales: for "mx" with an outer scale: linear layers fold the powers of two into codes with one scale per
+            row (`is_folded`). If False, the option `exact`, products apply each power to the sum of its group, and
+            residuals are two-level codes.
 
     Raises:
         ValueError: a field has an unknown value, or two contradict each other.
@@ -74,9 +81,9 @@ class QuantSpec:
     scale_format: str = "fp32"
     rounding: str = "nearest"
     expand: bool | str = False
-    underflow: str = "zero"
+    flush_to_zero: bool = True
     outer_scale: str = "tensor"
-    exact: bool = False
+    fold_scales: bool = True
 
     def __post_init__(self) -> None:
         if re.search("[:+]", str(self.format)):
@@ -91,12 +98,12 @@ class QuantSpec:
             ("granularity", GRANULARITIES),
             ("scale_format", SCALE_FORMATS),
             ("rounding", ROUNDINGS),
-            ("underflow", UNDERFLOWS),
             ("outer_scale", OUTER_SCALES),
         ):
             value = getattr(self, field)
             if value not in allowed:
                 raise ValueError(f"unknown {field} {value!r}; it is one of {', '.join(allowed)}")
+        check_booleans(self, "flush_to_zero", "fold_scales")
         if self.granularity not in SIZED_GRANULARITIES and self.group_size is not None:
             raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")
         if self.granularity in SIZED_GRANULARITIES and (self.group_size is None or self.group_size < 1):
@@ -107,9 +114,10 @@ class QuantSpec:
             raise ValueError(f"layer_axes counts leading axes and cannot be {self.layer_axes}")
         if self.granularity != "mx" and self.outer_scale != "tensor":
             raise ValueError(f"outer_scale={self.outer_scale!r} applies to granularity 'mx', not {self.granularity!r}")
-        if self.exact and (self.granularity != "mx" or self.outer_scale == "none"):
+        if not self.fold_scales and (self.granularity != "mx" or self.outer_scale == "none"):
             raise ValueError(
-                "exact=True is for granularity 'mx' with an outer scale; codes of other scales are never folded"
+                "fold_scales=False, option 'exact', is for granularity 'mx' with an outer scale, not "
+                f"{self.granularity!r} with {self.outer_scale!r}; leave it out, codes of other scales are never folded"
             )
         if self.granularity == "mx" and (self.expand or not fmt.is_float):
             what = "range expansion" if self.expand else f"format {self.format!r}"
@@ -160,7 +168,7 @@ class QuantSpec:
     def is_folded(self) -> bool:
         """Whether linear layers fold the powers of two of groups into the codes (see `folded_spec`)."""
         two_levels = self.granularity == "mx" and self.outer_scale != "none"
-        return two_levels and self.rounding == "nearest" and not self.exact
+        return two_levels and self.rounding == "nearest" and self.fold_scales
 
     @property
     def folded_spec(self) -> "QuantSpec":

@@ -60,5 +60,4 @@ class Optimizer:
         if not formats.get(name).needs_scale:
             return None
         granularity = "tensor" if self.group_size is None else "group"
-        underflow = "smallest" if moment == "nu" else "zero"
-        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, flush_to_zero=moment != "nu")

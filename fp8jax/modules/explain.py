@@ -37,7 +37,7 @@ _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
         "convolutions are left alone",
     ),
 )
-_LEAN_NOTE = "layers that read the result of a norm or an activation in mode lean save nothing of it"
+_RECOMPUTE_NOTE = "layers that read the result of a norm or an activation save nothing of it if it is recomputed"
 # Returns the shape of the main matrix of the module at a path; () if it has none.
 _FindShape = Callable[[str, Any], tuple[int, ...]]
 
@@ -150,7 +150,8 @@ def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
         rows.append(PlanEntry(path, type(modules[path]).__name__, (), choice, choice.reason, ""))
     no_product_reason = "whether a product reads it is known in a call"
     rows += _layers_without_product(modules, rules, _nnx_shape, no_product_reason, {row.path for row in rows})
-    notes = [_LEAN_NOTE] if any(row.context is not None and row.context.lean for row in rows) else []
+    is_recomputed = any(row.context is not None and row.context.recompute_activations for row in rows)
+    notes = [_RECOMPUTE_NOTE] if is_recomputed else []
     unknown = {
         "activations and attention between layers": rules.has_contexts,
         "output heads and routers that their names do not tell": rules.has_default,

@@ -20,10 +20,10 @@ from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
 DEFAULT_FORMAT = "e4m3"
-# The smallest exponents of groups, by the underflow of their spec: "zero" for first moments. Moments of elements
+# The smallest exponents of groups, by `flush_to_zero` of their spec: True for first moments. Moments of elements
 # without gradients decay without end, and here, unlike in Adam, these elements are not known. The limit keeps range
 # for the others.
-MIN_EXPONENTS = {"zero": 0.7, "smallest": 0.6}
+MIN_EXPONENTS = {True: 0.7, False: 0.6}
 
 _Storage: TypeAlias = QuantSpec | formats.Format
 _Path: TypeAlias = tuple[Any, ...]
@@ -177,7 +177,7 @@ def compress_state(
             plan.paths, plan.leaves, plan.treedef.flatten_up_to(new_state), plan.roles, strict=True
         ):
             seed = None
-            if isinstance(leaf, QTensor) and leaf.spec.underflow == "zero":
+            if isinstance(leaf, QTensor) and leaf.spec.flush_to_zero:
                 seed = phases
             elif role == "first" or (role == "other" and nu_rounding == "stochastic"):
                 seed = step_seed
@@ -315,9 +315,9 @@ def _resolve_storage(
     """
     if isinstance(format_or_spec, str) and not formats.get(format_or_spec).needs_scale:
         return formats.get(format_or_spec)
-    underflow = "zero" if name in storage.FIRST_MOMENTS else "smallest"
+    is_first = name in storage.FIRST_MOMENTS
     spec = (
-        QuantSpec(format_or_spec, "group", group_size or 1, expand=expand, underflow=underflow)
+        QuantSpec(format_or_spec, "group", group_size or 1, expand=expand, flush_to_zero=is_first)
         if isinstance(format_or_spec, str)
         else format_or_spec
     )
@@ -372,8 +372,8 @@ def _store_like(_: None, dither: Array, row: tuple[QTensor | Array, Array, Array
     """A leaf of the new state, stored like the old one; keys and counts stay."""
     old, new, seed = row
     if isinstance(old, QTensor):
-        new = encoding.limit_group_range(new, old.spec, MIN_EXPONENTS[old.spec.underflow])
-        if old.spec.underflow == "zero":
+        new = encoding.limit_group_range(new, old.spec, MIN_EXPONENTS[old.spec.flush_to_zero])
+        if old.spec.flush_to_zero:
             assert seed is not None
             return quantize_decaying(new, old, dither, seed)
         return store(new, old, seed)

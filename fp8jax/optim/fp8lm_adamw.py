@@ -181,10 +181,10 @@ def fp8lm_adamw(
     static_group_size = 0 if group_size is None else moments.to_static_integer("group_size", group_size)
 
     def storage_spec(name: str, num_layer_axes: Any) -> QuantSpec:
-        fmt, underflow = mu if name == "mu" else "fp16", "smallest" if name == "nu" else "zero"
+        fmt, flush_to_zero = mu if name == "mu" else "fp16", name != "nu"
         if not static_group_size:
-            return QuantSpec(fmt, "tensor", layer_axes=int(num_layer_axes), underflow=underflow)
-        return QuantSpec(fmt, "group", static_group_size, underflow=underflow)
+            return QuantSpec(fmt, "tensor", layer_axes=int(num_layer_axes), flush_to_zero=flush_to_zero)
+        return QuantSpec(fmt, "group", static_group_size, flush_to_zero=flush_to_zero)
 
     def is_quantized(x: Any, num_layer_axes: Any) -> bool:
         """Whether the state of a parameter of this shape is quantized: all of its arrays, or none."""

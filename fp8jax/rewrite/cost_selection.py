@@ -47,7 +47,7 @@ def drop_unprofitable(
     Returns:
         Whether a recipe in the group has `select="gains"`.
     """
-    cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
+    cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.skip_unprofitable]
     for p in cost_selected:
         if not p.is_quantized:
             reason = f"{p.choice.reason} has no 8-bit products for this device"

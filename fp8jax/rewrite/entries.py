@@ -107,7 +107,7 @@ class PlanEntry(NamedTuple):
         """What is saved of the input for the backward pass, with its bytes an element."""
         linear, context = self.linear, self.context
         if context is not None and context.spec is not None:
-            bound = "; scales from bounds" if context.scales == "bound" else ""
+            bound = "; scales from bounds" if context.amax == "bound" else ""
             readers = "".join(f"; {path} saves the result in {dtype}" for path, dtype in self.readers)
             return f"{context.spec}, {context.spec.bytes_per_element:.4g} B/element{bound}{readers}"
         if linear is None:

@@ -231,8 +231,9 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
         return _value_bytes(operation.x, operation.recipe.context.spec) + 4 * rows
     if isinstance(operation, ActivationOperation):
         context, saved = operation.recipe.context, [v for v in (operation.gate, operation.up) if v is not None]
-        # In mode "faithful" the activated gate is saved, too.
-        saved += [operation.gate] if len(saved) == 2 and context.spec is not None and not context.lean else []
+        # The activated gate is saved, too, unless it is recomputed.
+        if len(saved) == 2 and context.spec is not None and not context.recompute_activations:
+            saved.append(operation.gate)
         return sum(_value_bytes(value, context.spec) for value in saved)
     return None
 

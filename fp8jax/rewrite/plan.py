@@ -333,7 +333,7 @@ def _replace_producer(
     node = value.node
     if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
         for p in group:
-            recomputes_input = node.operation.recipe.context.lean
+            recomputes_input = node.operation.recipe.context.recompute_activations
             entries[p.node] = entries[p.node]._replace(
                 input_producer=entries[node].kind, recomputes_input=recomputes_input
             )
@@ -368,7 +368,9 @@ def _replace_producer(
     entries[node] = PlanEntry(path, kind, value.shape, choice, choice.reason, node.line(), readers=nonsaving_readers)
     node.operation, node.operands = operation, operands
     for p in group:
-        entries[p.node] = entries[p.node]._replace(input_producer=kind, recomputes_input=choice.context.lean)
+        entries[p.node] = entries[p.node]._replace(
+            input_producer=kind, recomputes_input=choice.context.recompute_activations
+        )
     return norm_paths
 
 

@@ -156,7 +156,7 @@ class RuleSet:
         if i >= self._num_user_rules and path in heads and self.rules[i].linear is not None:
             return LayerChoice(None, heads[path])
         linear = self.rules[i].linear
-        if linear is not None and not linear.is_quantized and linear.select == "all":
+        if linear is not None and not linear.is_quantized and not linear.skip_unprofitable:
             reason += ", which quantizes no product"
         return LayerChoice(linear, reason, self.rules[i].context)
 

@@ -24,7 +24,7 @@ RECIPE = Recipe(
     weights=Weights("fp32", "bf16"),
     optimizer=Optimizer("e4m3", "e5m2", 32),
     linear=LINEAR,
-    context=Context("e5m2:group8", "lean"),
+    context=Context("e5m2:group8", recompute_activations=True),
     comm=Comm("e5m2:group16"),
 )
 PLAN = [

@@ -88,18 +88,19 @@ SETTINGS = {
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
         ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
-        ("context.mode", "lean"): f"{OURS}: the paper keeps more, Context(mode='faithful')",
+        ("context.recompute_activations", True): f"{OURS}: the paper keeps more",
     },
     "coat_fast": {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
         ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
-        ("context.mode", "lean"): OURS, ("context.scales", "bound"): OURS,
+        ("context.recompute_activations", True): OURS, ("context.amax", "bound"): OURS,
     },
     "coat_activations": {
         ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
-        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
+        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
+        ("context.recompute_activations", True): OURS,
     },
     "moss": {
         ("linear.w_scaling", "automatic"): f"{MOSS}, section 3.2",
@@ -110,7 +111,8 @@ SETTINGS = {
         ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
         ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
         ("linear.fast_accumulation", ("forward", "dgrad")): OURS,
-        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
+        ("context.residual", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
+        ("context.recompute_activations", True): OURS,
     },
     "te_delayed": {("linear.scaling", "delayed"): "Transformer Engine, DelayedScaling"},
     "int8_fallback": {
@@ -133,9 +135,10 @@ SETTINGS = {
 UNSAID = {
     "weights.master": "fp32", "weights.compute": "bf16",
     "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,
-    "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None, "linear.select": "all",
-    "linear.fast_accumulation": ("forward",), "context.residual": None, "context.mode": "faithful",
-    "context.scales": "largest", "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
+    "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None,
+    "linear.skip_unprofitable": False, "linear.fast_accumulation": ("forward",), "context.residual": None,
+    "context.recompute_activations": False, "context.amax": "exact",
+    "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
 }  # fmt: skip
 # Rates that scalings read, the same in all presets.
 RATES = {
@@ -172,7 +175,7 @@ def test_operands_are_those_of_the_paper(name):
         assert found == expected[operand], f"{operand} of {name}: {source}"
         assert spec is None or (not spec.expand and spec.scale_format == "fp32" and spec.axis == -1)
         if spec is not None and spec.granularity == "mx":
-            assert spec.exact == (name == "moss_mx"), "folded into rows, but in moss_mx"
+            assert spec.fold_scales == (name != "moss_mx"), "folded into rows, but in moss_mx"
             assert spec.outer_scale == "token", f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row"
 
 

@@ -48,7 +48,8 @@ def test_malformed_strings_are_refused_with_the_form(text):
         ({"group_size": 128}, "group_size=128 contradicts granularity 'tensor'"),
         ({"scale_format": "e4m3"}, "unknown scale_format 'e4m3'"),
         ({"rounding": "up"}, "unknown rounding 'up'"),
-        ({"underflow": "keep"}, "unknown underflow 'keep'"),
+        ({"flush_to_zero": "smallest"}, "flush_to_zero is True or False, not 'smallest'"),
+        ({"fold_scales": None}, "fold_scales is True or False, not None"),
         ({"layer_axes": -1}, "layer_axes counts leading axes and cannot be -1"),
     ],
 )
@@ -118,8 +119,11 @@ def test_presets_are_known_by_their_names(name):
         (lambda: Optimizer(mu="fp32", nu="bf16", group_size=None), "expand=True apply to 8-bit moments"),
         (lambda: Linear("e4m3", "e4m3+stochastic", "e5m2"), "only gradients and what is saved round stochastically"),
         (lambda: Linear(fast_accumulation=("backward",)), r"fast_accumulation names \['backward'\]; products are"),
-        (lambda: Context("e4m3:group16", "full"), "unknown context.mode 'full'; it is one of faithful, lean"),
-        (lambda: Context(mode="lean"), "context.mode 'lean' needs a format: give context.residual"),
+        (lambda: Context("e4m3:group16", "lean"), "context.recompute_activations is True or False, not 'lean'"),
+        (
+            lambda: Context(recompute_activations=True),
+            "context.recompute_activations=True needs a format: give context.residual",
+        ),
         (lambda: Context("fp8:group16"), "unknown number format 'fp8'"),
         (lambda: Context("e4m3:channel"), "context.residual 'e4m3:channel' must have scales along the channels"),
         (lambda: Context("e4m3:group16+stochastic"), "would need a key in every layer"),

@@ -51,13 +51,15 @@ RECIPES = {
         (2, 2), ORDER,
     ),
     "fallback": (
-        dataclasses.replace(PLAIN, linear=BLOCKS, context=Context("int10:group32", "lean"), comm=Comm("fp32")),
+        dataclasses.replace(PLAIN, linear=BLOCKS, context=Context("int10:group32", recompute_activations=True),
+                            comm=Comm("fp32")),
         (2, 2), ORDER,
     ),
     "groups": (dataclasses.replace(PLAIN, linear=GROUPS, comm=Comm("e4m3")), (1, 4), STEP),
     "fp8_lm": (
         dataclasses.replace(fp8jax.recipes.fp8_lm(), linear=fp8jax.recipes.moss().linear,
-                            context=Context("e4m3:group16", "lean"), comm=Comm("e4m3", "one_phase", auto_scale=True)),
+                            context=Context("e4m3:group16", recompute_activations=True),
+                            comm=Comm("e4m3", "one_phase", auto_scale=True)),
         (1, 4), 2**0.5 * STEP,
     ),
 }  # fmt: skip

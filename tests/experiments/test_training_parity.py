@@ -13,7 +13,7 @@ from scipy import stats
 
 import fp8jax
 from experiments.bench import record
-from experiments.config import UserError, check_same, flatten_fields, with_new_names
+from experiments.config import UserError, check_same, flatten_fields
 from experiments.tables import parity_runs, training_parity
 from experiments.tables.parity_runs import ParityArm, Setting
 from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
@@ -208,17 +208,47 @@ def test_files_name_fields_of_recipes_as_they_were_called_then(steps):
     name = f"moss_interval_{steps}"
     stored = json.loads((ROOT / "results" / "parity_intervals" / f"{name}.json").read_text())["recipe"]
     assert stored["linear.interval"] == str(steps)
-    assert with_new_names(stored) == parity_runs.settings(training_parity.ARMS[name].recipe)
+    assert parity_runs.read_settings(stored) == parity_runs.settings(training_parity.ARMS[name].recipe)
+
+
+OLDER_VALUES = {
+    "linear.skip_unprofitable": ("select", {False: "all", True: "gains"}),
+    "head.skip_unprofitable": ("select", {False: "all", True: "gains"}),
+    "context.recompute_activations": ("mode", {False: "faithful", True: "lean"}),
+    "context.amax": ("scales", {"exact": "largest", "bound": "bound"}),
+}
+
+
+def test_files_name_values_of_recipes_as_they_were_called_then():
+    recipe = fp8jax.recipes.for_shapes("coat_fast")
+    now = parity_runs.settings(dataclasses.replace(recipe, head=recipe.linear))
+    older = {name: value for name, value in now.items() if name not in OLDER_VALUES}
+    older |= {"linear.select": "gains", "head.select": "gains", "context.mode": "lean", "context.scales": "bound"}
+    assert len(older) == len(now)
+    assert parity_runs.read_settings(older) == parity_runs.read_settings(now) == now
+
+
+@pytest.mark.parametrize("name", ["bf16", "coat", "coat_fast", "auto"])
+def test_a_run_of_older_values_of_fields_is_continued(name, tmp_path):
+    recipe = flatten_fields("recipe", fp8jax.recipes.for_shapes(name) if name == "bf16" else fp8jax.recipes.get(name))
+    older = dict(recipe)
+    for key, (field, values) in OLDER_VALUES.items():
+        older[f"recipe.{key.partition('.')[0]}.{field}"] = values[older.pop(f"recipe.{key}")]
+    check_same(older, recipe, tmp_path)
+    check_same(recipe, recipe, tmp_path)
+    with pytest.raises(UserError, match=r"recipe\.context\.amax was 'bound', now 'exact'"):
+        check_same(older | {"recipe.context.scales": "bound"}, recipe | {"recipe.context.amax": "exact"}, tmp_path)
 
 
 def test_a_run_of_older_names_of_fields_is_continued(tmp_path):
     moss = flatten_fields("recipe", fp8jax.recipes.moss())
     names = {"amax_history_length": "history", "weight_amax_interval": "interval", "x_residual": "saved"}
     names |= {"fallback_fraction_range": "fallback_rates", "threshold_update_factor": "fallback_factor"}
-    names |= {"fuse_parallel_matmuls": "joins", "residual": "saved"}
+    names |= {"residual": "saved"}
     older = {".".join(names.get(part, part) for part in key.split(".")): value for key, value in moss.items()}
     assert len(older) == len(moss)
-    assert {"recipe.head.joins", "recipe.context.saved"} <= older.keys()
+    assert "recipe.context.saved" in older
+    older |= {"recipe.linear.joins": False, "recipe.head.joins": False}
     check_same(older, moss, tmp_path)
     with pytest.raises(UserError, match=r"recipe\.linear\.weight_amax_interval was 7, now 500"):
         check_same(older | {"recipe.linear.interval": 7}, moss, tmp_path)
@@ -227,7 +257,7 @@ def test_a_run_of_older_names_of_fields_is_continued(tmp_path):
 def test_each_part_of_a_recipe_tells_what_it_sets():
     coat, fast = fp8jax.recipes.coat(), fp8jax.recipes.coat_fast()
     told = {name: parity_runs.settings(of) for name, of in (("coat", coat), ("coat_fast", fast))}
-    assert told["coat_fast"].items() - told["coat"].items() == {("context.scales", "bound")}
+    assert told["coat_fast"].items() - told["coat"].items() == {("context.amax", "bound")}
     head = parity_runs.settings(dataclasses.replace(coat, head=fp8jax.recipes.HEAD))
     assert {name.partition(".")[0] for name in head.keys() - told["coat"].keys()} == {"head"}
     assert parity_runs.settings(fp8jax.Recipe("plain")) == {}

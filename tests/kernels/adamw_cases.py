@@ -28,7 +28,7 @@ def update(grads, mu, nu, params, adam, **options):
 def spec(name, size=128, expand=True, moment="mu"):
     if not formats.get(name).needs_scale:
         return None
-    return QuantSpec(name, "group", size, expand=expand, underflow="smallest" if moment == "nu" else "zero")
+    return QuantSpec(name, "group", size, expand=expand, flush_to_zero=moment != "nu")
 
 
 def stored(values, name, size=128, expand=True, moment="mu"):

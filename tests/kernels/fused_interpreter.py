@@ -31,9 +31,9 @@ LINEAR = fp8jax.recipes.coat().linear
 
 
 def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recipe:
-    # "bound" is lean.
-    mode, scales = ("lean", mode) if mode == "bound" else (mode, "largest")
-    context = fp8jax.recipes.Context(spec, mode, linear.pop("scales", scales))
+    # "bound" is lean, which recomputes activations.
+    amax = linear.pop("amax", "bound" if mode == "bound" else "exact")
+    context = fp8jax.recipes.Context(spec, recompute_activations=mode != "faithful", amax=amax)
     part = dataclasses.replace(LINEAR, **linear)
     return dataclasses.replace(fp8jax.recipes.coat(), context=context, linear=part)
 
@@ -131,8 +131,8 @@ CASES = {
     "norm, rows, faithful": _NORM("rms", 1, recipe("faithful", **MICRO), jnp.bfloat16, (ROWS,)),
     "silu, rows": _ACTIVATION("silu", True, recipe("lean", **MICRO), jnp.float32, (ROWS,)),
     "gelu False rows": _ACTIVATION("gelu", False, recipe("lean", **MICRO), jnp.float32, (3, 11)),
-    "norm, faithful, bound": _NORM("rms", 0, recipe("faithful", scales="bound"), jnp.bfloat16, (3, 11)),
-    "silu, faithful, bound": _ACTIVATION("silu", True, recipe("faithful", scales="bound"), jnp.float32, (ROWS,)),
+    "norm, faithful, bound": _NORM("rms", 0, recipe("faithful", amax="bound"), jnp.bfloat16, (3, 11)),
+    "silu, faithful, bound": _ACTIVATION("silu", True, recipe("faithful", amax="bound"), jnp.float32, (ROWS,)),
     # The root of eps, 1e-3, is 1,000 times the input.
     "rms 1 bound, mended": _NORM("rms", 1, recipe("bound"), jnp.bfloat16, (ROWS,), 1e-5),
     "layer 0 bound, mended": _NORM("layer", 0, recipe("bound"), jnp.float32, (3, 11), 1e-5),

@@ -117,12 +117,12 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
             # Second moments of the last layer decay below what fp32 has, where squares of gradients are, too.
             g[-1], m[-1], v[-1] = g[-1] * 1e-30, m[-1] * 1e-18, v[-1] * 1e-36
 
-    def stored(x: Any, fmt: str, underflow: str = "zero") -> Any:
-        spec = fp8jax.QuantSpec(fmt, "tensor", layer_axes=depth, underflow=underflow)
+    def stored(x: Any, fmt: str, flush_to_zero: bool = True) -> Any:
+        spec = fp8jax.QuantSpec(fmt, "tensor", layer_axes=depth, flush_to_zero=flush_to_zero)
         return fp8lm.quantize_to_pow2_scale(jnp.asarray(x), spec)
 
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
-    kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
+    kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", flush_to_zero=False)
     largest = fp8lm.stack_amax(*kept)
     copies = w.copy()
     if special:  # what somebody has changed, within and beyond the range of the next scale

@@ -124,7 +124,7 @@ class Layers(linen.Module):
         return scanned(layer(name="mlp"), x, None)[0]
 
 
-FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16", "faithful"))
+FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16"))
 HALF = X.astype(jnp.bfloat16)
 
 

@@ -95,9 +95,9 @@ def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, 
 
 CONTEXTS = {
     "e5m2:group8, 1.25 B/element": Context("e5m2:group8"),
-    "e4m3:group16, 1.125 B/element": Context("e4m3:group16", "lean"),
-    "e4m3:group32, 1.062 B/element; scales from bounds": Context("e4m3:group32", "faithful", "bound"),
-    "e4m3:token, 1 B/element; scales from bounds": Context("e4m3:token", "lean", "bound"),
+    "e4m3:group16, 1.125 B/element": Context("e4m3:group16", recompute_activations=True),
+    "e4m3:group32, 1.062 B/element; scales from bounds": Context("e4m3:group32", amax="bound"),
+    "e4m3:token, 1 B/element; scales from bounds": Context("e4m3:token", recompute_activations=True, amax="bound"),
 }
 
 
@@ -117,8 +117,8 @@ def test_each_norm_and_activation_is_said_to_save_what_its_rule_says(model, monk
         assert sum(line.startswith("norm ") and saved + "  " in line for line in lines) == 1
         residuals = {layer.path: layer.residual for layer in report.layers}
         codes = "e4m3:tensor, 1 B/element"
-        norm = "nothing: RMSNorm recomputes it" if one.context.lean else codes
-        activation = "nothing: silu(gate) * up recomputes it" if two.context.lean else codes
+        norm = "nothing: RMSNorm recomputes it" if one.context.recompute_activations else codes
+        activation = "nothing: silu(gate) * up recomputes it" if two.context.recompute_activations else codes
         assert residuals == {"gate": norm, "up": norm, "down": activation}
 
 
@@ -195,7 +195,7 @@ def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(r
 
 
 def test_what_a_norm_saves_is_told_with_who_else_saves_it():
-    lean, text = Context("e4m3:group16", "lean"), "e4m3:group16, 1.125 B/element"
+    lean, text = Context("e4m3:group16", recompute_activations=True), "e4m3:group16, 1.125 B/element"
     choice = LayerChoice(TE.linear, "why", lean)
     norm = PlanEntry("n", "RMSNorm", (16,), choice, "why", "")
     assert norm.residual == text

@@ -28,7 +28,9 @@ RECIPES = {"bf16": None, "te_current": fp8jax.recipes.te_current(), "faithful": 
 INT8 = fp8jax.recipes.int8_fallback()
 INT8_RECIPES = {
     "int8_fallback": INT8,
-    "int8_fallback, lean": dataclasses.replace(INT8, context=dataclasses.replace(INT8.context, mode="lean")),
+    "int8_fallback, lean": dataclasses.replace(
+        INT8, context=dataclasses.replace(INT8.context, recompute_activations=True)
+    ),
 }
 HEADS = 4
 
@@ -89,9 +91,9 @@ def planned(context: Context, width: int, plain: int = 0) -> tuple[float, float]
     The MLP is a SwiGLU; where `plain` is given, it has that width and no factor besides the activation.
     """
     inner = plain or width * 8 // 3
-    gate_up_activated = [inner] * (1 if plain else 2 if context.lean else 3)
+    gate_up_activated = [inner] * (1 if plain else 2 if context.recompute_activations else 3)
     inputs = [width, width, *gate_up_activated]
-    linear = [] if context.lean else [width, width, inner]
+    linear = [] if context.recompute_activations else [width, width, inner]
     attention = 4 * width * 2
     values = sum(inputs) + sum(linear) + attention
     metadata = sum(context.spec.nbytes((1, n)) - n for n in inputs) + 2 * 4 + HEADS * 4

@@ -20,8 +20,8 @@ from tests.programs import residuals
 COAT = fp8jax.recipes.coat()
 
 
-def recipe(scales, mode="lean", **linear):
-    context = Context("e4m3:group16", mode, scales)
+def recipe(amax, recomputes=True, **linear):
+    context = Context("e4m3:group16", recompute_activations=recomputes, amax=amax)
     return dataclasses.replace(COAT, context=context, linear=dataclasses.replace(LINEAR, **linear))
 
 
@@ -51,11 +51,11 @@ def check(seen, scale):
     seen.clear()
 
 
-@pytest.mark.parametrize("mode", ["lean", "faithful"])
-def test_the_scale_of_a_norms_result_is_that_of_a_bound_on_it(mode, scales):
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_scale_of_a_norms_result_is_that_of_a_bound_on_it(recomputes, scales):
     x, w = 3 + normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
     x = x.at[0].set(0).at[0, 0].set(1e4)  # one value of a row is the root of the sum of all their squares
-    scale, bias, part = 1 + 0.3 * normal(2, CHANNELS), normal(3, CHANNELS), recipe("bound", mode)
+    scale, bias, part = 1 + 0.3 * normal(2, CHANNELS), normal(3, CHANNELS), recipe("bound", recomputes)
     top, shift = float(jnp.max(jnp.abs(scale))), float(jnp.max(jnp.abs(bias)))
     fp8jax.norm_linear(x, scale, [w], recipe=part)
     check(scales, 1.01 * top * np.sqrt(CHANNELS) / 448)
@@ -72,15 +72,15 @@ def norm_product(x, scale, w, kind, eps):
     return z / np.sqrt((z * z).mean(-1, keepdims=True) + eps) * scale @ w
 
 
-@pytest.mark.parametrize("mode", ["lean", "faithful"])
+@pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norms_bound_that_is_far_above_its_result_costs_no_accuracy(kind, mode):
+def test_a_norms_bound_that_is_far_above_its_result_costs_no_accuracy(kind, recomputes):
     x, w, dy = (np.asarray(normal(i, 64, n), np.float64) for i, n in ((0, 64), (1, OUTPUTS), (2, OUTPUTS)))
     outlier = np.ones(64)
     outlier[5] = 1e4
     run = jax.jit(
         lambda x, scale, w, eps: jax.vjp(
-            lambda w: fp8jax.norm_linear(x, scale, [w], recipe=recipe("bound", mode), norm=kind, eps=eps)[0], w
+            lambda w: fp8jax.norm_linear(x, scale, [w], recipe=recipe("bound", recomputes), norm=kind, eps=eps)[0], w
         ),
         static_argnums=3,
     )
@@ -128,7 +128,7 @@ def test_the_scale_of_an_activations_result_follows_from_a_sample_of_it_unless_m
     elif where == "nothing in the sample":
         rows = rows.at[:32].set(0).at[512:544].set(0)
     gate, part = rows.reshape(gate.shape), recipe("bound")
-    y = jnp.abs(fp8jax.glu(gate, up, recipe=recipe("largest"))).reshape(600, OUTPUTS)
+    y = jnp.abs(fp8jax.glu(gate, up, recipe=recipe("exact"))).reshape(600, OUTPUTS)
     sample, largest = (float(jnp.max(a)) for a in (jnp.concatenate([y[:32], y[512:544]]), y))
     assert (4 * sample < largest) == (where in ("out of sample", "nothing in the sample"))
     fp8jax.glu_linear(gate, up, w, recipe=part)
@@ -177,7 +177,7 @@ def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scal
         return {np.shape(values)[-1]: given for values, given, _ in scales}
 
     assert run(part) == {CHANNELS: True, OUTPUTS: True}
-    assert run(recipe("largest")) == {CHANNELS: False, OUTPUTS: False}
+    assert run(recipe("exact")) == {CHANNELS: False, OUTPUTS: False}
     token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
     assert run([fp8jax.Rule("down", token), fp8jax.Rule(".*", part)]) == {CHANNELS: True, OUTPUTS: False}
 
@@ -204,8 +204,9 @@ def test_a_layer_under_bounds_is_as_exact_as_under_largest_values():
 
     exact = values(fp8jax.recipes.bf16())
 
-    for mode in ("lean", "faithful"):
-        for bound, largest in zip(errors(recipe("bound", mode)), errors(recipe("largest", mode)), strict=True):
+    for recomputes in (True, False):
+        of_bounds, of_amaxes = (errors(recipe(amax, recomputes)) for amax in ("bound", "exact"))
+        for bound, largest in zip(of_bounds, of_amaxes, strict=True):
             assert 0 < bound < 1.1 * largest
 
 
@@ -223,15 +224,15 @@ def test_vmap_and_jit_give_what_a_loop_gives():
 
 
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit, jax.checkpoint])
-@pytest.mark.parametrize("mode", ["lean", "faithful"])
-def test_no_more_is_kept_under_bounds(mode, how):
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_no_more_is_kept_under_bounds(recomputes, how):
     x, p = normal(9, 600, CHANNELS, dtype=jnp.bfloat16), parameters()
 
     def kept(part):
         step = how(lambda x, p: whole(part, x, p))
         return residuals(lambda x, p: jax.lax.scan(lambda x, p: (step(x, p), None), x, p)[0], x, p)
 
-    assert sorted(kept(recipe("bound", mode))) == sorted(kept(recipe("largest", mode)))
+    assert sorted(kept(recipe("bound", recomputes))) == sorted(kept(recipe("exact", recomputes)))
 
 
 def test_the_bound_of_a_norm_holds_after_a_cast_and_is_finite(scales):
@@ -275,7 +276,7 @@ def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_thei
         gradients, tops = run(x, p)
         return jax.tree.leaves(gradients), tops
 
-    (largest, none), (bounded, tops) = grads(LEAN), grads(Context("e4m3:group16", "lean", "bound"))
+    (largest, none), (bounded, tops) = grads(LEAN), grads(dataclasses.replace(LEAN, amax="bound"))
     for module in (__name__, "tests.ops.test_contexts"):
         monkeypatch.setattr(f"{module}.LINEAR", Linear())
     exact, _ = grads(Context())
@@ -304,7 +305,7 @@ def test_where_an_activation_is_flat_bounds_of_its_cotangents_cost_nothing(name,
 
         return jax.jit(lambda *args: jax.vjp(f, *args)[1](dy))(x, w, up)
 
-    for a, b in zip(gradients("bound"), gradients("largest"), strict=True):
+    for a, b in zip(gradients("bound"), gradients("exact"), strict=True):
         assert not b.any() or relative(a, b) < 0.12
 
 
@@ -328,7 +329,7 @@ def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how, monk
         return y + h if how == "two readers" else y
 
     monkeypatch.setattr(cotangent, "quantize_and_sum", watched)
-    part = dataclasses.replace(recipe("bound"), context=Context(spec, "lean", "bound"))
+    part = dataclasses.replace(recipe("bound"), context=Context(spec, recompute_activations=True, amax="bound"))
     fast = fp8jax.transform(f, [fp8jax.Rule(".*", part)])
     jax.eval_shape(jax.grad(lambda *args: jnp.sum(fast(*args))), {"w": w, "v": v, "both": jnp.stack([w, v])}, x)
     # Of the last product, and of that before the activation; another reader's gradient is added in the last one's pass.
@@ -339,8 +340,8 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
     x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
     dy = 1e-6 * normal(3, 32, 64)
 
-    def grad(scales, dy):
-        part = recipe(scales)
+    def grad(amax, dy):
+        part = recipe(amax)
 
         def f(x):
             return fp8jax.glu_linear(fp8jax.linear(x, w, recipe=part), None, v, recipe=part, activation="silu")
@@ -353,7 +354,7 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match=r"unknown context\.scales 'small'; it is one of largest, bound"):
-        Context("e4m3:group16", "lean", "small")
-    with pytest.raises(ValueError, match=r"context\.scales 'bound' needs a format: give context\.residual"):
-        Context(scales="bound")
+    with pytest.raises(ValueError, match=r"unknown context\.amax 'small'; it is one of exact, bound"):
+        Context("e4m3:group16", amax="small")
+    with pytest.raises(ValueError, match=r"context\.amax 'bound' needs a format: give context\.residual"):
+        Context(amax="bound")

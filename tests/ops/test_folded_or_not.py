@@ -114,5 +114,7 @@ def test_exact_is_of_microscaled_codes_with_a_level_1():
     assert str(fp8jax.QuantSpec.parse(EXACT)) == EXACT
     assert not fp8jax.QuantSpec.parse(EXACT).is_folded
     for wrong in ("e4m3:group128+exact", "e4m3+exact", "e4m3:mx32+ocp+exact"):
-        with pytest.raises(ValueError, match="exact=True is for granularity 'mx' with an outer scale"):
+        with pytest.raises(
+            ValueError, match="fold_scales=False, option 'exact', is for granularity 'mx' with an outer scale"
+        ):
             fp8jax.QuantSpec.parse(wrong)

@@ -219,8 +219,8 @@ def test_specs_go_by_name_by_pattern_and_in_order():
     assert inner["adam"].inner_state[0].mu["v"].spec.format == "e5m2"
     assert inner["muon"].inner_state[0].mu["w"].spec.format == "de8"
     nu = inner["adam"].inner_state[0].nu["v"].spec
-    assert (nu.format, nu.underflow, nu.group_size, nu.expand) == ("ude8", "smallest", 128, True)
-    own = QuantSpec("e4m3", "tensor", underflow="smallest")
+    assert (nu.format, nu.flush_to_zero, nu.group_size, nu.expand) == ("ude8", False, 128, True)
+    own = QuantSpec("e4m3", "tensor", flush_to_zero=False)
     adam = jax.eval_shape(fp8jax.compress_state(optax.adam(1e-3), {"nu": own}, group_size=64, expand=False).init, p)
     assert adam[0].nu["w"].spec == own
     assert adam[0].mu["w"].spec == QuantSpec("e4m3", "group", 64)

@@ -110,7 +110,7 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
     assert base.storage_key == "codes:e4m3:group4:v1"
     lengths = {fp8jax.quantize(x[:, :n], QuantSpec("int10", "group", 4)).storage_key for n in (5, 6)}
     assert lengths == {"codes:int10:group4+length5:v2", "codes:int10:group4+length6:v2"}
-    for change in ({"rounding": "stochastic"}, {"underflow": "smallest"}):
+    for change in ({"rounding": "stochastic"}, {"flush_to_zero": False}):
         other = QTensor(*jax.tree.leaves(base), None, None, QuantSpec(**{**vars(spec), **change}))
         assert other.storage_key == base.storage_key
         np.testing.assert_array_equal(np.asarray(other.dequantize()), np.asarray(base.dequantize()))
@@ -168,7 +168,7 @@ def test_the_golden_state_loads_and_goes_on(name):
     # their exponents, and rounds bf16, is newer than the golden state: values are within a code.
     newer = name != "e4m3 expanded"
     for a, b in zip(*(jax.tree.leaves(tree, is_leaf=storage.is_quantized) for tree in (new, expected)), strict=True):
-        if newer and isinstance(a, QTensor) and a.spec.underflow == "zero":
+        if newer and isinstance(a, QTensor) and a.spec.flush_to_zero:
             values, wanted = (np.asarray(jax.tree.map(jnp.asarray, q).dequantize()) for q in (a, b))
             np.testing.assert_allclose(values, wanted, rtol=2.0**-2, atol=np.abs(wanted).max() / 100)
             continue

@@ -19,7 +19,7 @@ from fp8jax.ops.optimizers.leaf import Adam
 from tests.kernels import adamw_cases
 from tests.rows import few
 
-SPEC = functools.partial(QuantSpec, "e4m3", "group", 128, expand=True, underflow="smallest")
+SPEC = functools.partial(QuantSpec, "e4m3", "group", 128, expand=True, flush_to_zero=False)
 TX = functools.partial(fp8jax.compressed_adamw, 1e-3, min_size=0, impl="xla")
 
 
@@ -32,7 +32,7 @@ def store(values, like, count):
 @pytest.mark.parametrize("expand", [True, False])
 def test_rounding_is_unbiased_in_value(name, expand):
     """The mean over steps, against the error of the mean; where expansion is a square root or a fifth power, too."""
-    spec = QuantSpec(name, "group", 128, expand=expand, underflow="smallest")
+    spec = QuantSpec(name, "group", 128, expand=expand, flush_to_zero=False)
     for spread in (0.3, 2.0) if expand else (0.3,):
         values = jnp.exp(spread * jax.random.normal(jax.random.key(0), (8, 128)))
         run = jax.jit(jax.vmap(lambda c, v=values: store(v, quantize(v, spec), c).dequantize()))
@@ -68,7 +68,7 @@ def test_zeros_stay_what_is_not_zero_stays_and_what_is_not_finite_shows():
     values[0], values[1, ::3], values[2, 5:] = 0, 0, 0
     values[3] *= np.geomspace(1e-30, 1e6, 128, dtype=np.float32)
     values[4, 7], values[5, 9] = np.nan, np.inf
-    for spec in (SPEC(), SPEC(expand=False), QuantSpec("e5m2", "group", 128, expand=True, underflow="smallest")):
+    for spec in (SPEC(), SPEC(expand=False), QuantSpec("e5m2", "group", 128, expand=True, flush_to_zero=False)):
         like = quantize(values, spec)
         for count in range(8):
             q = store(jnp.asarray(values), like, count)

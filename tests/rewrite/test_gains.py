@@ -319,12 +319,14 @@ def test_auto_runs_where_nothing_has_8_bit_products(monkeypatch):
     assert "has no 8-bit products for this device" in str(told)
     assert fp8jax.recipes.get("auto") == fp8jax.recipes.for_shapes(fp8jax.recipes.for_device(0))
     monkeypatch.setattr(fp8jax.recipes, "for_device", lambda capability=None: fp8jax.recipes.fast())
-    assert fp8jax.recipes.get("auto").linear == dataclasses.replace(fp8jax.recipes.fast().linear, select="gains")
+    assert fp8jax.recipes.get("auto").linear == dataclasses.replace(
+        fp8jax.recipes.fast().linear, skip_unprofitable=True
+    )
 
 
 def test_settings_and_the_table():
-    with pytest.raises(ValueError, match="select is 'all' or 'gains'"):
-        fp8jax.recipes.Linear(select="some")
+    with pytest.raises(ValueError, match=r"linear\.skip_unprofitable is True or False, not 'some'"):
+        fp8jax.recipes.Linear(skip_unprofitable="some")
     with pytest.raises(TypeError, match="takes a whole recipe"):
         fp8jax.recipes.for_shapes(fp8jax.recipes.te_current().linear)
     for entry in json.loads(cost_model.RATES_PATH.read_text()):

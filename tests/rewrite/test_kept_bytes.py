@@ -42,7 +42,7 @@ def stacked(p, x):
     return jax.lax.scan(lambda x, p: (mlp(p, x), None), x, p)[0]
 
 
-FAITHFUL = dataclasses.replace(fp8jax.recipes.coat().context, mode="faithful")
+FAITHFUL = dataclasses.replace(fp8jax.recipes.coat().context, recompute_activations=False)
 
 
 def kept_codes(fn, p):

@@ -18,7 +18,9 @@ from tests.programs import chosen
 
 WIDTH, INNER = 32, 48
 # Products are as written here, so that nothing but what is kept makes a difference.
-KEEPS = dataclasses.replace(fp8jax.recipes.bf16(), name="keeps", context=Context("e4m3:group16", "lean"))
+KEEPS = dataclasses.replace(
+    fp8jax.recipes.bf16(), name="keeps", context=Context("e4m3:group16", recompute_activations=True)
+)
 SHAPES = {"up": (WIDTH, INNER), "gate": (WIDTH, INNER), "down": (INNER, WIDTH), "square": (WIDTH, WIDTH)}
 SHAPES |= {"n": (WIDTH,), "m": (WIDTH,), "tokens": (6, 1), "one": (1,)}
 P = {name: 0.3 * jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(SHAPES.items())}

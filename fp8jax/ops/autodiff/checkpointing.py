@@ -5,7 +5,7 @@ Residuals of fp8jax's operations have names:
 | name | residual |
 |---|---|
 | `fp8jax_norm` | codes of a norm's input, and 1 / root of each row |
-| `fp8jax_activation` | codes of the gate or only input and of the factor; in mode "faithful" of the activated gate |
+| `fp8jax_activation` | codes of the gate or only input and of the factor; if not recomputed, of the activated gate |
 | `fp8jax_input` | codes of a linear layer's input, one copy for all layers that read it |
 
 Two names are not in `CHECKPOINT_NAMES`. `fp8jax_product` is the result of a product: a policy that saves JAX's

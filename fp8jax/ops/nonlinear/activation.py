@@ -38,9 +38,9 @@ def glu(
 ) -> Array:
     """Return activation(gate) * up (Shazeer, 2020).
 
-    The forward pass is JAX's. The backward pass reads the codes of `gate` and `up`, and with a faithful context those
-    of activation(gate). Without a spec in the context, JAX differentiates. `glu_linear` fuses it with the next layer
-    and saves less.
+    The forward pass is JAX's. The backward pass reads the codes of `gate` and `up`, and those of activation(gate) if
+    the context recomputes no activations. Without a spec in the context, JAX differentiates. `glu_linear` fuses it with
+    the next layer and saves less.
 
     Args:
         gate: (..., channels), any floating dtype.
@@ -263,7 +263,7 @@ def activate(
     """
     context, function, consumer = context_part(recipe), _function(name), fused_outputs.find_consumer(recipe)
     omits_activated, operation, writes_result = (
-        context.lean or context.spec is None or up is None,
+        context.recompute_activations or context.spec is None or up is None,
         None,
         fused_outputs.writes_result(recipe),
     )
@@ -298,7 +298,7 @@ def activate(
     inputs = (gate,) if up is None else (gate, up)
     residuals = residuals if context.spec is None else with_checkpoint_name(residuals, ACTIVATION)
     recomputable = ActivationBackward(
-        name, gate.dtype, context.lean and context.scales == "bound", writes_result, has_bias
+        name, gate.dtype, context.recompute_activations and context.amax == "bound", writes_result, has_bias
     )
     y, _ = with_saved_vjp(recomputable, inputs, residuals, y, name="an activation")
     facts = fused_outputs.make_array_facts(context, recomputable, residuals, fused_output, consumer, scale, codes)

@@ -39,8 +39,8 @@ def norm_linear(
 ) -> tuple[Array, ...]:
     """Apply a norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
-    The layers share one quantized copy of the norm's result. A lean context saves only the codes of `x`, a faithful one
-    also that copy.
+    The layers share one quantized copy of the norm's result. It is saved with the codes of `x`, unless the context
+    recomputes activations.
 
         x, q, k, v = fp8jax.norm_linear(x, scale, (wq, wk, wv), recipe=recipe, residual=True)
         x = fp8jax.attention_output(attention(q, k, v), wo, x, recipe=recipe)
@@ -142,7 +142,7 @@ def glu_linear(
 ) -> Array:
     """Return residual + (activation(gate) * up) @ w, the second half of an MLP.
 
-    A lean context saves only the codes of `gate` and `up`.
+    A context that recomputes activations saves only the codes of `gate` and `up`.
 
     Args:
         gate: (..., inner), any floating dtype.

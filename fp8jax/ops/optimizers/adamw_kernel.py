@@ -283,7 +283,7 @@ def _kernel_storage(moment: Moment, signed: bool, is_stochastic: bool = False, i
     spec, fmt = moment.spec, formats.get(moment.spec.format)
     ratio = fmt.normal_range**expansion.TARGET_FILL if is_stochastic else fmt.expansion_range
     expanded = (ratio, expansion.MIN_EXPONENT, expansion.MAX_EXPONENT) if spec.expand else None
-    smallest = fmt.smallest if spec.underflow == "smallest" else None
+    smallest = None if spec.flush_to_zero else fmt.smallest
     storage = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
     if is_dithered:
         return dataclasses.replace(storage, dither_format=(fmt.mantissa_bits, fmt.smallest_normal))

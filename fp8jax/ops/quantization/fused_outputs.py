@@ -137,7 +137,7 @@ def find_consumer(recipe: Recipe | Context | str) -> Linear | None:
     spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) and resolved.linear.x_residual == SAME else None
     if not isinstance(resolved, Recipe) or spec is None:
         return None
-    uses_bound = resolved.context.scales == "bound" and "x" not in resolved.linear.states and supports(spec)
+    uses_bound = resolved.context.amax == "bound" and "x" not in resolved.linear.states and supports(spec)
     return resolved.linear if uses_bound or _needs_only_rows(spec) else None
 
 
@@ -163,7 +163,7 @@ def make_array_facts(
         spec = consumer.spec("x")
         assert spec is not None
         fused_output.cache_codes(spec, scale, codes)
-    recompute_rule = (recomputable, residuals) if context.lean or context.spec is None else None
+    recompute_rule = (recomputable, residuals) if context.recompute_activations or context.spec is None else None
     return ArrayFacts(recompute_rule, fused_output, None if consumer is None or scale is None else (consumer, scale))
 
 
@@ -211,10 +211,7 @@ def supports(spec: QuantSpec) -> bool:
     fmt = formats.get(spec.format)
     is_fp8_per_tensor = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
     return (
-        is_fp8_per_tensor
-        and spec.rounding == "nearest"
-        and not (spec.expand or spec.layer_axes)
-        and spec.underflow == "zero"
+        is_fp8_per_tensor and spec.rounding == "nearest" and not (spec.expand or spec.layer_axes) and spec.flush_to_zero
     )
 
 
@@ -289,7 +286,7 @@ def _unsupported_reason(x: Array, spec: QuantSpec | None) -> str | None:
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
     if not (grouped and (formats.get(spec.format).is_fp8 or spec.is_packed)):
         return f"it keeps codes of FP8 or of ten bits in groups along the last axis, not {spec}"
-    if spec.expand or spec.layer_axes or spec.underflow != "zero" or spec.rounding != "nearest":
+    if spec.expand or spec.layer_axes or not spec.flush_to_zero or spec.rounding != "nearest":
         return f"it keeps plain codes rounded to nearest, not {spec}"
     return None
 

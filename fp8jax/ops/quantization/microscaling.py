@@ -36,7 +36,9 @@ def is_foldable(q: QTensor) -> bool:
     """Return whether `fold_microscales` supports a matrix: e4m3, groups of 32 per row, an outer scale, not exact."""
     spec = q.spec
     rows = spec.axis in (-1, 1) and spec.group_size == GROUP_SIZE
-    return spec.granularity == "mx" and spec.outer_scale != "none" and spec.format == "e4m3" and rows and not spec.exact
+    return (
+        spec.granularity == "mx" and spec.outer_scale != "none" and spec.format == "e4m3" and rows and spec.fold_scales
+    )
 
 
 def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:

@@ -220,7 +220,7 @@ def _unsupported_reason(x: Any, config: _QuantizeConfig, scale: Array | None) ->
         if spec is None:
             continue
         fmt = formats.get(spec.format)
-        if not fmt.is_matmul_format or fmt.name == "e8m0" or spec.expand or spec.underflow != "zero":
+        if not fmt.is_matmul_format or fmt.name == "e8m0" or spec.expand or not spec.flush_to_zero:
             return f"it makes plain FP8 and int8 codes, not {spec}"
         if spec.granularity not in _KERNEL_GRANULARITIES or spec.axis not in (-1, 1) or spec.layer_axes:
             return f"it makes scales of {', '.join(_KERNEL_GRANULARITIES)} along the last axis of a matrix, not {spec}"
