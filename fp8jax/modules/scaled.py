@@ -12,8 +12,8 @@ from jax import Array
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.dispatch.sharding import merge
-from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.scaled_linear import ScalingState, ScalingStats, collects_stats, init_scaling, update_scaling
+from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.rewrite import training
 from fp8jax.rewrite.states import ParameterState, Stats, initial_state, scaling_names
 
