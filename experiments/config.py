@@ -193,7 +193,7 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {}
     for key, value in saved.items():
         prefix, _, field = key.rpartition(".")
-        if field in _REMOVED and not value:
+        if field in _REMOVED and str(value) == "False":
             continue
         field = _RENAMED.get(prefix.rpartition(".")[2], {}).get(field, field)
         renamed[f"{prefix}.{field}" if prefix else field] = value

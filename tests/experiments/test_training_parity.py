@@ -215,11 +215,14 @@ def test_a_run_of_older_names_of_fields_is_continued(tmp_path):
     moss = flatten_fields("recipe", fp8jax.recipes.moss())
     names = {"amax_history_length": "history", "weight_amax_interval": "interval", "x_residual": "saved"}
     names |= {"fallback_fraction_range": "fallback_rates", "threshold_update_factor": "fallback_factor"}
-    names |= {"fuse_parallel_matmuls": "joins", "residual": "saved"}
+    names |= {"residual": "saved"}
     older = {".".join(names.get(part, part) for part in key.split(".")): value for key, value in moss.items()}
     assert len(older) == len(moss)
-    assert {"recipe.head.joins", "recipe.context.saved"} <= older.keys()
+    assert {"recipe.head.interval", "recipe.context.saved"} <= older.keys()
+    older |= {"recipe.linear.joins": False, "recipe.head.fuse_parallel_matmuls": "False"}
     check_same(older, moss, tmp_path)
+    assert with_new_names(older) == moss
+    assert with_new_names({"recipe.linear.joins": True}) == {"recipe.linear.joins": True}
     with pytest.raises(UserError, match=r"recipe\.linear\.weight_amax_interval was 7, now 500"):
         check_same(older | {"recipe.linear.interval": 7}, moss, tmp_path)
 
