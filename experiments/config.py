@@ -203,7 +203,7 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {}
     for key, value in saved.items():
         prefix, _, field = key.rpartition(".")
-        if field in _REMOVED and not value:
+        if field in _REMOVED and str(value) == "False":
             continue
         part = prefix.rpartition(".")[2]
         field = _RENAMED.get(part, {}).get(field, field)

@@ -18,7 +18,7 @@ from fp8jax.dist import manual, shared_scales
 from fp8jax.dist.wire_format import WireFormat, WireFormatLike, operand_wire_format, sum_wire_format
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, from_bytes, to_bytes
 from fp8jax.ops.products.linear import linears, require_stateless
-from fp8jax.ops.products.product import QuantizedWeight
+from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.microscaling import fold_rows
 from fp8jax.ops.quantization.quantize import quantize
 

@@ -10,7 +10,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.ops.products.product import QuantizedWeight
+from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.rewrite import training
 from fp8jax.rewrite.bounds import WeightBound, bound_per_layer, complete_bounds
 from fp8jax.rewrite.states import (

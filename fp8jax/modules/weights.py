@@ -22,9 +22,8 @@ from fp8jax.modules.scaled import (
 )
 from fp8jax.modules.untrained import FrozenParam
 from fp8jax.ops.dispatch.sharding import merge
-from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.scaled_linear import weight_scale
-from fp8jax.ops.products.weights import quantize_weight
+from fp8jax.ops.products.weights import QuantizedWeight, quantize_weight
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -19,8 +19,8 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.dispatch.choice import match_varying_axes
 from fp8jax.ops.dispatch.sharding import merge
-from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.scaled_linear import ScalingState, ScalingStats, collects_stats, init_scaling, update_scaling
+from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.rewrite import primitives, training
 from fp8jax.rewrite.graph import Graph, Node, Value
 

@@ -247,9 +247,11 @@ def test_a_run_of_older_names_of_fields_is_continued(tmp_path):
     names |= {"residual": "saved"}
     older = {".".join(names.get(part, part) for part in key.split(".")): value for key, value in moss.items()}
     assert len(older) == len(moss)
-    assert "recipe.context.saved" in older
-    older |= {"recipe.linear.joins": False, "recipe.head.joins": False}
+    assert {"recipe.head.interval", "recipe.context.saved"} <= older.keys()
+    older |= {"recipe.linear.joins": False, "recipe.head.fuse_parallel_matmuls": "False"}
     check_same(older, moss, tmp_path)
+    assert with_new_names(older) == moss
+    assert with_new_names({"recipe.linear.joins": True}) == {"recipe.linear.joins": True}
     with pytest.raises(UserError, match=r"recipe\.linear\.weight_amax_interval was 7, now 500"):
         check_same(older | {"recipe.linear.interval": 7}, moss, tmp_path)
 

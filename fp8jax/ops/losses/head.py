@@ -21,8 +21,7 @@ from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.losses.logits import LogitCotangentFacts, Logits, quantize_cotangents
 from fp8jax.ops.matmul.matmul import matmul
 from fp8jax.ops.products.linear import linear
-from fp8jax.ops.products.product import QuantizedWeight
-from fp8jax.ops.products.weights import quantize_weight
+from fp8jax.ops.products.weights import QuantizedWeight, quantize_weight
 from fp8jax.ops.quantization.quantize import quantize
 
 # Maps the fp32 cotangents of logits, and facts about them, to the gradients of the input and of the weight.

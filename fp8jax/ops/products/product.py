@@ -44,7 +44,6 @@ from fp8jax.ops.products.operands import (
     weight_side,
 )
 from fp8jax.ops.products.weights import NO_CODES, BothLayouts, StepWeight, weight_source
-from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
 
