@@ -234,7 +234,7 @@ def initial_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> S
     if not linear.needs_weight_bounds:
         return measured
     assert measured.w is not None
-    return measured._replace(w=jnp.zeros_like(measured.w))  # no bound; see `WeightBound`
+    return measured._replace(w=jnp.zeros_like(measured.w))  # no bound yet
 
 
 def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
