@@ -61,7 +61,7 @@ class WeightVariables(nnx.Module):
 
 
 class ParameterStateModule(nnx.Module):
-    """What an NNX model stores for the products with one parameter.
+    """The codes and the scaling state of one parameter's products, as an NNX model stores them.
 
     It replaces the product function of a layer of Flax, and is called as this function; or it is an attribute of its
     own.
@@ -98,7 +98,7 @@ class ParameterStateModule(nnx.Module):
         return ParameterState(self.linear, self.layer_axes())
 
     def read_state(self, weight: Any) -> ParameterState:
-        """What a call with this weight reads."""
+        """The record that a call with this weight reads."""
         return self.load()._replace(weight=None if self.prequantized is None else self.prequantized.unflatten())
 
     def merge_stats(self, observed: Stats) -> None:

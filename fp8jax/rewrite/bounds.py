@@ -61,7 +61,7 @@ def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
 def with_complete_bounds(
     use_inputs: Mapping[tuple[str, int], UseInputs], uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]
 ) -> dict[tuple[str, int], UseInputs]:
-    """What uses are given, with a bound of each weight.
+    """The inputs of uses, with a bound of each weight.
 
     Args:
         use_inputs: of the caller, by use.
