@@ -81,9 +81,8 @@ def end_linen_step(
     if bounds and bound_name in names:
         # The paths in an optimizer of all variables begin with the collection.
         has_params_collection = all(path[0] == "params" for path in bounds)
-        scaling = scaled_linen.update_trained_bounds(
-            scaling, {path[has_params_collection:]: bound for path, bound in bounds.items()}
-        )
+        bounds = {path[has_params_collection:]: bound for path, bound in bounds.items()}
+        scaling = scaled_linen.with_bounds(scaling, bounds, only_trained=True)
     return dict(scaling)
 
 

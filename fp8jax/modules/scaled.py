@@ -12,7 +12,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.rewrite import training
-from fp8jax.rewrite.bounds import WeightBound, bound_per_layer, complete_bounds
+from fp8jax.rewrite.bounds import bound_per_layer, complete_bounds
 from fp8jax.rewrite.states import (
     ParameterState,
     Stats,
@@ -61,7 +61,7 @@ class WeightVariables(nnx.Module):
 
 
 class ParameterStateModule(nnx.Module):
-    """What an NNX model stores for the products with one parameter.
+    """The codes and the scaling state of one parameter's products, as an NNX model stores them.
 
     It replaces the product function of a layer of Flax, and is called as this function; or it is an attribute of its
     own.
@@ -98,7 +98,7 @@ class ParameterStateModule(nnx.Module):
         return ParameterState(self.linear, self.layer_axes())
 
     def read_state(self, weight: Any) -> ParameterState:
-        """What a call with this weight reads."""
+        """The record that a call with this weight reads."""
         return self.load()._replace(weight=None if self.prequantized is None else self.prequantized.unflatten())
 
     def merge_stats(self, observed: Stats) -> None:
@@ -309,9 +309,11 @@ def reset_weight_amax_bounds(model: nnx.Module) -> None:
 def measure_missing_bounds(model: nnx.Module) -> None:
     """Measure the weights without a bound, in place; others are not read."""
     weights = _get_params_by_path(model)
-    layers = [("/".join(path), weights[path], layer) for path, layer in _bounded_layers(model) if path in weights]
+    layers = [("/".join(path), weights[path][...], layer) for path, layer in _bounded_layers(model) if path in weights]
     bounds = complete_bounds(
-        {path: WeightBound(layer.linear, weight[...], layer.bound_variable()[...]) for path, weight, layer in layers}
+        {path: layer.bound_variable()[...] for path, _, layer in layers},
+        {path: weight for path, weight, _ in layers},
+        {path: layer.linear for path, _, layer in layers},
     )
     for path, _, layer in layers:
         layer.bound_variable()[...] = bounds[path]

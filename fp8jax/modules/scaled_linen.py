@@ -141,29 +141,25 @@ def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
-    return _with_bounds(scaling, bounds, only_trained=False)
+    return with_bounds(scaling, bounds, only_trained=False)
 
 
-def update_trained_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
-    """`update_weight_amax_bounds` for the weights that an optimizer trains; the others keep their bounds.
+def with_bounds(
+    scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array], only_trained: bool
+) -> dict[str, Any]:
+    """The collection with the bounds of an optimizer; with `only_trained` other weights than its own keep theirs.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer follows no weight of one.
     """
-    return _with_bounds(scaling, bounds, only_trained=True)
-
-
-def _with_bounds(
-    scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array], only_trained: bool
-) -> dict[str, Any]:
-    """The collection with the bounds of all weights, or only of those that an optimizer trains, if there are any."""
     training.record_advance(training.BOUNDS)
     flat, name = flatten_dict(scaling), Automatic().variable_name("w")
     weight_paths = {path: get_weight_path(path[:-1]) for path in flat if path[-1] == name}
     if not weight_paths:
         raise ValueError("the model has no layer with automatic weight scaling")
-    trained_paths = {path: weight for path, weight in weight_paths.items() if weight in bounds}
-    for path, weight in (trained_paths or weight_paths if only_trained else weight_paths).items():
+    if only_trained:
+        weight_paths = {path: weight for path, weight in weight_paths.items() if weight in bounds} or weight_paths
+    for path, weight in weight_paths.items():
         flat[path] = bound_per_layer(bounds.get(weight), "/".join(weight), flat[path].shape)
     return unflatten_dict(flat)
 

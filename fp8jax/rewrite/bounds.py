@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,65 +17,58 @@ from fp8jax.ops.products.lora import AdaptedWeight
 from fp8jax.rewrite.states import States, UseInputs, WeightUse, measured_state
 
 
-class WeightBound(NamedTuple):
-    """What a weight under automatic scaling is quantized by.
+def complete_bounds(
+    bounds: Mapping[Any, Array], weights: Mapping[Any, Array], linears: Mapping[Any, Linear]
+) -> dict[Any, Array]:
+    """The bounds of weights, fp32, (*layer_axes,); missing ones are measured.
 
-    Attributes:
-        linear: the recipe of its products.
-        weight: an array, (*layer_axes, ...).
-        bound: fp32, (*layer_axes,); 0 if there is none, because weights may have been loaded since.
+    Each is measured in its own conditional, so that other weights are not read.
+
+    Args:
+        bounds: 0 if there is none, because weights may have been loaded since.
+        weights: (*layer_axes, ...), by the keys of bounds.
+        linears: the recipes of their products, by the keys of bounds.
     """
-
-    linear: Linear
-    weight: Array
-    bound: Array
-
-    def get_or_measure(self) -> Array:
-        """The bound, or if there is none, what the scaling measures of the whole weight."""
-        found = measured_state(self.linear, self.weight, self.bound.shape).w
-        assert found is not None
-        if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
-            found = lax.pmax(found, axes)
-        found = jnp.where(self.bound > 0, self.bound, found)
-        return cast_varying_like(reshard(found, spec_of(self.bound), self.bound), self.bound)  # type: ignore[no-any-return]
-
-
-def complete_bounds(weight_bounds: Mapping[Any, WeightBound]) -> dict[Any, Array]:
-    """The bounds of weights; missing ones are measured, each in a conditional, so that other weights are not read."""
-    initial = {key: lax.stop_gradient(each.bound) for key, each in weight_bounds.items()}
-    if not initial:
+    if not bounds:
         return {}
-    weights = {key: lax.stop_gradient(each.weight) for key, each in weight_bounds.items()}
+    given = {key: lax.stop_gradient(bound) for key, bound in bounds.items()}
+    arrays = {key: lax.stop_gradient(weights[key]) for key in bounds}
 
-    def resolve_bound(key: Any, bound: Array, weight: Array) -> Array:
-        def measured(bound: Array, weight: Array) -> Array:
-            return weight_bounds[key]._replace(weight=weight, bound=bound).get_or_measure()
+    def resolve(key: Any, bound: Array, weight: Array) -> Array:
+        measure = functools.partial(_get_or_measure, linears[key])
+        if len(bounds) == 1:
+            return measure(bound, weight)
+        return lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measure, bound, weight)  # type: ignore[no-any-return]
 
-        if len(weight_bounds) == 1:
-            return measured(bound, weight)
-        found: Array = lax.cond(jnp.all(bound > 0), lambda bound, _: bound, measured, bound, weight)
-        return found
-
-    def resolve_all(bounds: dict[Any, Array], weights: dict[Any, Array]) -> dict[Any, Array]:
-        return {key: resolve_bound(key, bounds[key], weights[key]) for key in weight_bounds}
+    def resolve_all(given: dict[Any, Array], arrays: dict[Any, Array]) -> dict[Any, Array]:
+        return {key: resolve(key, given[key], arrays[key]) for key in bounds}
 
     # One conditional around all others: a program that has all bounds evaluates only this one.
-    all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in initial.values()])
-    result: dict[Any, Array] = lax.cond(all_known, lambda bounds, _: bounds, resolve_all, initial, weights)
-    return result
+    all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in given.values()])
+    return lax.cond(all_known, lambda given, _: given, resolve_all, given, arrays)  # type: ignore[no-any-return]
+
+
+def _get_or_measure(linear: Linear, bound: Array, weight: Array) -> Array:
+    """The bound, or if it is 0, what the scaling measures of the whole weight."""
+    found = measured_state(linear, weight, bound.shape).w
+    assert found is not None
+    if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
+        found = lax.pmax(found, axes)
+    found = jnp.where(bound > 0, bound, found)
+    return cast_varying_like(reshard(found, spec_of(bound), bound), bound)  # type: ignore[no-any-return]
 
 
 def with_complete_bounds(
     use_inputs: Mapping[tuple[str, int], UseInputs], uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]
 ) -> dict[tuple[str, int], UseInputs]:
-    """What uses are given, with a bound of each weight.
+    """The inputs of uses, with a bound of each weight.
 
     Args:
         use_inputs: of the caller, by use.
         uses: all of them, with their recipes.
         weights: what the caller stores as parameters, by their paths; codes need no bounds.
     """
-    weight_bounds, completed = dict[str, WeightBound](), dict(use_inputs)
+    bounds, linears, arrays = dict[str, Array](), dict[str, Linear](), dict[str, Array]()
     tracked_uses = [
         use
         for use in uses
@@ -85,8 +78,8 @@ def with_complete_bounds(
         state, weight = use_inputs[use.key].state, weights[use.path]
         weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
         if state is not None and state.w is not None and not isinstance(weight, FrozenWeight):
-            weight_bounds[use.path] = WeightBound(uses[use], weight, state.w)
-    bounds = complete_bounds(weight_bounds)
+            bounds[use.path], linears[use.path], arrays[use.path] = state.w, uses[use], weight
+    bounds, completed = complete_bounds(bounds, arrays, linears), dict(use_inputs)
     for use in tracked_uses:
         if use.path in bounds:
             use_input = use_inputs[use.key]

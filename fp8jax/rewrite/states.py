@@ -1,8 +1,8 @@
 """States of scalings: what products read, what they observe, and the end of a step.
 
-What a product observes leaves a program as the gradient of a slot. Gradients pass through scans, checkpoints,
-conditions, calls and meshes. Cotangents are summed, and most statistics must not be. So each use of a parameter has its
-own slot, and a use in a loop or on several devices has one for each iteration and device.
+Observations of a product leave a program as the gradient of a slot. Gradients pass through scans, checkpoints,
+conditions, calls and meshes. Cotangents are summed, and most statistics must not be. Each use of a parameter therefore
+has its own slot, and a use in a loop or on several devices has one for each iteration and device.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ Stats = dict[str, Array]
 
 
 class UseInputs(NamedTuple):
-    """What a product is given: the state of its scaling, slots for what it observes, and its weight in codes."""
+    """Inputs of a product besides arrays: the state of its scaling, slots for its stats, and its weight in codes."""
 
     state: ScalingState | None = None
     slots: ScalingStats | None = None
@@ -82,7 +82,7 @@ class UseInputs(NamedTuple):
 
 
 class ParameterState(NamedTuple):
-    """What a caller stores for the products of one parameter, with leading axes where the parameter is stacked.
+    """The scaling of one parameter's products as a caller stores it, with leading axes if the parameter is stacked.
 
     Attributes:
         linear: the recipe of the products.
@@ -234,7 +234,7 @@ def initial_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> S
     if not linear.needs_weight_bounds:
         return measured
     assert measured.w is not None
-    return measured._replace(w=jnp.zeros_like(measured.w))  # no bound; see `WeightBound`
+    return measured._replace(w=jnp.zeros_like(measured.w))  # no bound yet
 
 
 def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
@@ -286,7 +286,7 @@ def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
 def merge_use_stats(
     stats: Mapping[tuple[tuple[str, int], str], Array], uses: Mapping[WeightUse, Linear]
 ) -> dict[str, Stats]:
-    """What was observed in the forward pass, by the paths of parameters.
+    """The stats of the forward pass, by the paths of parameters.
 
     Args:
         stats: by use and operand.
@@ -309,7 +309,7 @@ def _group_by_path(uses: Iterable[WeightUse]) -> Iterator[tuple[str, list[Weight
 def use_inputs_from_parameter_states(
     parameter_states: Mapping[str, ParameterState], uses: Mapping[WeightUse, Linear]
 ) -> dict[tuple[str, int], UseInputs]:
-    """What each use is given of what the caller stores for its parameter.
+    """The inputs of each use, from the records that the caller stores.
 
     Raises:
         ValueError: the recipe of a product keeps a state that is not stored, or one of another shape.
@@ -355,7 +355,7 @@ _broadcast_max_slot.defvjp(lambda slot, axes: (_broadcast_max_slot(slot, axes), 
 
 
 def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], UseInputs]:
-    """What each use of a parameter reads and where its stats go.
+    """The inputs of each use, from the states of a transformed function.
 
     Args:
         states: by the paths of parameters.

@@ -142,7 +142,7 @@ def warn_if_stats_lost(record: TrainingRecord, stats: Sequence[Array]) -> None:
 
 
 class Interface(NamedTuple):
-    """What messages say of one interface.
+    """The texts of messages about one interface.
 
     Attributes:
         prefix: of the calls that advance states.

@@ -146,3 +146,23 @@ def test_collections_of_other_layers_are_refused():
     variables = model.init(KEY, X)
     with pytest.raises(ValueError, match="not collections of the same layers"):
         fp8jax.linen.advance_scaling(variables["fp8jax_scaling"], {"other": variables["fp8jax_statistics"]})
+
+
+def test_the_program_of_an_end_of_a_step_has_one_order_of_layers():
+    def end(names):
+        def advance(amax):
+            histories = {n: dict.fromkeys(("x", "w", "dy"), np.zeros(int(n), np.float32)) for n in names}
+            scaling = {n: histories[n] | {"seen_x": amax, "seen_w": amax} for n in names}
+            return fp8jax.linen.advance_scaling(scaling, {n: {"slot": amax} for n in names})
+
+        return str(jax.make_jaxpr(advance)(1.0))
+
+    assert end(("2", "3", "4")) == end(("4", "2", "3"))
+
+
+@pytest.mark.parametrize("names", [("seen_x",), ("seen_x", "seen_w")])
+def test_a_step_without_observations_is_refused(names):
+    variables = fp8jax.linen.quantize(nn.Dense(8), DELAYED).init(KEY, X)
+    scaling = {name: value for name, value in variables["fp8jax_scaling"].items() if name not in names}
+    with pytest.raises(ValueError, match="delayed scaling has no stats of x"):
+        fp8jax.linen.end_step(scaling, variables["fp8jax_statistics"])
