@@ -182,9 +182,10 @@ _LINEAR = {
     "fallback_rates": "fallback_fraction_range",
     "fallback_factor": "threshold_update_factor",
     "interval": "weight_amax_interval",
-    "joins": "fuse_parallel_matmuls",
 }
 _RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
+# Fields that recipes no longer have, by both of their names; off in every run of before.
+_REMOVED = ("joins", "fuse_parallel_matmuls")
 
 
 def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +193,8 @@ def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {}
     for key, value in saved.items():
         prefix, _, field = key.rpartition(".")
+        if field in _REMOVED and not value:
+            continue
         field = _RENAMED.get(prefix.rpartition(".")[2], {}).get(field, field)
         renamed[f"{prefix}.{field}" if prefix else field] = value
     return renamed

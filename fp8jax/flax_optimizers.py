@@ -1,4 +1,4 @@
-"""Flax's optimizers with the fused step, and the end of a step, which they and hand-written steps have in common."""
+"""Flax's optimizers with the fused step, and the end of a step for them and for hand-written steps."""
 
 import contextlib
 from collections.abc import Mapping
@@ -11,14 +11,13 @@ from flax.struct import field
 from flax.training import train_state
 from flax.traverse_util import flatten_dict
 
-from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
-from fp8jax.modules.scaled import LayerScaling, advance_scaling, get_observed_operands
-from fp8jax.modules.weight_bounds import update_trained_bounds
+from fp8jax.modules.scaled import advance_scaling, get_scalings, update_trained_bounds
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 from fp8jax.rewrite.rules import Rules
+from fp8jax.rewrite.states import observed_operands
 from fp8jax.rewrite.training import ADVANCE, BOUNDS, TrainingRecord
 
 
@@ -38,14 +37,14 @@ def end_nnx_step(model: Any, grads: Any, opt_state: optax.OptState = (), *, axis
 
     Args:
         model: what `fp8jax.nnx.quantize` returned.
-        grads: gradients of the step, as `fp8jax.nnx.value_and_grad` gives them, or with those of `GradientStatistic`.
+        grads: gradients of the step, as `fp8jax.nnx.value_and_grad` returns them, or with those of `GradientStatistic`.
         opt_state: of the optimizer of the model's parameters, after the update.
         axis_name: as of `advance_scaling`.
 
     Raises:
         ValueError: the optimizer's state is of another model.
     """
-    if any(map(get_observed_operands, _stateful_recipes(model))):
+    if any(observed_operands(scaling.linear) for _, scaling in get_scalings(model)):
         advance_scaling(model, grads, axis_name=axis_name)
     _update_bounds(model, opt_state)
 
@@ -58,15 +57,15 @@ def end_linen_step(
     *,
     axis_name: AxisNames = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose recipe has a state: what `fp8jax.nnx.end_step` does, for collections of Linen.
+    """Ends a step of a model whose recipe has a state: `fp8jax.nnx.end_step` for collections of Linen.
 
-    `fp8jax.linen.TrainState` does it where it holds the collection.
+    `fp8jax.linen.TrainState` does so if it stores the collection.
 
     Args:
         scaling: the collection "fp8jax_scaling", as `apply` has written it.
-        statistics: the gradients of the collection "fp8jax_statistics"; None where there is none.
+        statistics: the gradients of the collection "fp8jax_statistics", or None without one.
         opt_state: of the optimizer of the parameters, after the update.
-        rules: those that `fp8jax.linen.quantize` got, where anything but delayed scaling observes.
+        rules: those of `fp8jax.linen.quantize`; needed if anything but delayed scaling observes.
         axis_name: as of `advance_scaling`.
 
     Returns:
@@ -75,12 +74,12 @@ def end_linen_step(
     Raises:
         ValueError: as `advance_scaling`, or the optimizer follows no weight of a layer with automatic scaling.
     """
-    names = {path[-1] for path in flatten_dict(scaling)}
-    if statistics or any(name.startswith("seen_") for name in names):
+    names, bound_name = {path[-1] for path in flatten_dict(scaling)}, Automatic().variable_name("w")
+    if statistics or names - {bound_name}:
         scaling = scaled_linen.advance_scaling(scaling, statistics or {}, rules, axis_name=axis_name)
     bounds = find_weight_amax_bounds(opt_state)
-    if bounds and Automatic().variable_name("w") in names:
-        # An optimizer of all that `init` makes has its collection in front.
+    if bounds and bound_name in names:
+        # The paths in an optimizer of all variables begin with the collection.
         has_params_collection = all(path[0] == "params" for path in bounds)
         scaling = scaled_linen.update_trained_bounds(
             scaling, {path[has_params_collection:]: bound for path, bound in bounds.items()}
@@ -94,8 +93,8 @@ _STEP_ARGUMENTS = ("key", "grad_scale", "apply_if", "max_direction")
 def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: dict[str, Any]) -> tuple[Any, Any]:
     """New parameters and the new state of an optimizer.
 
-    A fused transformation applies its own update. Another one, such as a chain of optax, writes updates that
-    `optax.apply_updates` adds, as Flax's own classes do.
+    A fused transformation applies its own update. `optax.apply_updates` adds the updates of another one, such as a
+    chain of optax, as in Flax's own classes.
 
     Raises:
         TypeError: an argument is of the fused step alone. Most transformations would ignore it.
@@ -114,15 +113,13 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
 class FusedOptimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
 
-    State and checkpoints are those of Flax's class, so that one takes the place of the other. There updates are written
-    to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter. A
-    transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
+    State and checkpoints are those of Flax's class: one can replace the other. The fused step writes no updates to
+    memory. A transformation without a step, such as `optax.chain(...)`, updates parameters as in Flax's class.
 
-    `update` also ends the step of the model's scalings, as `fp8jax.nnx.end_step` does: observations of layers enter
-    their states. A further call of `end_step` changes nothing. If a model has several optimizers, the first update ends
-    the step. Weights of automatic scaling get the bounds of a tracked `tx`, such as `fp8jax.optimizer("moss", ...)`,
-    here and when the optimizer is created. Take gradients with `fp8jax.nnx.value_and_grad`: Flax's own raises under
-    delayed scaling.
+    `update` also ends the step of the model's scalings, as `fp8jax.nnx.end_step` does. A further call of `end_step`
+    changes nothing. If a model has several optimizers, the first update ends the step. Weights of automatic scaling get
+    the bounds of a tracked `tx`, such as `fp8jax.optimizer("moss", ...)`, here and when the optimizer is created. Take
+    gradients with `fp8jax.nnx.value_and_grad`: Flax's own raises under delayed scaling.
 
     Args:
         model: the module whose variables are trained.
@@ -139,23 +136,23 @@ class FusedOptimizer(nnx.Optimizer):
 
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **options: Any) -> None:
         super().__init__(model, tx, wrt=wrt, **options)
-        # Weights may have been loaded since they were measured. Inside a trace that the model is not part of, as of its
-        # optimizer's shapes alone, it cannot be told; the first update does.
+        # Weights may have been loaded since they were measured. In a trace without the model, such as one for the
+        # optimizer's shapes, variables of the model cannot change; the first update sets the bounds then.
         with contextlib.suppress(errors.TraceContextError):
             _update_bounds(model, self.opt_state)
             _mark_step_ends(model, self.opt_state)
 
     def update(self, model: Any, grads: Any, /, **step_arguments: Any) -> None:  # type: ignore[override]
-        """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
+        """Updates the weights of `model` and the moments, in place.
 
-        Inside `jax.shard_map` each device has observations of its own. Call `tx.step` there, and then
+        Inside `jax.shard_map` each device has its own observations. Call `tx.step` there, and then
         `fp8jax.nnx.end_step(..., axis_name=)`, in place of this.
 
         Args:
             model: the module that the optimizer was made of.
-            grads: gradients of the variables in `wrt`, and maybe of others, as of `GradientStatistic`.
-            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its
-                `update`.
+            grads: gradients of the variables in `wrt`, and maybe of others, such as `GradientStatistic`.
+            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; or of the `update` of a transformation
+                without a step.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.
@@ -171,24 +168,18 @@ class FusedOptimizer(nnx.Optimizer):
         end_nnx_step(model, nnx.state(grads, **graph_options), state)
 
 
-def _stateful_recipes(model: Any) -> list[Linear]:
-    """Of the layers whose recipe has a state."""
-    return [module.linear for _, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
-
-
 def _mark_step_ends(model: Any, opt_state: Any) -> None:
-    """Records that each update of the model's optimizer ends a step."""
+    """Record that each update of the model's optimizer ends a step."""
     bounds = [BOUNDS] if find_weight_amax_bounds(nnx.as_pure(opt_state)) is not None else []
     record = TrainingRecord(frozenset([ADVANCE, *bounds]))
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, LayerScaling):
-            module.record = record
+    for _, scaling in get_scalings(model):
+        scaling.record = record
 
 
 def _update_bounds(model: Any, opt_state: Any) -> None:
-    """Gives weights of automatic scaling the bounds that an optimizer follows, if there are both."""
+    """Give weights of automatic scaling the bounds of an optimizer, if there are both."""
     bounds = find_weight_amax_bounds(nnx.as_pure(opt_state))
-    if bounds is not None and any(linear.needs_weight_bounds for linear in _stateful_recipes(model)):
+    if bounds is not None and any(scaling.linear.needs_weight_bounds for _, scaling in get_scalings(model)):
         update_trained_bounds(model, bounds)
 
 
@@ -200,27 +191,27 @@ class FusedTrainState(train_state.TrainState):
 
     Attributes:
         scaling: the collection "fp8jax_scaling" that `init` makes, or None.
-        rules: those that `fp8jax.linen.quantize` got, where `end_step` wants them.
+        rules: those of `fp8jax.linen.quantize`, if `end_step` needs them.
     """
 
-    # By name, so that a class of a user's own may add fields without a default.
+    # Keyword-only, so that a user's subclass may add fields without a default.
     scaling: Any = field(default=None, kw_only=True)
     rules: Any = field(pytree_node=False, default=None, kw_only=True)
 
     def apply_gradients(
         self, *, grads: Any, step_arguments: dict[str, Any] | None = None, statistics: Any = None, **field_updates: Any
     ) -> Any:
-        """A state with new parameters and moments, and one step more.
+        """The state after a step.
 
-        Inside `jax.shard_map` each device has observations of its own. Call `tx.step` there, and then
+        Inside `jax.shard_map` each device has its own observations. Call `tx.step` there, and then
         `fp8jax.linen.end_step(..., axis_name=)`, in place of this.
 
         Args:
-            grads: gradients, a tree as `params`.
-            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; of a transformation without one, of its
-                `update`.
-            statistics: gradients of the collection "fp8jax_statistics", where the recipe observes gradients.
-            field_updates: fields that get new values, such as `scaling` as `apply` has written it.
+            grads: gradients, a tree like `params`.
+            step_arguments: of the step: `key`, `grad_scale`, `apply_if`; or of the `update` of a transformation
+                without a step.
+            statistics: gradients of the collection "fp8jax_statistics", if the recipe observes gradients.
+            field_updates: new values of fields, such as `scaling` as `apply` has written it.
 
         Raises:
             TypeError: an argument is of the step, and `tx` has none.

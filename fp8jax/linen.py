@@ -1,4 +1,4 @@
-"""Flax Linen: `quantize` for models that were not written for it, and what layers and training steps may need."""
+"""Flax Linen: quantization of existing models, with layers and training steps for them."""
 
 from fp8jax.flax_optimizers import FusedTrainState as _FusedTrainState
 from fp8jax.flax_optimizers import end_linen_step as _end_step

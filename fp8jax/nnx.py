@@ -1,4 +1,4 @@
-"""Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
+"""Flax NNX: quantization of existing models, with LoRA and training steps for them."""
 
 from fp8jax.flax_optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.flax_optimizers import end_nnx_step as _end_step
@@ -13,9 +13,9 @@ from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
 from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
 from fp8jax.modules.scaled import advance_scaling as advance_scaling
+from fp8jax.modules.scaled import reset_weight_amax_bounds as reset_weight_amax_bounds
+from fp8jax.modules.scaled import update_weight_amax_bounds as update_weight_amax_bounds
 from fp8jax.modules.untrained import FrozenParam as FrozenParam
-from fp8jax.modules.weight_bounds import reset_weight_amax_bounds as reset_weight_amax_bounds
-from fp8jax.modules.weight_bounds import update_weight_amax_bounds as update_weight_amax_bounds
 from fp8jax.modules.weights import quantize_weights as quantize_weights
 
 Optimizer = _FusedOptimizer

@@ -1,1 +1,1 @@
-"""GPU kernels: arrays in, arrays out. A file is an operation and a backend, and imports nothing of fp8jax."""
+"""GPU kernels on plain arrays, one operation and one backend per file. Nothing of fp8jax is imported here."""

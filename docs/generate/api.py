@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import fp8jax
-from fp8jax.modules.report import Report
 from fp8jax.optim.compressed_adamw import FusedTransformation
 from fp8jax.optim.fused_backward import FusedBackwardBlock
+from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.transform import Transformed
 
 from . import names
@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 RETURNED = {
     "fp8jax.transform": Transformed,
     "fp8jax.compressed_adamw": FusedTransformation,
-    "fp8jax.explain": Report,
+    "fp8jax.explain": Explanation,
     "fp8jax.fused_backward": FusedBackwardBlock,
 }
 _SECTIONS = {"Args": "param", "Attributes": "attribute", "Returns": "returns", "Raises": "raises", "Yields": "yields"}

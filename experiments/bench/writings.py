@@ -17,7 +17,7 @@ import fp8jax
 from experiments.bench.arms import HEAD
 from experiments.models.plain_linen import LinenLlama
 
-BASE, HELD, JOINED, RATE, CLIP, DECAY = "bf16", "held:", "joined", 3e-4, 1.0, 0.1
+BASE, HELD, RATE, CLIP, DECAY = "bf16", "held:", 3e-4, 1.0, 0.1
 
 
 class Training(NamedTuple):
@@ -29,7 +29,7 @@ class Training(NamedTuple):
 
 def recipe_of(arm: str) -> fp8jax.Recipe:
     """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain; "held:" before it.
-    "coat, 8-bit head" has the products of the output head in FP8, too; "coat, joined" takes those of q, k and v as one.
+    "coat, 8-bit head" has the products of the output head in FP8, too.
 
     Raises:
         ValueError: no preset has this name.
@@ -37,9 +37,6 @@ def recipe_of(arm: str) -> fp8jax.Recipe:
     arm = arm.removeprefix(HELD)
     if arm.endswith(f", {HEAD}"):
         return dataclasses.replace(recipe_of(arm.removesuffix(f", {HEAD}")), head=fp8jax.recipes.HEAD)
-    if arm.endswith(f", {JOINED}"):
-        recipe = recipe_of(arm.removesuffix(f", {JOINED}"))
-        return dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, fuse_parallel_matmuls=True))
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
 

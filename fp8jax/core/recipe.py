@@ -56,8 +56,6 @@ class Linear:
         fast_accumulation: products ("forward", "dgrad", "wgrad") that may accumulate with the fewer bits of Hopper's
             FP8 tensor cores. The others promote sums to fp32, as Transformer Engine's backward pass does.
         select: "all" quantizes all products, "gains" those of models that get faster (`fp8jax.recipes.for_shapes`).
-        fuse_parallel_matmuls: whether `fp8jax.transform` and `quantize` compute products of one input, such as q, k and
-            v, as one packed projection: one scale for weights and one for gradients, one product for dgrad and wgrad.
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -79,7 +77,6 @@ class Linear:
     weight_amax_interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
     select: str = "all"
-    fuse_parallel_matmuls: bool = False
 
     def __post_init__(self) -> None:
         for field in (*OPERANDS, *_SOURCES):
@@ -123,12 +120,6 @@ class Linear:
         if unknown := set(self.fast_accumulation) - set(self.products()):
             names = ", ".join(self.products())
             raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
-        joined = ("w", "w_dgrad", "dy", "dy_wgrad")
-        one_scale = all(spec and spec.granularity == "tensor" for spec in map(self.spec, joined))
-        if self.fuse_parallel_matmuls and (self.states or not one_scale):
-            raise ValueError(
-                f"linear.fuse_parallel_matmuls needs current scaling and one scale a tensor for {', '.join(joined)}"
-            )
         if self.select not in ("all", "gains"):
             raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
         for field in ("amax_history_length", "weight_amax_interval"):

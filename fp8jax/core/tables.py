@@ -49,7 +49,7 @@ def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
 
 
 def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of a text, broken at spaces; a word that is too long is broken after "/" or ","."""
+    """Lines of a text, broken at spaces; a word that is too long is broken after "/", "," or "_"."""
     indent = min(indent, width // 2)
     lines = [" " * (len(text) - len(text.lstrip()))]
     for piece in re.findall(r"\S+\s*", text):
@@ -57,7 +57,7 @@ def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
             lines.append(" " * indent)
         lines[-1] += piece
         while len(lines[-1].rstrip()) > width:
-            break_at = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,") + 1 or width
+            break_at = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,_") + 1 or width
             lines[-1:] = [lines[-1][:break_at], " " * indent + lines[-1][break_at:]]
     return [line.rstrip() for line in lines]
 

@@ -21,7 +21,7 @@ from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.dist import manual
 from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
 from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
-from fp8jax.ops.products.product import QuantizedWeight
+from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.quantize import quantize, transpose
 from fp8jax.recipes import linear_part
 

@@ -1,4 +1,4 @@
-"""Calls of methods of Flax modules as functions of parameters by path, and of other arrays in a list."""
+"""Calls of methods of Flax modules as functions of parameters by path and a list of other arrays."""
 
 import dataclasses
 import functools
@@ -16,9 +16,13 @@ from fp8jax.rewrite.transform import Transformed
 
 
 class CallLeaf(NamedTuple):
-    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, or of an "argument"; a
-    "setting", with its value; or of what a call leaves what was "given", with its number. An adapter's "array" has its
-    path."""
+    """The kind of one leaf of a call or of its results.
+
+    Attributes:
+        kind: "parameter", "array" of the module, "argument" array, "setting", or "given": a result that is an input.
+        value: the path of a parameter or of an adapter's array, the value of a setting, or the number of the input.
+        num_arrays: of the leaf.
+    """
 
     kind: str
     value: Any = None
@@ -30,13 +34,13 @@ class CallLeaf(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a call leaves.
+    """The results and side effects of a call.
 
     Attributes:
-        arrays: those of the results, and then new values of variables.
-        structure: of all that it leaves.
-        leaves: of that.
-        num_results: how many arrays are of the results.
+        arrays: those of the results, then new values of variables.
+        structure: of the results and side effects.
+        leaves: their kinds.
+        num_results: the number of arrays of the results.
     """
 
     arrays: list[Any]
@@ -46,7 +50,7 @@ class Results:
 
 
 class Call(NamedTuple):
-    """A call, taken apart: the method as a function of parameters and other arrays, and these."""
+    """A method as a function of parameters and other arrays, and the arrays of one call."""
 
     transformed: Transformed
     params: dict[str, Any]
@@ -57,7 +61,7 @@ class Call(NamedTuple):
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf is an array, of JAX or NumPy, or stands for one."""
+    """Whether a leaf is an array of JAX or NumPy, or a `jax.ShapeDtypeStruct`."""
     if isinstance(x, np.ndarray):
         return x.dtype.kind not in "OSUMm"
     return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
@@ -73,13 +77,13 @@ def partition_leaves(leaves: Sequence[CallLeaf], values: Sequence[Any]) -> tuple
 def merge_leaves(
     leaves: Sequence[CallLeaf], arrays: Iterator[Any], params: Mapping[str, Any] = {}, given_leaves: Sequence[Any] = ()
 ) -> list[Any]:
-    """The leaves of a call, or of what it leaves.
+    """The leaves of a call or of its results.
 
     Args:
-        leaves: what they are.
-        arrays: in their order.
-        params: by path.
-        given_leaves: what leaves are that were given.
+        leaves: their kinds.
+        arrays: those of the leaves, in their order.
+        params: the parameters, by path.
+        given_leaves: the inputs of the call, for results that are inputs.
     """
 
     def resolve(leaf: CallLeaf) -> Any:
@@ -104,11 +108,11 @@ def transform_call(
     """A call as a function of parameters and other arrays.
 
     Args:
-        call: the call, of its leaves.
-        original: the method, after which it is named.
-        leaves: what they are.
+        call: the call as a function of its leaves.
+        original: the method, which gives the function its name.
+        leaves: their kinds.
         rules: on the paths of layers.
-        names, requires_product, is_module_method, checks_rules: what else is known of the caller; see `CallInfo`.
+        names, requires_product, is_module_method, checks_rules: as of `CallInfo`.
     """
 
     def function(params: dict[str, Any], other_arrays: list[Any]) -> Results:
@@ -140,11 +144,12 @@ def transform_call(
 
 
 def static_fingerprint(*settings: Any) -> Hashable:
-    """What tells settings apart that compare as equal: their types, as of 1 and True, and what objects hold that are
-    compared by identity, and so may change.
+    """The types of settings, and the attributes of objects that are compared by identity.
+
+    Settings that compare as equal may differ in these: 1 and True, or an object that has changed.
 
     Raises:
-        TypeError: that cannot be told, or a setting is not hashable.
+        TypeError: such an object has no attributes, or one is not hashable.
     """
     identity_compared = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
     attributes = tuple(tuple(sorted(vars(x).items())) for x in identity_compared)
@@ -153,9 +158,10 @@ def static_fingerprint(*settings: Any) -> Hashable:
 
 
 class LayerNames:
-    """The paths that rules match, for the path of a parameter in a module.
+    """A function from the path of a parameter in a module to the paths that rules match.
 
-    That of a layer is that of the module that holds its matrix; of one of several matrices, first its own.
+    It is the path of the module that contains the parameter. If this module has several matrices, the path of the
+    parameter comes first.
 
     Args:
         prefix: the path of the module in its model.

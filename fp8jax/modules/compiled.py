@@ -1,23 +1,26 @@
-"""What XLA compiled: the products and kernels of a program, read from its text, and which of them lost their 8 bits.
+"""Products and kernels of a program, as JAX traced it and as XLA compiled it, and those that lost their 8 bits.
 
-`fp8jax.ops` names its products in the program: `fp8jax:e4m3*e5m2` is one of codes of these formats. XLA keeps such
-names through its passes, so that what was asked for can be compared with what became of it.
+`fp8jax.ops` names its products in the program: `fp8jax:e4m3*e5m2` multiplies codes of these formats. XLA keeps names.
 """
 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+
 from fp8jax.core.program_text import Line, computations_of, runs_of
-from fp8jax.ops.dispatch.choice import Choice
+from fp8jax.core.tables import sentence
+from fp8jax.ops.dispatch.choice import Choice, record_choices, record_residuals, summary
+from fp8jax.rewrite.primitives import PRODUCTS
 
 _EIGHT_BITS = re.compile(r"float8\w*|u?int8|f8\w+|[su]8")
 _OPERAND = re.compile(r"(?:(?P<type>\w+)\[[^\]]*\]\S* )?%(?P<name>[\w.$-]+)")
 _OP_NAME, _TARGET = re.compile(r'op_name="([^"]*)"'), re.compile(r'custom_call_target="([^"]*)"')
 _REQUESTED = re.compile(r"fp8jax:(\w+)\*(\w+)")
-_PRODUCTS = ("dot", "convolution", "scaled-dot", "ragged-dot", "custom-call")
+_XLA_PRODUCTS = ("dot", "convolution", "scaled-dot", "ragged-dot", "custom-call")
 # XLA's names of dtypes of more than 8 bits.
 _WIDE_DTYPES = {"f64": "fp64", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "s32": "int32"}
 
@@ -27,12 +30,12 @@ class Product:
     """Products of one kind in a program.
 
     Attributes:
-        operation: primitive of JAX; or "dot", "convolution" or the target of a custom call of XLA.
-        operands: dtypes of the two operands, in JAX's names or XLA's.
+        operation: a primitive of JAX; or "dot", "convolution" or the target of a custom call of XLA.
+        operands: dtypes of the two operands, by JAX's names or XLA's.
         occurrences: how often it stands in the program.
-        executions: how often it runs, where loops have a known length.
-        requested_formats: in compiled programs the formats that fp8jax asked to have multiplied, such as "e4m3 x e5m2";
-            "" where it is no product of fp8jax.
+        executions: how often it runs; loops of unknown length count once.
+        requested_formats: in compiled programs the formats that fp8jax asked for, such as "e4m3 x e5m2"; "" if it is no
+            product of fp8jax.
         kernel: name of a Mosaic or Triton kernel, or "".
     """
 
@@ -50,56 +53,115 @@ class Product:
 
     @property
     def widened_dtype(self) -> str | None:
-        """What a product of two 8-bit operands runs in where it does not run on 8 bits, such as "bf16"; else None."""
+        """The wider dtype in which a product of two 8-bit formats runs, such as "bf16"; None if it is not widened."""
         formats = self.requested_formats.split(" x ")
         if not self.requested_formats or self.is_8bit or any(name in ("bf16", "fp16", "fp32") for name in formats):
             return None
         return max((_WIDE_DTYPES.get(name, name) for name in self.operands), key=lambda name: name[-2:])
 
     def __str__(self) -> str:
-        times = (
-            f"{self.occurrences}"
-            if self.occurrences == self.executions
-            else f"{self.occurrences}, run {self.executions} times"
-        )
+        runs = "" if self.occurrences == self.executions else f", run {self.executions} times"
         request_text = f" for {self.requested_formats}" if self.requested_formats else ""
         kernel = f" {self.kernel}" if self.kernel else ""
-        return f"{self.operation}{kernel} of {' x '.join(self.operands)}{request_text}: {times}"
+        return f"{self.operation}{kernel} of {' x '.join(self.operands)}{request_text}: {self.occurrences}{runs}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The products of a forward and backward pass.
+
+    Attributes:
+        backend: what it was compiled for, such as "cpu".
+        traced: in the jaxpr.
+        compiled: in the optimized program of XLA, with its custom calls.
+        choices: the operations of fp8jax that were traced, and what computes each.
+        residuals: what linear layers save for the backward pass, each kind once.
+    """
+
+    backend: str
+    traced: tuple[Product, ...]
+    compiled: tuple[Product, ...]
+    choices: tuple[tuple[str, Choice], ...] = ()
+    residuals: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"program of a forward and backward pass, compiled for {self.backend}"]
+        for name, products in (("traced", self.traced), ("compiled", self.compiled)):
+            lines += [f"  {name:<8}  {p}" for p in products]
+        num_requested = sum(p.executions for p in self.compiled if p.requested_formats)
+        num_8bit = sum(p.executions for p in self.compiled if p.requested_formats and p.is_8bit)
+        lines.append(f"  fp8jax asked for {num_requested} products, {num_8bit} of them run on 8-bit operands")
+        lines += [f"  WARNING: {line}" for line in describe_widened(self.compiled, self.choices, self.backend)]
+        lines += [f"  saved {line}" for line in self.residuals]
+        lines += [f"  {line}" for line in summary(self.choices)]
+        return "\n".join(sentence(line, indent=4) for line in lines)
+
+
+def inspect_program(fn: Callable, *args: Any) -> Program:
+    """The products of a function, compiled for the default device.
+
+    Args:
+        fn: a function of arrays.
+        args: arrays or `jax.ShapeDtypeStruct`, in any structure.
+    """
+    with record_choices() as choices, record_residuals() as residuals:
+        traced = jax.jit(fn).trace(*args)
+    products = _count_products(
+        ((eqn.primitive.name, tuple(str(v.aval.dtype) for v in eqn.invars[:2]), "", ""), runs)
+        for eqn, runs in _iter_products(traced.jaxpr.jaxpr, 1)
+    )
+    compiled = parse_products(traced.lower().compile().as_text() or "")
+    return Program(jax.default_backend(), products, compiled, tuple(choices), tuple(residuals))
+
+
+def _iter_products(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
+    """The products of a jaxpr and how often each runs; loops of unknown length count once."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in PRODUCTS:
+            yield eqn, runs
+            continue
+        inner_runs = runs * eqn.params["length"] if name == "scan" else runs
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from _iter_products(inner, inner_runs)
+
+
+# Operation, operand dtypes, requested formats, kernel.
+_Kind = tuple[str, tuple[str, ...], str, str]
+
+
+def _count_products(found: Iterable[tuple[_Kind, int]]) -> tuple[Product, ...]:
+    """A product for each kind, of occurrences with the number of runs of each."""
+    occurrences: collections.Counter[_Kind] = collections.Counter()
+    executions: collections.Counter[_Kind] = collections.Counter()
+    for kind, runs in found:
+        occurrences[kind] += 1
+        executions[kind] += runs
+    return tuple(Product(*kind[:2], n, executions[kind], *kind[2:]) for kind, n in occurrences.items())
 
 
 def parse_products(text: str) -> tuple[Product, ...]:
-    """The products, kernels and other custom calls of a program.
+    """The products, kernels and other custom calls of a compiled program.
 
     Args:
         text: of an executable, `jax.jit(f).lower(...).compile().as_text()`.
     """
     computations, entry = computations_of(text)
-    occurrences: collections.Counter[tuple[str, tuple[str, ...], str, str]] = collections.Counter()
-    executions: collections.Counter[tuple[str, tuple[str, ...], str, str]] = collections.Counter()
     run_counts = runs_of(computations, entry)
-    for name, lines in computations.items():
-        for key in _products(lines):
-            occurrences[key] += 1
-            executions[key] += run_counts.get(name, 1)
-    return tuple(
-        Product(
-            operation,
-            operands,
-            n,
-            executions[operation, operands, requested_formats, kernel],
-            requested_formats,
-            kernel,
-        )
-        for (operation, operands, requested_formats, kernel), n in occurrences.items()
+    return _count_products(
+        (kind, run_counts.get(name, 1)) for name, lines in computations.items() for kind in _parse_kinds(lines)
     )
 
 
-def _products(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """Operation, operand dtypes, what was asked for, and kernel of each product and custom call."""
+def _parse_kinds(lines: Iterable[Line]) -> Iterator[_Kind]:
+    """The kind of each product and custom call in a computation."""
     types: dict[str, str] = {}
     for line in lines:
         types[line.name] = line.type.lstrip("(").partition("[")[0]
-        if line.op not in _PRODUCTS:
+        if line.op not in _XLA_PRODUCTS:
             continue
         operands = list(_OPERAND.finditer(line.args.partition(")")[0]))[:2]
         dtypes = tuple(operand["type"] or types.get(operand["name"], "?") for operand in operands)
@@ -107,23 +169,22 @@ def _products(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, ...], str
         request = _REQUESTED.search(op_name[1]) if op_name else None
         formats = f"{request[1]} x {request[2]}" if request else ""
         operation = target[1] if target else line.op
-        # A Mosaic or Triton kernel has the name of the place that its call stands in.
+        # A Mosaic or Triton kernel has the name of the scope around its call.
         is_custom_kernel = any(word in operation for word in ("mosaic", "triton", "xla.gpu.ptx"))
-        places = op_name[1].split("/")[:-1] if op_name and is_custom_kernel else []
+        scopes = op_name[1].split("/")[:-1] if op_name and is_custom_kernel else []
         # XLA merges what reads other operands than these two, such as scales, into the call.
         is_product = "matmul" in operation or "gemm" in operation or "mosaic" in operation or not target
-        yield operation, dtypes, formats if is_product else "", places[-1] if places else ""
+        yield operation, dtypes, formats if is_product else "", scopes[-1] if scopes else ""
 
 
 def describe_widened(
     products: Iterable[Product], choices: Iterable[tuple[str, Choice]] = (), backend: str = "cuda"
 ) -> tuple[str, ...]:
-    """A line for each kind of product that was asked for in 8 bits and runs in more: in what, why, and what helps.
+    """A line for each kind of product that was requested in 8 bits and runs in more: the dtype, why, and the remedy.
 
     Args:
-        products: what `parse_products` found.
-        choices: what was said of the choices while the program was traced
-            (`fp8jax.ops.dispatch.choice.record_choices`).
+        products: of `parse_products`.
+        choices: recorded while the program was traced (`fp8jax.ops.dispatch.choice.record_choices`).
         backend: what it was compiled for.
     """
     reasons = list(dict.fromkeys(c.reason for name, c in choices if name == "matmul" and c.impl == "xla"))
@@ -131,9 +192,9 @@ def describe_widened(
     for product in products:
         if (wide := product.widened_dtype) is not None:
             counts[product.requested_formats, wide] += product.executions
+    reason, remedy = _explain_widening(reasons, backend)
     lines = []
     for (requested_formats, wide), n in counts.items():
-        reason, remedy = _explain_widening(reasons, backend)
         slow = ", slower than bf16" if wide in ("fp32", "fp64") and backend in ("cuda", "gpu") else ""
         lines.append(f"{n} products of {requested_formats} run in {wide}{slow}: {reason}; {remedy}")
     return tuple(lines)
@@ -153,7 +214,7 @@ _REMEDY_BY_REASON = (
 
 
 def _explain_widening(reasons: list[str], backend: str) -> tuple[str, str]:
-    """Why products are not of 8 bits, and what helps."""
+    """Why products run in more than 8 bits, and the remedy."""
     if backend not in ("cuda", "gpu"):
         return f"XLA has no such product for {backend}", "the codes save memory there, no time"
     decode_reasons = [reason for reason in reasons if "decoded" in reason]
@@ -170,8 +231,8 @@ def describe(compiled: Any, choices: Iterable[tuple[str, Choice]] = (), backend:
     """Lines on an executable, for a log: its products and kernels, and those that lost their 8 bits, with the remedy.
 
     Args:
-        compiled: what `jax.jit(f).lower(...).compile()` gives.
-        choices, backend: as of `describe_widened`.
+        compiled: `jax.jit(f).lower(...).compile()`.
+        choices, backend: as in `describe_widened`.
     """
     products = parse_products(compiled.as_text() or "")
     lines = [f"compiled: {product}" for product in sorted(products, key=lambda p: -p.executions)]

@@ -30,15 +30,15 @@ _TAG = "fp8jax"
 
 
 class ModuleMethod(NamedTuple):
-    """What is run as a function.
+    """A method of a module class, to be run as a function.
 
     Attributes:
-        original: the method of the class as it is written.
-        name: of it.
+        original: the method as the user wrote it.
+        name: of the method.
         rules: on the paths of layers.
         prefix: the path of the module in its model.
-        requires_product: there is to be a product in it that a recipe could take.
-        restore_classes: makes the modules of a graph those of the classes as written, and gives a function that
+        requires_product: whether a call without a product that a recipe could take raises.
+        restore_classes: gives the modules of a graph the classes that the user wrote, and returns a function that
             undoes it.
     """
 
@@ -57,19 +57,19 @@ class ModuleMethod(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class _Results(Results):
-    """What a call leaves.
+    """The results and side effects of a call.
 
     Attributes:
-        structure: of the results; where `has_graph_changes`, the graph of results, module and arguments.
-        changed: which variables have another value.
-        has_graph_changes: more has changed than values of variables, or modules are among the results.
+        structure: of the results; with `has_graph_changes` the graph of results, module and arguments.
+        changed: the variables with new values, by their numbers.
+        has_graph_changes: whether more than values of variables changed, or results contain modules.
     """
 
     changed: tuple[tuple[int, CallLeaf], ...] = ()
     has_graph_changes: bool = False
 
     def apply(self, call: "SplitCall") -> Any:
-        """Does to the module and the arguments of a call what it does, and gives its results."""
+        """The results of a call, after its side effects on the module and the arguments."""
         new = iter(self.arrays)
         leaves = merge_leaves(self.leaves, new, given_leaves=call.raw_values)
         if self.has_graph_changes:
@@ -83,7 +83,7 @@ class _Results(Results):
 
 
 class SplitCall(NamedTuple):
-    """A call, taken apart; its leaves, as values, and as variables or arrays."""
+    """A call, and its leaves as values and as variables or arrays."""
 
     call: Call
     raw_values: list[Any]
@@ -100,15 +100,16 @@ def run(
 ) -> Any:
     """The results of a call, and what its products observed, by the paths of parameters.
 
-    Whatever the method does to the module and to modules among its arguments is done to them: new values of variables,
-    new variables and modules, other settings.
+    The module and modules among the arguments change as by the method: values of variables, new variables and modules,
+    settings.
 
     Args:
-        module: a module. method: one of its methods.
+        module: a module.
+        method: one of its methods.
         args, kwargs: of the call: arrays, modules and settings in any structure. Python numbers are settings.
-        read_states: gives what the module holds for its parameters, by paths, of the leaves as variables and of the
-            parameters, by paths.
-        notices: what the model has warned with; None of a part of one, which does not.
+        read_states: returns what the module stores for its parameters, by path, from the leaves as variables and the
+            parameters by path.
+        notices: past warnings of the model; None for a part of a model, which does not warn.
     """
     with nnx.update_context(_TAG):
         call = _split_call(module, method, args, kwargs)
@@ -137,7 +138,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
     shapes = tuple((path, x.shape) for path, x in params.items() if hasattr(x, "shape"))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(raw))
     try:
-        # In a program a call is traced as often as it stands there; outside of any, once.
+        # Inside a traced program each call is traced anew; outside of programs a call is traced once.
         fingerprint = None if is_traced or products.find_patched_matmul() else _settings_fingerprint(graph, leaves)
         make = _transform_method.__wrapped__ if fingerprint is None else _transform_method
         transformed_call = make(method, graph, leaves, shapes, fingerprint)
@@ -152,7 +153,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
 
 
 def _settings_fingerprint(graph: Any, leaves: Sequence[CallLeaf]) -> Any:
-    """As `static_fingerprint` of the settings of a call; None where that cannot be told."""
+    """`static_fingerprint` of the settings of a call, or None if they have none."""
     settings = [getattr(value, "value", None) for _, value in graph.attributes]
     try:
         return static_fingerprint(*settings, *(leaf.value for leaf in leaves if leaf.kind == "setting"))
@@ -167,14 +168,14 @@ def _classify_leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> Ca
     if path[0] > 0:
         return CallLeaf("argument", num_arrays=len(arrays))
     if is_parameter(variable, path[1:], method.rules, method.prefix):
-        # What is held in the place of a parameter is one array of the program.
+        # A pytree that replaces a parameter is one array of the program.
         return CallLeaf("parameter", "/".join(map(str, path[1:])))
     adapter = "/".join(map(str, path[1:])) if isinstance(variable, nnx.LoRAParam) else None
     return CallLeaf("array", adapter, len(arrays))
 
 
 def is_parameter(variable: Any, path: Sequence[Any], rules: RuleSet, prefix: str = "") -> bool:
-    """Whether products with a variable are a recipe's; with an adapter's, beside a layer, only where a rule asks."""
+    """Whether a recipe may take products with a variable. Those with an adapter it takes only if a rule asks."""
     if not isinstance(variable, nnx.LoRAParam):
         return isinstance(variable, (nnx.Param, FrozenParam))
     steps = [*filter(None, [prefix]), *map(str, path)]
@@ -187,8 +188,8 @@ def _transform_method(
 ) -> Transformed:
     """A method as a function of parameters and other arrays, for one structure of the call.
 
-    Where settings hold other values (`fingerprint`) it is another one; where another library has changed JAX's
-    products, one for each call.
+    Settings with another `fingerprint` have another function. Each call has its own if another library has changed
+    JAX's products.
     """
 
     def call(raw: list[Any]) -> _Results:
@@ -213,7 +214,7 @@ def _transform_method(
 
 
 def _frozen_indices(call_tree: Any, leaves: Sequence[CallLeaf]) -> dict[int, int]:
-    """The variables that are not trained, by identity, with their numbers: a loop gives them again, as other arrays."""
+    """The numbers of frozen parameters, by identity. A loop returns them as other arrays."""
     if not any(leaf.kind == "parameter" for leaf in leaves):
         return {}
     _, state = nnx.graphlib.flatten(call_tree, graph=True)
@@ -223,7 +224,7 @@ def _frozen_indices(call_tree: Any, leaves: Sequence[CallLeaf]) -> dict[int, int
 def _collect_results(
     graph: Any, raw: Sequence[Any], y: Any, call_tree: Any, frozen_indices: Mapping[int, int]
 ) -> _Results:
-    """What a call leaves of the leaves that it was given, in its trace."""
+    """The results and side effects of a call, within its trace."""
     input_indices = {id(x): i for i, x in enumerate(raw)}
     graph_after, state = nnx.graphlib.flatten(call_tree, graph=True)
     values = [_raw_value(v) for v in state.leaves]
@@ -237,7 +238,7 @@ def _collect_results(
             result_arrays = [x for x, leaf in zip(result_values, result_leaves, strict=True) if leaf.kind == "array"]
             changed_arrays = [values[i] for i, leaf in changed_leaves if leaf.kind == "array"]
             with nnx.split_context(_TAG):
-                pass  # ends what the context knows of this trace
+                pass  # clears this trace from the context
             return _Results(
                 [*result_arrays, *changed_arrays],
                 structure,
@@ -275,14 +276,14 @@ def _result_leaf(x: Any, input_indices: Mapping[int, int]) -> CallLeaf:
 
 
 def count_kernel_axes(layer: Any) -> tuple[int, int]:
-    """How many of the last axes of a layer's kernel are inputs and outputs; `nnx.vmap` puts others before them."""
+    """The numbers of input and output axes of a layer's kernel, its last ones; `nnx.vmap` puts others before them."""
     if isinstance(layer, nnx.Linear):
         return 1, 1
     return len(_as_tuple(layer.in_features)), len(_as_tuple(layer.out_features))
 
 
 def count_layer_axes(layer: Any) -> int:
-    """How many axes of a layer's kernel `nnx.vmap` has put before its own."""
+    """The number of axes that `nnx.vmap` has put before a layer's own kernel axes."""
     kernel_ndim = len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else sum(count_kernel_axes(layer))
     return layer.kernel.ndim - kernel_ndim
 

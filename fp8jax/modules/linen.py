@@ -1,4 +1,4 @@
-"""`fp8jax.linen.quantize`: a Linen model whose methods run as transformed programs (`fp8jax.modules.methods_linen`)."""
+"""`fp8jax.linen.quantize`: a Linen model whose methods are transformed (`fp8jax.modules.methods_linen`)."""
 
 import dataclasses
 import functools
@@ -24,12 +24,12 @@ _FLAX_ATTRIBUTES = ("scope", "parent", "name", "_state", "_id", "variables", "pa
 
 
 class LinenClassConfig(NamedTuple):
-    """How methods of a class of quantized modules are transformed.
+    """How the methods of a quantized module's class are transformed.
 
     Attributes:
-        rules: which recipe is whose.
-        bound_path: of a part of a bound model, the path of the model's module; else None.
-        field_path: of a part of a model, the path to it in the model that was not bound.
+        rules: the rules that choose a recipe for each layer.
+        bound_path: for a submodule of a bound model, the path of the model's module; else None.
+        field_path: for a submodule of an unbound model, its path in that model.
     """
 
     rules: RuleSet
@@ -42,47 +42,48 @@ class LinenClassConfig(NamedTuple):
 
 
 def quantize(module: Model, rules: Rules) -> Model:
-    """A copy of a model whose products with parameters compute with a recipe.
+    """A copy of a model whose matmuls with parameters use a recipe.
 
-    `init` and `apply` are called as before and parameters keep their names, shapes and values, so checkpoints fit both
-    ways. Where a method of the model is called from outside it is lifted to a function of variables, random keys and
-    arguments, and `fp8jax.transform` is used on that: products with parameters are known in whatever layer, of Flax or
-    a class of your own, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`; and for a recipe with
-    a `Context` norms and activations by what they compute. Paths of rules are those of the tree of parameters, joined
-    by "/", without the last step; where a module holds several matrices, with it, too. The copy may be pickled, and be
-    a part of a larger model. Parts of it follow the same rules where they are called from outside: of a bound copy, as
-    `copy.bind(variables).encoder(x)`, and those in fields of one that is not bound, as `copy.encoder.apply(...)`.
+    `init` and `apply` are called as before. Parameters keep their names, shapes and values: checkpoints fit both ways.
+    Each method called from outside is lifted to a function of variables, random keys and arguments, and transformed by
+    `fp8jax.transform`. This covers layers of Flax and your own, in setup or compact, under `nn.scan`, `nn.remat`,
+    `nn.vmap` and `nn.jit`. With a `Context`, norms and activations are replaced too.
 
-    Outside of a compiled function a call is compiled, once for each structure of its arguments, as `nn.jit` does it.
+    Rules match paths in the tree of parameters, joined by "/", without the last step. If a module has several matrices,
+    the last step may be added. The copy can be pickled, and can be a part of a larger model. The same rules apply to
+    its
+    submodules: `copy.bind(variables).encoder(x)`, or `copy.encoder.apply(...)` for those in fields.
 
-    Like a function under `jax.jit`, a model cannot ask for the values of arrays. Python numbers, strings and other
-    arguments that are no arrays are settings. What a method returns may hold anything but modules.
+    A call outside of a compiled function is jitted, once per structure of its arguments, like under `nn.jit`. Methods
+    cannot branch on values of arrays. Other arguments are static. A method may return anything but modules.
 
-    A recipe with delayed scaling, or `int8_fallback`, adds collections of variables; `fp8jax.linen.advance_scaling`
-    says how to train them. No such product may have batch axes. Where a quantized part is in an `nn.scan` of a model
-    that is not quantized itself, an error says which `variable_axes` this needs.
+    Delayed scaling and `int8_fallback` add collections of variables; see `fp8jax.linen.advance_scaling`. Matmuls with
+    such
+    a scaling cannot have batch axes. If an unquantized model scans over a quantized module, an error names the
+    `variable_axes` that `nn.scan` needs.
 
-    A recipe, not a rule, leaves alone what is an embedding, head or router by its name, and by what becomes of its
-    result: one that the call returns, or that softmax, top_k, argmax or sort reads. Two exceptions keep parts of models
-    whole: a result with the shape of a floating argument, and a model of which only such products would be left.
+    A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
+    that
+    is returned or goes into softmax, top_k, argmax or sort. A result with the shape of a floating-point argument is no
+    head, nor is any matmul if only heads would be left.
 
-    `fp8jax.explain(model, rules, *sample)` tells what becomes of each product. A call whose rules match nothing raises.
+    `fp8jax.explain(model, rules, *sample)` lists every matmul. A call raises if its rules match nothing.
 
     Args:
-        module: any Linen module that is not bound; it is not changed.
-        rules: a `Recipe` or a preset's name, used for all products but those of embeddings, output heads and routers;
-            or a sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, the first match wins, after
-            which a recipe may stand for all others. A recipe that quantizes no product, such as "bf16", leaves the
-            model as written.
+        module: any unbound Linen module; it is not changed.
+        rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
+            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, which such a recipe may follow; the
+            first match wins. A recipe that quantizes no matmul, such as "bf16", changes nothing.
 
     Returns:
         The copy, an instance of a subclass of the model's class.
 
     Raises:
         TypeError: the model is no Linen module, or the rules are of another type.
-        ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing, there is
-            no product of data with a parameter, one asks for a precision that a quantized one cannot give, or has batch
-            axes under a scaling that observes operands.
+        ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing or there is
+            no
+            matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has, or has batch
+            axes under a scaling that collects statistics.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(wrong_model_message("fp8jax.linen.quantize takes a Linen module", module))
@@ -91,14 +92,14 @@ def quantize(module: Model, rules: Rules) -> Model:
     if hasattr(type(module), "_fp8jax_settings"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
     copy = _quantized_copy(module, LinenClassConfig(as_rule_set(rules)))
-    type(copy)._fp8jax_notices.texts.clear()  # a class is that of all models that are alike
+    type(copy)._fp8jax_notices.texts.clear()  # equal models share a class
     return copy  # type: ignore[no-any-return]
 
 
 def unquantize(module: Model) -> Model:
-    """The model that `quantize` was given; parameters and other variables fit.
+    """The model that `quantize` was called with; parameters and other variables fit.
 
-    Collections of scalings are not its: `{name: v for name, v in variables.items() if not name.startswith("fp8jax_")}`.
+    Its variables have no scaling collections: `{k: v for k, v in variables.items() if not k.startswith("fp8jax_")}`.
 
     Raises:
         TypeError: the model is no Linen module.
@@ -114,10 +115,10 @@ def unquantize(module: Model) -> Model:
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """`fp8jax.dot_general` with its recipe, called as that; keys for stochastic rounding come from the data.
+    """`fp8jax.dot_general` with a recipe; its keys for stochastic rounding are derived from the data.
 
     Raises:
-        ValueError: another library has changed the products of JAX.
+        ValueError: another library has patched JAX's matmuls.
     """
 
     linear: Linear
@@ -135,13 +136,13 @@ class DotGeneral:
 
 @functools.lru_cache(maxsize=256)
 def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
-    """The products of a recipe for one layer: `nn.Dense(64, dot_general_cls=make_dot_general_cls(recipe))`.
+    """A recipe's matmul for one layer: `nn.Dense(64, dot_general_cls=make_dot_general_cls(recipe))`.
 
     Args:
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
 
     Returns:
-        A class whose instances are called as `jax.lax.dot_general`; the same class for the same recipe.
+        A class whose instances are called like `jax.lax.dot_general`; the same class for the same recipe.
     """
     linear_recipe = linear_part(recipe)
 
@@ -161,8 +162,8 @@ def plan_call(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> Call
         plan_method(cls._fp8jax_plain.__call__, _get_root(module), plans.append)(module, *args, **kwargs)
 
     mutable = [name for name in variables if name != "params"]
-    apply_options: Any = {"method": call, "rngs": {"params": jax.random.key(0)}, "mutable": mutable}
-    nn.Module.apply(module, variables, *args, **apply_options, **kwargs)
+    rngs = {"params": jax.random.key(0)}
+    nn.Module.apply(module, variables, *args, rngs=rngs, method=call, mutable=mutable, **kwargs)
     (plan,) = plans
     return plan
 
@@ -182,7 +183,7 @@ def collect_modules(fn: Callable, *args: Any) -> dict[str, nn.Module]:
 
 
 def _copy_as(cls: Any, module: Any) -> Any:
-    """An instance of another class with the fields of a module."""
+    """An instance of another class with a module's fields."""
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
     return cls(parent=None, **fields)
 
@@ -215,7 +216,7 @@ def _quantized_subclass(cls: Any, settings: LinenClassConfig) -> Any:
     def __getattr__(self: Any, name: str) -> Any:  # Flax's, which runs `setup` first
         return _wrap_submodules(self, name, cls.__getattr__(self, name))
 
-    # The same names, because Flax names a submodule after its class.
+    # Flax names a submodule after its class, so the class keeps its names.
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     body |= {"_fp8jax_settings": settings, "_fp8jax_plain": cls, "_fp8jax_notices": Notices()}
     body |= {"__reduce__": __reduce__}
@@ -228,8 +229,7 @@ def _get_root(module: Any) -> QuantizedRoot:
 
 
 def _wrap_submodules(module: Any, name: str, value: Any) -> Any:
-    """An attribute of a quantized module; where it is a part that someone may call who is neither Flax nor the model,
-    the part with the same rules."""
+    """An attribute of a quantized module; submodules get its rules unless Flax or the model reads the attribute."""
     if name.startswith("__") or name in _FLAX_ATTRIBUTES or not isinstance(value, (nn.Module, list, tuple, Mapping)):
         return value
     if module.scope is not None and (module._state.in_setup or _get_root(module).contains(module.scope)):
@@ -241,12 +241,12 @@ def _wrap_submodules(module: Any, name: str, value: Any) -> Any:
 
 
 def _quantized_submodule(module: Any, name: str, path: Any, value: Any) -> Any:
-    """A module inside of a quantized one, in an attribute or in a container there, with the rules of that one."""
+    """A submodule in an attribute of a quantized module, or in a container there, with that module's rules."""
     if not isinstance(value, nn.Module) or hasattr(type(value), "_fp8jax_settings"):
         return value
     settings: LinenClassConfig = type(module)._fp8jax_settings
     if module.scope is None and value.scope is None:
-        # As Flax will call it.
+        # The name that Flax will use.
         field_name = "_".join((name, *(jax.tree_util.keystr((step,), simple=True) for step in path)))
         settings = settings._replace(field_path=(*settings.field_path, field_name))
     elif module.scope is None or value.scope is None:
@@ -261,7 +261,7 @@ def _quantized_submodule(module: Any, name: str, path: Any, value: Any) -> Any:
 
 
 def _transformed_method(method: Callable, settings: LinenClassConfig) -> Callable:
-    """A method that is transformed where it is called from outside of the model."""
+    """A method that is transformed when called from outside of the model."""
 
     @nn.nowrap
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""LoRA in quantized NNX models: parameters become variables that are not trained, with adapters beside them."""
+"""LoRA in quantized NNX models: frozen parameters with trained adapters."""
 
 import re
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from fp8jax.ops.products.frozen_weights import FrozenWeight, freeze
 from fp8jax.ops.products.lora import Adapter, init_adapter, matrix_shape, merge_adapter
 
 Model = TypeVar("Model", bound=nnx.Module)
-# Metadata that says how an array lies on a mesh, which codes, transposed, do not.
+# Sharding metadata, which does not fit transposed codes.
 _SHARDING_METADATA = ("sharding", "sharding_names", "sharding_rules", "out_sharding", "mesh")
 
 
@@ -31,30 +31,30 @@ def lora(
     dtype: DTypeLike = jnp.bfloat16,
     rngs: nnx.Rngs | jax.Array,
 ) -> Model:
-    """A copy of a quantized model whose parameters are not trained, with adapters beside layers that follow a recipe.
+    """A copy of a quantized model with frozen parameters, and adapters for the layers that have a recipe.
 
         model = fp8jax.nnx.lora(fp8jax.nnx.quantize(model, "te_current"), rank=16, alpha=32, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.LoRAParam)
         grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch)
 
-    Parameters become `FrozenParam`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are
-    those of adapters. The weights of layers that follow a recipe are held as codes, a byte each, and multiplied by
-    them as `fp8jax.lora.linear` does it; the recipe "bf16" decodes them for products in 16 bits. Adapters are
-    `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the module that holds the parameter NAME. Save
-    `nnx.state(model)` as any, or `fp8jax.nnx.adapters(model)`.
+    Parameters become `FrozenParam`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are those of
+    adapters. Weights of layers with a recipe are stored in codes of 8 bits and multiplied as in `fp8jax.lora.linear`.
+    The
+    recipe "bf16" decodes them for 16-bit matmuls. The adapters of a parameter NAME are `nnx.LoRAParam`s in its module,
+    `NAME_adapter_a` and `NAME_adapter_b`. Save `nnx.state(model)` as usual, or `fp8jax.nnx.adapters(model)`.
 
     Args:
-        model: what `quantize` returned, with current scaling; it is not changed.
-        rank, alpha: of all adapters: alpha / rank times the product of both factors is added to a weight.
-        targets: regular expression of the paths of layers that have an adapter, as rules match them.
-        base: what weights are frozen in, as of `fp8jax.freeze`; None keeps their dtype.
-        dtype: of adapters.
-        rngs: of the adapters' first values: `nnx.Rngs`, or a key.
+        model: a model that `quantize` returned, with current scaling; it is not changed.
+        rank, alpha: for all adapters; alpha / rank times the product of both factors is added to a weight.
+        targets: regular expression for the paths of layers that get an adapter, as in rules.
+        base: the format of frozen weights, as in `fp8jax.freeze`; None keeps their dtype.
+        dtype: the dtype of adapters.
+        rngs: `nnx.Rngs` or a key, for the initial adapters.
 
     Raises:
         TypeError: the model is no NNX module.
-        ValueError: it is not quantized or has adapters already; no layer follows a recipe, or one with a scaling that
-            keeps states; `targets` match no layer; or as `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
+        ValueError: it is not quantized, or has adapters already. No layer has a recipe, or a recipe has a scaling that
+            keeps states. `targets` match no layer. Or as in `fp8jax.freeze` and `fp8jax.lora.init_adapter`.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(wrong_model_message("fp8jax.nnx.lora takes an NNX module", model))
@@ -118,7 +118,7 @@ def _freeze_param(variable: Any, value: Any) -> FrozenParam:
 
 
 def _replace_param(module: Any, name: str, variable: Any) -> None:
-    """Puts another variable in the place of a parameter of a module, in a container or not."""
+    """Put another variable in place of a module's parameter, in a container or not."""
     if isinstance(module, nnx.List):
         module[int(name)] = variable
         return
@@ -149,11 +149,11 @@ def adapters(model: nnx.Module) -> dict[str, Adapter]:
 
 
 def merge_lora(model: Model, dtype: DTypeLike | None = None) -> Model:
-    """A quantized model with parameters again, of which those with an adapter have its part added.
+    """A quantized model with trainable parameters again, to which the adapters are added.
 
     Args:
-        model: what `lora` returned; it is not changed.
-        dtype: of the parameters that have been frozen or adapted; None for that which they had.
+        model: a model that `lora` returned; it is not changed.
+        dtype: the dtype of parameters that were frozen or adapted; None for their original one.
 
     Raises:
         ValueError: it has no adapters.

@@ -1,16 +1,16 @@
-"""Which parameters of a model are matrices of products, and what to say of what is no model."""
+"""Which parameters of a model are matrices of matmuls, and error messages for objects that are no model."""
 
 import re
 from typing import Any
 
-# Tables that are looked up or added, and what only scales, are no matrices of products.
+# Embedding tables, scales and the like are no matrices of matmuls.
 _NON_MATRIX_NAMES = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
 _ALTERNATIVES_TEXT = (
     "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...), fp8jax.einsum and "
     "fp8jax.dot_general are products to call; fp8jax.compressed_adamw takes parameters of any kind"
 )
 
-# The functions that take a module of each of Flax's two libraries, by the name of their sibling in the other.
+# For each of Flax's libraries, its name and the functions to use, by the name of their sibling in the other.
 _FLAX_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
     "linen": (
         "Linen",
@@ -25,15 +25,15 @@ _FLAX_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter may be a factor of a product, by its name and shape."""
+    """Whether a parameter may be a factor of a matmul, by its name and shape."""
     return sum(n > 1 for n in shape) >= 2 and not _NON_MATRIX_NAMES.fullmatch(name)
 
 
 def wrong_model_message(expectation: str, model: Any) -> str:
-    """What to say where something else than a model of Flax is given.
+    """The message for an object that is not a Flax model of the expected library.
 
     Args:
-        expectation: what is taken, such as "fp8jax.nnx.quantize takes an NNX module".
+        expectation: the start of the message, such as "fp8jax.nnx.quantize takes an NNX module".
         model: the object.
     """
     kind = type(model)

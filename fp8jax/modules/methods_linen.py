@@ -1,7 +1,7 @@
 """Runs a method of a Linen module as a transformed program.
 
-Flax lifts the method to a function of the module's variables, random keys and arguments; its program is read and
-planned, and run with operations of recipes. What the method writes into collections comes back beside its result.
+Flax lifts the method to a function of the module's variables, random keys and arguments. This function is transformed.
+It returns the variables that the method writes with its result.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import lift, unfreeze
 from jax.tree_util import GetAttrKey, keystr
 
@@ -30,26 +29,30 @@ from fp8jax.modules.calls import (
     static_fingerprint,
     transform_call,
 )
-from fp8jax.modules.scaled import get_observed_operands, init_stats
 from fp8jax.modules.scaled_linen import (
-    NOT_MUTABLE_MESSAGE,
     SCALING,
     STATISTICS,
-    STATISTICS_LOST_MESSAGE,
     get_variables_path,
-    missing_collections_message,
-    missing_layer_message,
+    missing_variables_error,
 )
-from fp8jax.ops.products.scaled_linear import ScalingState, collects_stats
 from fp8jax.rewrite import training
 from fp8jax.rewrite.frozen_params import frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import RuleSet
-from fp8jax.rewrite.states import ParameterState, Stats, TrackedScaling, WeightUse, scaling_names
+from fp8jax.rewrite.states import (
+    ParameterState,
+    Stats,
+    TrackedScaling,
+    WeightUse,
+    read_in_call,
+    state_names,
+    stats_names,
+    zero_stats,
+)
 from fp8jax.rewrite.transform import Transformed
 
 Place = tuple[str, ...]
-# Parameters, and all other collections.
+# The groups of collections: parameters, and all others.
 _COLLECTION_GROUPS = ("params", True)
 
 
@@ -57,10 +60,10 @@ class QuantizedRoot(NamedTuple):
     """A quantized module.
 
     Attributes:
-        rules: which recipe is whose.
-        path: where the model is whose paths these match.
-        field_path: where the module is in its model, if that was never bound.
-        is_submodule: it is a part of this model, called by itself.
+        rules: the rules that choose a recipe for each layer.
+        path: the path of the model whose paths the rules match.
+        field_path: the module's path in its model, if that was never bound.
+        is_submodule: whether it is a submodule of this model, called by itself.
     """
 
     rules: RuleSet
@@ -69,26 +72,26 @@ class QuantizedRoot(NamedTuple):
     is_submodule: bool = False
 
     def contains(self, scope: Any) -> bool:
-        """Whether a scope is one of a run of the model."""
+        """Whether a scope is in a transformed run of the model."""
         return self._replace(is_submodule=False) in scope.flags.get("fp8jax", ())
 
     def with_flag(self, scope: Any) -> Any:
-        """The flags of such a scope."""
+        """The flags of a scope in such a run."""
         return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(is_submodule=False))})
 
     def model_path(self, scope_path: Place) -> Place:
-        """Where in the model the scope at a path is."""
+        """The path in the model of the scope at `scope_path`."""
         relative_path = scope_path[len(self.path) :] if scope_path[: len(self.path)] == self.path else scope_path
         return (*self.field_path, *relative_path)
 
 
 class LiftedCall(NamedTuple):
-    """A call of a method as a function.
+    """A method call as a function.
 
     Attributes:
-        call: with its arrays.
-        param_locations: the number of the scope, and the path in it, of each parameter, by its path.
-        is_mutable: for each scope, whether it takes variables of scalings.
+        call: the call, with its arrays.
+        param_locations: for each parameter path the index of its scope and its path in the scope.
+        is_mutable: for each scope, whether scaling variables can be written.
     """
 
     call: Call
@@ -97,7 +100,7 @@ class LiftedCall(NamedTuple):
 
 
 def transform_method(method: Callable, root: QuantizedRoot, notices: Notices) -> Callable:
-    """A method with the products of recipes, which is called as it; `notices` are those of its model."""
+    """A method with the matmuls of recipes, called like the original one. `notices` are those of its model."""
 
     def run(lifted: LiftedCall, other_collections: Any) -> Any:
         planned_call, param_states = lifted.call.plan_call(), {}
@@ -123,7 +126,7 @@ def transform_method(method: Callable, root: QuantizedRoot, notices: Notices) ->
 
 
 def init_method(method: Callable, root: QuantizedRoot) -> Callable:
-    """A method that, called as it, adds the variables of scalings for parameters that are there, and nothing else."""
+    """A method that only adds scaling variables for existing parameters, called like the original one."""
 
     def run(lifted: LiftedCall, other_collections: Any) -> Any:
         new_variables: tuple[dict[str, Any], ...] = tuple({} for _ in other_collections)
@@ -132,7 +135,9 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
         for path, tracked_scaling in planned_call.init().items():
             scope_index, place = lifted.param_locations[path]
             if not lifted.is_mutable[scope_index]:
-                raise _missing_variables_error(place, tracked_scaling.linear, initializing=True)
+                raise missing_variables_error(
+                    _get_layer_name(place), tracked_scaling.linear, is_initializing=True, has_other_layers=False
+                )
             _add_variables(new_variables[scope_index], get_variables_path(place), tracked_scaling, layer_axes[path])
         return None, (tuple({} for _ in other_collections), new_variables)
 
@@ -140,7 +145,7 @@ def init_method(method: Callable, root: QuantizedRoot) -> Callable:
 
 
 def plan_method(method: Callable, root: QuantizedRoot, record_plan: Callable[[CallPlan], None]) -> Callable:
-    """A method that, called as it, computes nothing and tells its plan."""
+    """A method that computes nothing and passes its plan to `record_plan`, called like the original one."""
 
     def run(lifted: LiftedCall, other_collections: Any) -> Any:
         record_plan(lifted.call.plan_call().plan)
@@ -150,9 +155,9 @@ def plan_method(method: Callable, root: QuantizedRoot, record_plan: Callable[[Ca
 
 
 class _TracedCall(threading.local):
-    """What Flax gives the call that is traced now: its core, and what makes scopes of variables, and the reverse.
+    """Flax's functions for the call that is traced now: the lifted core, variables to scopes, and scopes to variables.
 
-    The function of a call is kept, and these, which hold variables, are not.
+    They hold variables, so the cached function of a call does not contain them.
     """
 
     current: tuple[Callable, Callable, Callable] | None = None
@@ -170,7 +175,7 @@ _traced_call = _TracedCall()
 
 
 class _TracedFunction(NamedTuple):
-    """The function of a call, and the counters of random keys in its scopes after a run, once it has been traced."""
+    """The function of a call, and its scopes' counters of random keys after tracing."""
 
     transformed: Transformed
     counters: list[dict[Any, Any]]
@@ -179,7 +184,7 @@ class _TracedFunction(NamedTuple):
 def _lift_method(
     method: Callable, root: QuantizedRoot, run: Callable[[LiftedCall, Any], Any], is_init: bool = False
 ) -> Callable:
-    """A method whose call is one of `run` with its function; `is_init`, of the function that initializes it."""
+    """A method that calls `run` with the lifted call; `is_init` hides all variables but parameters."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +192,7 @@ def _lift_method(
 
         def transform(core: Callable) -> Callable:
             def inner(scope_fn: Callable, repack: Callable, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-                # Where variables are initialized none is there yet but parameters.
+                # At initialization only parameters exist.
                 input_groups = (groups[0], tuple({} for _ in groups[1])) if is_init else groups
                 scopes = _root_scopes(scope_fn(input_groups, rngs))
                 call_tree = (input_groups, rngs, args, kwargs)
@@ -217,14 +222,14 @@ def _root_scopes(scopes: Sequence[Any]) -> list[Any]:
 
 
 def _copy_counters(counters: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Counters of a scope, in which are those of scopes in it."""
+    """A copy of a scope's counters and of those of the scopes in it."""
     return {key: _copy_counters(n) if isinstance(n, Mapping) else n for key, n in counters.items()}
 
 
 def _classify_leaves(
     leaves: Sequence[tuple[Any, Any]], root: QuantizedRoot, scopes: Sequence[Place]
 ) -> tuple[tuple[CallLeaf, ...], dict[str, tuple[int, Place]]]:
-    """What the leaves of (groups of variables, keys, arguments, keywords) are, and where its parameters are."""
+    """The kinds of the leaves of (variable groups, keys, args, kwargs), and the parameters' locations."""
     kinds, param_locations = list[CallLeaf](), dict[str, tuple[int, Place]]()
     for path, x in leaves:
         if not (is_array(x) or is_frozen(x)):
@@ -232,7 +237,7 @@ def _classify_leaves(
         elif path[0].idx > 1:
             kinds.append(CallLeaf("argument"))
         elif path[0].idx == 0 and path[1].idx == 0:
-            steps = [step for step in path[4:] if step != GetAttrKey("value")]  # of metadata around a parameter
+            steps = [step for step in path[4:] if step != GetAttrKey("value")]  # metadata around a parameter
             place, scope_index = tuple(keystr((step,), simple=True) for step in steps), path[2].idx
             kinds.append(CallLeaf("parameter", "/".join((*root.model_path(scopes[scope_index]), *place))))
             param_locations[kinds[-1].value] = scope_index, place
@@ -250,7 +255,7 @@ def _get_function(
     values: Sequence[Any],
     scopes: Sequence[Any],
 ) -> _TracedFunction:
-    """The function of a call. In a program one is made as often as the call stands there; outside of any, once."""
+    """The function of a call; cached unless it is traced or its modules cannot be compared."""
     shapes = tuple((x.shape, x.dtype) for x in values if is_array(x) or is_frozen(x))
     context = tuple((scope.path, repr(scope.mutable), scope.flags) for scope in scopes)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
@@ -312,7 +317,7 @@ def _make_function(
 
 
 def _module_fingerprint(module: nn.Module) -> Hashable:
-    """What tells the programs of modules apart; None where nothing does, or someone watches their calls."""
+    """A hashable key that distinguishes modules with different programs; None if there is none or calls are watched."""
     if products.find_patched_matmul() or _is_intercepted():
         return None
     module_numbers: dict[int, int] = {}
@@ -339,9 +344,9 @@ def _module_fingerprint(module: nn.Module) -> Hashable:
 
 
 def _is_intercepted() -> bool:
-    """Whether someone looks into calls of modules, or intercepts them."""
+    """Whether calls of modules are captured or intercepted."""
     flax: Any = nn.module
-    try:  # Flax's record of this has no public name: where it is another one, each call is traced.
+    try:  # no public name; if it changes, each call is traced
         is_captured = any(flax._context.capture_stack) or flax._context.call_info_stack
         return bool(is_captured or len(flax._global_interceptor_stack))
     except (AttributeError, TypeError):
@@ -351,44 +356,24 @@ def _is_intercepted() -> bool:
 def _read_state(
     collections: Mapping[str, Any], place: Place, linear: Linear, use: WeightUse, weight: Any, is_mutable: bool
 ) -> ParameterState:
-    """What the variables of a scaling hold for the products with a parameter, which is `weight` in this call."""
-    path = get_variables_path(place)
-    scaling_variables, slot = (
-        _get_variables(collections, SCALING, path),
-        _get_variables(collections, STATISTICS, path).get("slot"),
-    )
-    names = {operand: part.variable_name(operand) for operand, part in linear.states.items()}
-    if not set(names.values()) <= set(scaling_variables) or (slot is None and collects_stats(linear, "dy")):
-        raise _missing_variables_error(
-            place, linear, initializing=False, has_other_layers=bool(collections.get(SCALING))
-        )
-    state = ScalingState(**{operand: scaling_variables[name] for operand, name in names.items()})
-    layer, names_text = "/".join(place[:-1]) or "the layer", scaling_names(linear)
-    if slot is not None:
-        slot = training.require_statistics(slot, weight, STATISTICS_LOST_MESSAGE.format(layer=layer, names=names_text))
-    if observed := get_observed_operands(linear):
-        state_array = getattr(state, observed[0])
-        if not is_mutable:
-            state_array = training.forbid_training(
-                state_array, weight, NOT_MUTABLE_MESSAGE.format(layer=layer, names=names_text)
-            )
-        state_array = training.read_state(state_array, (weight, slot), layer, names_text, "linen")
-        state = state._replace(**{observed[0]: state_array})
-    if linear.needs_weight_bounds and state.w is not None:
-        state = state._replace(w=training.read_state(state.w, weight, layer, names_text, "linen", training.BOUNDS))
-    return ParameterState(linear, use.layer_axes, state, slot)
+    """The state that the matmuls of a parameter, `weight` in this call, read from its scaling variables."""
+    path, layer = get_variables_path(place), _get_layer_name(place)
+    scaling, statistics = (_get_variables(collections, name, path) for name in (SCALING, STATISTICS))
+    variables = {**scaling, **statistics}
+    missing = set(state_names(linear).values()) - set(scaling)
+    if missing or ("dy" in stats_names(linear) and "slot" not in statistics):
+        has_other_layers = bool(collections.get(SCALING))
+        raise missing_variables_error(layer, linear, is_initializing=False, has_other_layers=has_other_layers)
+    stored = ParameterState.from_variables(linear, use.layer_axes, variables)
+    return read_in_call(stored, weight, layer, training.LINEN, is_mutable=is_mutable)
 
 
-def _missing_variables_error(
-    place: Place, linear: Linear, initializing: bool, has_other_layers: bool = False
-) -> ValueError:
-    layer = "/".join(place[:-1]) or "the layer"
-    fix = missing_collections_message(linear, initializing) if not has_other_layers else missing_layer_message(layer)
-    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
+def _get_layer_name(place: Place) -> str:
+    return "/".join(place[:-1]) or "the layer"
 
 
 def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:
-    """The variables at a path of a collection; none where there is no such path."""
+    """The variables at a path of a collection; {} if there is no such path."""
     node: Any = collections.get(name, {})
     for step in path:
         node = node.get(step, {}) if isinstance(node, Mapping) else {}
@@ -396,7 +381,7 @@ def _get_variables(collections: Mapping[str, Any], name: str, path: Place) -> Ma
 
 
 def _merge_stats(collections: dict[str, Any], place: Place, linear: Linear, stats: Stats) -> None:
-    """Merges what products have observed into what was seen before."""
+    """Merge the statistics of a call into those in the variables."""
     variables: Any = _get_variables(collections, SCALING, get_variables_path(place))
     for operand, value in stats.items():
         variables[f"seen_{operand}"] = linear.states[operand].merge_stats(variables[f"seen_{operand}"], value)
@@ -405,13 +390,13 @@ def _merge_stats(collections: dict[str, Any], place: Place, linear: Linear, stat
 def _add_variables(
     collections: dict[str, Any], path: Place, tracked_scaling: TrackedScaling, layer_axes: tuple[int, ...]
 ) -> None:
-    """Adds the variables of one scaling at a path."""
-    linear = tracked_scaling.linear
-    new_variables = {part.variable_name(o): getattr(tracked_scaling.state, o) for o, part in linear.states.items()}
-    new_variables |= {f"seen_{o}": init_stats(linear, o, layer_axes) for o in ("x", "w") if collects_stats(linear, o)}
-    _put_variables(collections.setdefault(SCALING, {}), path, new_variables)
-    if collects_stats(linear, "dy"):
-        _put_variables(collections.setdefault(STATISTICS, {}), path, {"slot": jnp.zeros(layer_axes, jnp.float32)})
+    """Add the variables of one scaling at a path."""
+    linear, state = tracked_scaling.linear, tracked_scaling.state
+    variables = ParameterState(linear, layer_axes, state, zero_stats(linear, layer_axes)).to_variables()
+    slot = {"slot": variables.pop("slot")} if "slot" in variables else {}
+    _put_variables(collections.setdefault(SCALING, {}), path, variables)
+    if slot:
+        _put_variables(collections.setdefault(STATISTICS, {}), path, slot)
 
 
 def _put_variables(collection: dict[str, Any], path: Place, variables: dict[str, Any]) -> None:

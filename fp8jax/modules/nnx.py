@@ -1,4 +1,4 @@
-"""Quantizes Flax NNX models that were not written for it: their calls are transformed, with `fp8jax.rewrite`."""
+"""`fp8jax.nnx.quantize`: an NNX model whose calls are transformed with `fp8jax.rewrite`."""
 
 import copyreg
 import dataclasses
@@ -16,34 +16,29 @@ from fp8jax.modules import functional
 from fp8jax.modules.calls import LayerNames
 from fp8jax.modules.functional import ModuleMethod, count_layer_axes
 from fp8jax.modules.matrices import is_matrix, wrong_model_message
-from fp8jax.modules.scaled import (
-    LayerScaling,
-    ParameterStateModule,
-    get_observed_operands,
-    get_state_name,
-)
+from fp8jax.modules.scaled import STATE_PREFIX, LayerScaling, ParameterStateModule
 from fp8jax.modules.tabulated_nnx import TABULATE_ID, make_tabulate_property
 from fp8jax.modules.untrained import FrozenParam, restore_param_classes
 from fp8jax.rewrite import training
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
-from fp8jax.rewrite.states import ParameterState
+from fp8jax.rewrite.states import ParameterState, observed_operands
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
-# What holds matrices that no product of a recipe takes.
+# Layers with matrices that are never quantized.
 _UNQUANTIZED_LAYERS = (nnx.Embed, nnx.Conv, nnx.ConvTranspose)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedClassConfig:
-    """How the calls of a quantized module are transformed.
+    """How the methods of a quantized module's class are transformed.
 
     Attributes:
-        rules: on the paths of layers.
-        prefix: the module's path in its model; "" where no rule of the user's asks for it.
-        methods: the names of the methods that are transformed.
-        is_model: it is the model itself, and so something in it is to be quantized.
+        rules: the rules on the paths of layers.
+        prefix: the module's path in its model; "" if there are no user rules.
+        methods: the names of the transformed methods.
+        is_model: whether it is the model itself, which must have something to quantize.
     """
 
     rules: RuleSet
@@ -53,7 +48,7 @@ class QuantizedClassConfig:
 
 
 class QuantizedMeta(type(nnx.Module)):  # type: ignore[misc]
-    """Classes of quantized modules, which pickle makes again from the class as written."""
+    """The metaclass of quantized modules, which pickles a class as the original class and its config."""
 
 
 def _reduce(cls: Any) -> Any:
@@ -67,7 +62,7 @@ copyreg.pickle(QuantizedMeta, _reduce)  # type: ignore[arg-type]
 
 @functools.cache
 def make_quantized_class(original: Any, settings: QuantizedClassConfig) -> type:
-    """The subclass of a module's class whose methods are transformed; in all else it is that class."""
+    """The subclass of a module's class whose methods are transformed."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(original, name) for name in names}
     body |= {"_fp8jax_written": original, "_fp8jax_settings": settings}
@@ -93,7 +88,7 @@ def _make_metaclass(meta: type) -> Any:
 
 
 def _original_method(original: Any, name: str, settings: QuantizedClassConfig) -> ModuleMethod:
-    """A method of a class as it is written."""
+    """A method of the original class."""
     requires_product = settings.is_model and name == "__call__"
     return ModuleMethod(
         getattr(original, name), name, settings.rules, settings.prefix, requires_product, _restore_original_classes
@@ -115,7 +110,7 @@ def _quantized_method(original: Any, name: str, settings: QuantizedClassConfig) 
         try:
             y, stats_by_path = functional.run(self, method, args, kwargs, read_states, type(self)._fp8jax_notices)
         except jax.errors.ConcretizationTypeError:
-            # It looks at values: it runs as it is written, and the modules that it calls are transformed.
+            # The call branches on values. It runs as written, with transformed submodules.
             if any(is_matrix(name, param.shape) for name, param in get_params(self).items()):
                 raise
             return function(self, *args, **kwargs)
@@ -127,7 +122,7 @@ def _quantized_method(original: Any, name: str, settings: QuantizedClassConfig) 
 
 
 def _find_state_modules(module: nnx.Module, variables: Sequence[Any]) -> dict[str, ParameterStateModule]:
-    """What holds the states and the codes of a module's parameters, by the paths of these."""
+    """The modules that hold the states and codes of a module's parameters, by parameter path."""
     if not any(isinstance(v, ParameterStateModule.VARIABLES) for v in variables):
         return {}
     modules_by_path = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, ParameterStateModule)]
@@ -135,7 +130,7 @@ def _find_state_modules(module: nnx.Module, variables: Sequence[Any]) -> dict[st
 
 
 def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
-    """Gives all modules in one the classes as they are written, until what it returns is called."""
+    """Give a module and its submodules their original classes; return a function that undoes this."""
     restore_variables = restore_param_classes(module)
     changed = [m for _, m in nnx.iter_modules(module) if "_fp8jax_settings" in vars(type(m))]
     classes = [type(m) for m in changed]
@@ -151,45 +146,48 @@ def _restore_original_classes(module: nnx.Module) -> Callable[[], None]:
 
 
 def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__",)) -> Model:
-    """A copy of a model whose products with parameters are computed with a recipe.
+    """A copy of a model whose matmuls with parameters use a recipe.
 
-    Parameters keep their names, shapes and values, so checkpoints fit both ways. A call of the copy is traced, read and
-    run again with operations of the recipe, as `fp8jax.transform` does it with a function: products of data with a
-    parameter in any spelling, of Flax's layers and of classes of a model's own, in `nnx.jit`, `nnx.scan`, `nnx.remat`
-    and loops, in stacks of `nnx.vmap`; where the recipe says what is kept of them, norms and activations of any
-    spelling before such products; and what reads flash attention's output keeps no copy of it. All else is run as it
-    is written, and what a call does to variables, modules and random keys is done. Build the `nnx.Optimizer` from the
-    copy. It is an instance of the model's class, and can be pickled; `unquantize` is the way back.
+    Parameters keep their names, shapes and values: checkpoints fit both ways. Calls of the copy are transformed like by
+    `fp8jax.transform`. This covers layers of Flax and your own, in `nnx.jit`, `nnx.scan`, `nnx.remat`, loops and stacks
+    of
+    `nnx.vmap`. With a `Context`, norms and activations before such matmuls are replaced too. A call changes variables,
+    modules and random keys as before. Build the `nnx.Optimizer` from the copy. The copy is an instance of the model's
+    class and can be pickled; `unquantize` returns the original.
 
-    Every module in it is transformed by itself, too: where a part is called from outside, as `model.layers[0](x)`, its
-    products are those of the recipe. A method that `methods` does not name runs as it is written, and the modules that
-    it calls are transformed; so does a call that looks at values of arrays, which cannot be traced.
+    Submodules are transformed too when called from outside, as `model.layers[0](x)`. A method that is not in `methods`,
+    or
+    a call that branches on values of arrays, runs as written, with transformed submodules. A call outside of a compiled
+    function is jitted, once per structure of its arguments, like under `nnx.jit`. Python numbers among them are static.
 
-    Outside of a compiled function a call is compiled, once for each structure of its arguments, as `nnx.jit` does it:
-    Python numbers among them are settings. A recipe with delayed scaling, or `int8_fallback`, adds variables to its
-    layers, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They stand in `dot_general` or `einsum_op` of the
-    layer; of classes of a model's own for each parameter NAME of two axes or more in `fp8jax_NAME`, and these must not
-    be stacked by `nnx.vmap` then. No product may have batch axes under such a recipe.
+    Delayed scaling and `int8_fallback` add variables, which `fp8jax.nnx.value_and_grad` and `Optimizer` train. They are
+    in
+    `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME of
+    two
+    axes or more; such modules must not be stacked by `nnx.vmap`. No matmul may have batch axes with these scalings.
 
-    A recipe, not a rule, leaves embeddings, output heads and routers alone: by their usual names, and by what becomes
-    of their results in the call: the model returns a head's, and softmax, top_k or argmax reads a router's.
+    A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
+    result
+    that is returned (heads) or goes into softmax, top_k or argmax (routers).
 
     Args:
         model: any NNX module; it is not changed.
-        rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
-            sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`, the first match wins, after which a
-            recipe may stand for all other layers. Of a module with several matrices a rule may also name one of them,
-            as `"mlp/w1"`. A recipe that quantizes no product, such as "bf16", leaves the model as written.
-        methods: the methods that are transformed as a whole, of the model and of the modules in it that have them.
+        rules: a `Recipe` or a preset's name, for all layers but embeddings, output heads and routers. Or a sequence of
+            `fp8jax.Rule` on paths such as `"layers/attention/q"`, which such a recipe may follow; the first match wins.
+            If a module has several matrices, a rule may name one, as `"mlp/w1"`. A recipe that quantizes no matmul,
+            such
+            as "bf16", changes nothing.
+        methods: the names of methods that are transformed, of the model and its submodules.
 
     Returns:
-        The copy. `fp8jax.explain(copy, *sample)` says what becomes of each part of a call.
+        The copy. `fp8jax.explain(copy, *sample)` lists each part of a call.
 
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
-        ValueError: a rule matches no layer; the model has none, or is quantized already; `methods` names what is not
-            there. From a call: there is no product that a recipe could take, one asks for a precision that
-            a quantized product cannot give, or has batch axes under a scaling that observes operands.
+        ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
+            `methods`.
+            From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul has, or has
+            batch axes under a scaling that collects statistics.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(wrong_model_message("fp8jax.nnx.quantize takes an NNX module", model))
@@ -198,7 +196,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     _check_kernel_variables(submodules)
     quantized_paths = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if quantized_paths:
-        what = min(quantized_paths, key=len) or "the model"  # parts come before what they are parts of
+        what = min(quantized_paths, key=len) or "the model"  # submodules come first
         raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):
@@ -207,8 +205,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     submodules = get_modules(quantized)
     products, record = select_params(submodules, ordered_rules), training.TrainingRecord()
     for module_path, name, linear in products.values():
-        # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
-        if get_observed_operands(linear) or (linear.states and isinstance(submodules[module_path], LAYERS[:2])):
+        # Automatic scaling, which collects no statistics, has bounds for layers whose matrices are (inputs, outputs).
+        if observed_operands(linear) or (linear.states and isinstance(submodules[module_path], LAYERS[:2])):
             _add_scaling(submodules, module_path, name, linear, record)
     selected_modules = {holder for holder, _, _ in products.values()} | set(
         _find_context_paths(submodules, ordered_rules)
@@ -216,17 +214,17 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     for path, module in submodules.items():
         has_selected = any(not path or holder == path or holder.startswith(f"{path}/") for holder in selected_modules)
         if has_selected and any(callable(getattr(type(module), name, None)) for name in methods):
-            # Without rules on paths layers that differ in these alone share their programs.
+            # Without user rules, equal layers share their programs.
             prefix, cls = path if ordered_rules.user_rules else "", type(module)
             settings = QuantizedClassConfig(ordered_rules, prefix, tuple(methods), module is quantized)
             object.__setattr__(module, "__class__", make_quantized_class(cls, settings))  # type: ignore[arg-type]
     if (notices := getattr(type(quantized), "_fp8jax_notices", None)) is not None:
-        notices.texts.clear()  # a class is that of all models that are alike
+        notices.texts.clear()  # equal models share a class
     return quantized
 
 
 def _check_kernel_variables(submodules: dict[str, Any]) -> None:
-    """Raises ValueError where another library has put something else in the place of a layer's kernel."""
+    """Raise ValueError if another library has replaced the kernel of a layer."""
     for path, module in submodules.items():
         if isinstance(module, LAYERS) and not isinstance(module.kernel, nnx.Variable):
             raise ValueError(
@@ -236,15 +234,14 @@ def _check_kernel_variables(submodules: dict[str, Any]) -> None:
 
 
 def _find_context_paths(submodules: dict[str, Any], rules: RuleSet) -> Iterator[str]:
-    """The paths of layers and norms of which rules say what is kept of what they read."""
+    """The paths of layers and norms whose recipe compresses residuals."""
     for path, module in submodules.items():
         if get_params(module) and rules.choose(path).context.residual is not None:
             yield path
 
 
 def find_candidates(submodules: dict[str, Any], rules: RuleSet) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """The parameters whose products a recipe may take, by path: the module that holds each, and its name in it; and the
-    paths of modules with a vector that scales."""
+    """The parameters that may be quantized (path: module path, name there), and the paths of modules with a scale."""
     matrices, norms = dict[str, tuple[str, str]](), list[str]()
     for module_path, module in submodules.items():
         if isinstance(module, (*_UNQUANTIZED_LAYERS, ParameterStateModule)):
@@ -261,12 +258,12 @@ def find_candidates(submodules: dict[str, Any], rules: RuleSet) -> tuple[dict[st
 
 
 def get_layer_names(matrices: Iterable[str], path: str) -> tuple[str, ...]:
-    """The path of a parameter's layer, and others that rules may match; see `LayerNames`."""
+    """The path of a parameter's layer, and its aliases; see `LayerNames`."""
     return LayerNames("", [(matrix_path, (2, 2)) for matrix_path in matrices])(path)
 
 
 def select_params(submodules: dict[str, Any], rules: RuleSet) -> dict[str, tuple[str, str, Linear]]:
-    """The parameters whose products rules give a recipe: by path, the module that holds it, its name in it, the recipe.
+    """The parameters that the rules quantize: by path, the module's path, the name in it, and the recipe.
 
     Raises:
         ValueError: a rule matches nothing, or there is no such parameter.
@@ -283,7 +280,7 @@ def select_params(submodules: dict[str, Any], rules: RuleSet) -> dict[str, tuple
 
 
 def get_params(module: Any) -> dict[str, Any]:
-    """The parameters that a module holds itself, in containers of Python or not, by their paths in it."""
+    """The parameters in a module and its Python containers, by their paths in it, without those of submodules."""
     return dict(_iter_params(vars(module), ""))
 
 
@@ -296,12 +293,12 @@ def _iter_params(attributes: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def get_modules(model: nnx.Module) -> dict[str, Any]:
-    """All modules of a model, by path; a module that stands in several places, by its first."""
+    """All modules of a model by path; a shared module by its first."""
     return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
 
 
 def get_owner(modules_by_path: dict[str, Any], module_path: str, name: str) -> tuple[Any, str]:
-    """The module in which what belongs to a parameter stands, and its path in it: beside a container, not in it."""
+    """The module that stores a parameter's companions, and the parameter's path in it. Containers are skipped."""
     while isinstance(modules_by_path[module_path], (nnx.List, nnx.Dict, nnx.Sequential)) and module_path:
         module_path, _, last = module_path.rpartition("/")
         name = f"{last}/{name}"
@@ -311,7 +308,7 @@ def get_owner(modules_by_path: dict[str, Any], module_path: str, name: str) -> t
 def _add_scaling(
     modules_by_path: dict[str, Any], module_path: str, name: str, linear: Linear, record: training.TrainingRecord
 ) -> None:
-    """Puts the state of a parameter's products beside it."""
+    """Add the scaling state of a parameter's matmuls to its module."""
     value = get_params(modules_by_path[module_path])[name].get_value()
     layer, name = get_owner(modules_by_path, module_path, name)
     cls = _original_class(layer).__name__
@@ -323,31 +320,31 @@ def _add_scaling(
             linear, value, name, count_layer_axes(layer), f"an nnx.{cls}", getattr(layer, place), jax_function, record
         )
     else:
-        place = get_state_name(name.replace("/", "_"))
+        place = f"{STATE_PREFIX}{name.replace('/', '_')}"
         scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}", record=record)
     setattr(layer, place, nnx.data(scaling))
 
 
 def _original_class(module: Any) -> type:
-    """The class of a module as it is written."""
+    """The class of a module before `quantize`."""
     classes: Any = type(module).__mro__
     return next((c._fp8jax_written for c in classes if "_fp8jax_written" in vars(c)), type(module))
 
 
 def get_settings(module: Any) -> QuantizedClassConfig | None:
-    """How the calls of a module are transformed; None where they are not."""
+    """The config of a quantized module's class; None for other modules."""
     return getattr(type(module), "_fp8jax_settings", None)
 
 
 def unquantize(model: Model) -> Model:
-    """The model as it was written, with the parameters of a quantized one.
+    """The original model with the parameters of a quantized one.
 
     Args:
-        model: what `quantize` returned; it is not changed.
+        model: a model that `quantize` returned; it is not changed.
 
     Raises:
         TypeError: the model is no NNX module.
-        ValueError: it is not quantized.
+        ValueError: it is not quantized, or has adapters.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(wrong_model_message("fp8jax.nnx.unquantize takes an NNX module", model))
@@ -364,7 +361,7 @@ def unquantize(model: Model) -> Model:
 
 
 def _remove_state_modules(module: nnx.Module) -> None:
-    """Takes what a module holds for its products out of it, in place."""
+    """Remove a module's scaling states and codes, in place."""
     for name, value in list(vars(module).items()):
         if isinstance(value, ParameterStateModule):
             if value.jax_function is None:

@@ -1,4 +1,4 @@
-"""Scaling with a state in Linen models: states and statistics of gradients in collections of their own."""
+"""Scalings with a state in Linen models: states and statistics of gradients in collections of their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,62 +10,60 @@ from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic, AxisNames
-from fp8jax.modules.scaled import (
-    STATE_PREFIX,
-    advance_states,
-    get_layer_path,
-    get_observed_operands,
-    get_weight_path,
-)
-from fp8jax.ops.products.scaled_linear import ScalingState, collects_stats
+from fp8jax.modules.scaled import STATE_PREFIX
+from fp8jax.ops.products.scaled_linear import collects_stats
 from fp8jax.rewrite import training
 from fp8jax.rewrite.bounds import bound_per_layer
 from fp8jax.rewrite.rules import Rules, as_rule_set
-from fp8jax.rewrite.states import scaling_names
+from fp8jax.rewrite.states import ParameterState, scaling_names, state_names
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
-_STEP_MESSAGE = (
-    "Write (loss, new), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(params, statistics), "
-    'where loss_fn calls apply(..., mutable=["fp8jax_scaling"]) and returns what that has written, and then '
-    'fp8jax.linen.end_step(new["fp8jax_scaling"], seen, opt_state, rules), which fp8jax.linen.TrainState does'
-)
-NOT_MUTABLE_MESSAGE = (
-    "{layer} has {names} scaling and is trained, and what it observes is lost: the collection 'fp8jax_scaling' is not "
-    f"mutable. {_STEP_MESSAGE}"
-)
-STATISTICS_LOST_MESSAGE = (
-    "{layer} has {names} scaling, whose state needs the largest magnitude of the output's gradient, and this gradient "
-    f"is not taken of the collection 'fp8jax_statistics'. {_STEP_MESSAGE}"
-)
 
 
-def missing_collections_message(linear: Linear, is_initializing: bool) -> str:
-    """What to do where the collections of a layer's variables are not there."""
+def missing_variables_error(layer: str, linear: Linear, *, is_initializing: bool, has_other_layers: bool) -> ValueError:
+    """The error of a layer whose variables are missing.
+
+    Args:
+        layer: its path in messages.
+        linear: its recipe.
+        is_initializing: whether `init` cannot add them.
+        has_other_layers: whether other layers have theirs, as in a checkpoint of a model that left this layer alone.
+    """
     names = [SCALING, *([STATISTICS] if collects_stats(linear, "dy") else [])]
     axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
-    if is_initializing:
-        return (
+    if has_other_layers:
+        fix = (
+            f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
+            f"Leave it alone by a rule, [fp8jax.Rule({layer!r}, None), recipe], or add what `init` makes to what was "
+            "saved, {**made, **saved} of flax.traverse_util.flatten_dict(variables)"
+        )
+    elif is_initializing:
+        fix = (
             "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
             f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
         )
-    return (
-        f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
-        f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
-    )
-
-
-def missing_layer_message(layer: str) -> str:
-    """What to do where those of other layers are there, as in a checkpoint of a model that left the layer alone."""
-    return (
-        f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
-        f"Leave it alone by a rule, [fp8jax.Rule({layer!r}, None), recipe], or add what `init` makes to what was "
-        "saved, {**made, **saved} of flax.traverse_util.flatten_dict(variables)"
-    )
+    else:
+        fix = (
+            f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
+            f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
+        )
+    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {fix}")
 
 
 def get_variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
-    """Where in their collections the variables of the product with a parameter are."""
+    """The path of the variables of a parameter's products in their collections."""
     return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{STATE_PREFIX}{place[-1]}")
+
+
+def get_layer_path(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the layer to which variables at a path belong."""
+    return path[:-1] if path and path[-1].startswith(STATE_PREFIX) else path
+
+
+def get_weight_path(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the parameter to whose products variables at a path belong."""
+    layer = get_layer_path(path)
+    return (*layer, path[-1].removeprefix(STATE_PREFIX) if len(layer) < len(path) else "kernel")
 
 
 def advance_scaling(
@@ -75,7 +73,7 @@ def advance_scaling(
     *,
     axis_name: AxisNames = None,
 ) -> dict[str, Any]:
-    """Ends a step of a model whose scaling observes its operands, such as delayed scaling: its states for the next one.
+    """Ends a step of a model whose scaling observes its operands, such as delayed scaling.
 
         variables = model.init(key, x)                  # params, fp8jax_scaling, fp8jax_statistics
 
@@ -87,47 +85,43 @@ def advance_scaling(
         (value, scaling), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(...)
         scaling = fp8jax.linen.advance_scaling(scaling, seen)
 
-    Under gradient accumulation call it once a step: hand the scaling from one microbatch to the next, and merge the
-    statistics by maximum (gradients are summed); under data parallelism in `jax.shard_map`, give `axis_name`.
+    Under gradient accumulation call it once a step. Pass the scaling from one microbatch to the next, and merge the
+    statistics by maximum (gradients are summed). Under data parallelism in `jax.shard_map` give `axis_name`.
 
     Args:
         scaling: the collection "fp8jax_scaling" after the step's last `apply`.
         statistics: cotangents of the collection "fp8jax_statistics".
-        rules: what `fp8jax.linen.quantize` was given; delayed scaling needs none.
+        rules: those of `fp8jax.linen.quantize`; delayed scaling needs none.
         axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
 
     Returns:
-        The collection "fp8jax_scaling" for the next step. In evaluation nothing is advanced: do not make the collection
-        mutable.
+        The collection "fp8jax_scaling" for the next step. In evaluation do not make the collection mutable.
 
     Raises:
         ValueError: the two collections are not of the same layers, or the rules are missing.
     """
     training.record_advance(training.ADVANCE)
     flat, slots = flatten_dict(scaling), flatten_dict(statistics)
-    layers = {path[:-1] for path in flat}
-    statistics_layers = {path[:-1] for path in slots}
-    if not layers or not statistics_layers <= layers:
+    variables_by_layer: dict[tuple[str, ...], dict[str, Array]] = {}
+    for *layer, name in sorted(flat):
+        variables_by_layer.setdefault(tuple(layer), {})[name] = flat[*layer, name]
+    layers_with_slots = {path[:-1] for path in slots}
+    if not variables_by_layer or not layers_with_slots <= variables_by_layer.keys():
         raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
-    for layer in layers:
-        layer_variables = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
-        linear = _find_linear(layer, layer_variables, rules)
-        observed_names = get_observed_operands(linear)
-        if "dy" in observed_names and layer not in statistics_layers:
+    for layer, variables in variables_by_layer.items():
+        linear = _find_linear(layer, variables, rules)
+        has_slot = layer in layers_with_slots
+        if collects_stats(linear, "dy") and not has_slot:
             name = "/".join(get_layer_path(layer)) or "the layer"
             raise ValueError(
                 f"{name} has {scaling_names(linear)} scaling, and there are no statistics of the gradients of its "
-                f"output: give those of the collection 'fp8jax_statistics'. {_STEP_MESSAGE}"
+                f"output: give those of the collection 'fp8jax_statistics'. {training.LINEN_STEP}"
             )
-        if layer in statistics_layers and "dy" not in observed_names:
+        if has_slot and not collects_stats(linear, "dy"):
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
-        states = {operand: layer_variables[part.variable_name(operand)] for operand, part in linear.states.items()}
-        observed = {o: slots[*layer, "slot"] if o == "dy" else layer_variables[f"seen_{o}"] for o in observed_names}
-        new_states, reset_stats = advance_states(linear, ScalingState(**states), observed, axis_name)
-        flat |= {
-            (*layer, linear.states[operand].variable_name(operand)): state for operand, state in new_states.items()
-        }
-        flat |= {(*layer, f"seen_{operand}"): value for operand, value in reset_stats.items()}
+        slot = {"slot": slots[*layer, "slot"]} if has_slot else {}
+        stored = ParameterState.from_variables(linear, (), variables | slot).end_step(axis_name)
+        flat |= {(*layer, name): value for name, value in stored.to_variables().items() if name != "slot"}
     return unflatten_dict(flat)
 
 
@@ -147,49 +141,39 @@ def update_weight_amax_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[
     Raises:
         ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
     """
-    return _with_bounds(scaling, bounds, _find_weight_paths(scaling))
+    return _with_bounds(scaling, bounds, only_trained=False)
 
 
 def update_trained_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
-    """`update_weight_amax_bounds` for the weights that an optimizer trains; others stay as they are, and so do their
-    bounds.
+    """`update_weight_amax_bounds` for the weights that an optimizer trains; the others keep their bounds.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling, or the optimizer follows no weight of one.
     """
-    weight_paths = _find_weight_paths(scaling)
-    return _with_bounds(
-        scaling, bounds, {path: weight for path, weight in weight_paths.items() if weight in bounds} or weight_paths
-    )
-
-
-def _find_weight_paths(scaling: Mapping[str, Any]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """By the path of each bound in the collection that of its weight."""
-    training.record_advance(training.BOUNDS)
-    name = Automatic().variable_name("w")
-    weight_paths = {path: get_weight_path(path[:-1]) for path in flatten_dict(scaling) if path[-1] == name}
-    if not weight_paths:
-        raise ValueError("the model has no layer with automatic weight scaling")
-    return weight_paths
+    return _with_bounds(scaling, bounds, only_trained=True)
 
 
 def _with_bounds(
-    scaling: Mapping[str, Any],
-    bounds: Mapping[tuple[str, ...], Array],
-    weight_paths: Mapping[tuple[str, ...], tuple[str, ...]],
+    scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array], only_trained: bool
 ) -> dict[str, Any]:
-    """The collection with the bounds of these weights."""
-    flat = flatten_dict(scaling)
-    for path, weight in weight_paths.items():
+    """The collection with the bounds of all weights, or only of those that an optimizer trains, if there are any."""
+    training.record_advance(training.BOUNDS)
+    flat, name = flatten_dict(scaling), Automatic().variable_name("w")
+    weight_paths = {path: get_weight_path(path[:-1]) for path in flat if path[-1] == name}
+    if not weight_paths:
+        raise ValueError("the model has no layer with automatic weight scaling")
+    trained_paths = {path: weight for path, weight in weight_paths.items() if weight in bounds}
+    for path, weight in (trained_paths or weight_paths if only_trained else weight_paths).items():
         flat[path] = bound_per_layer(bounds.get(weight), "/".join(weight), flat[path].shape)
     return unflatten_dict(flat)
 
 
 def reset_weight_amax_bounds(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The collection "fp8jax_scaling" of a model with automatic weight scaling, measured: for parameters that were
-    loaded after it was given bounds. Of one that was not, each call measures the weights.
+    """The collection "fp8jax_scaling" of a model with automatic weight scaling, with measured bounds.
 
-    Where training goes on with them, `fp8jax.reset_weight_amax_bounds` measures them for the optimizer, too.
+    Call it after loading parameters into a model that has bounds, which would clip them. A model without bounds then
+    needs no measurement in each call. If training continues, call `fp8jax.reset_weight_amax_bounds` for the
+    optimizer, too.
 
     Raises:
         ValueError: the model has no layer with automatic weight scaling.
@@ -200,12 +184,12 @@ def reset_weight_amax_bounds(scaling: Mapping[str, Any], params: Mapping[str, An
 
 
 def _find_linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
-    """The recipe of a layer's product with these variables in the collection of states."""
+    """The recipe of the layer with these variables in the collection of states."""
     path = "/".join(get_layer_path(layer))
     name = path or "the layer"
     if rules is not None:
         linear = as_rule_set(rules).choose(path, aliases=["/".join(get_weight_path(layer))]).linear
-        if linear is None or not {part.variable_name(o) for o, part in linear.states.items()} <= set(variables):
+        if linear is None or not set(state_names(linear).values()) <= set(variables):
             raise ValueError(f"{name} has other variables of scaling than these rules make: give those of `quantize`")
         return linear
     if not set(OPERANDS) <= set(variables):

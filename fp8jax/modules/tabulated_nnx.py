@@ -1,8 +1,7 @@
-"""Tables of quantized NNX models by `flax.nnx.tabulate`: those of the models as written, with the recipe of each layer.
+"""`flax.nnx.tabulate` for quantized models: the table of the original model, with each layer's recipe.
 
-Flax makes a copy of the model, marks each module in it by an attribute, and replaces methods of the modules' classes by
-ones that record calls. The products of a quantized model are computed by a transformed program, in which no module is
-called. Modules of the copy therefore get classes of their own, with the methods as written.
+Flax marks the modules of a copy by an attribute, and patches their classes' methods to record calls. A transformed
+program calls no modules, so the modules of the copy get classes with the original methods.
 """
 
 import contextlib
@@ -21,17 +20,17 @@ from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.frozen_params import as_array
 from fp8jax.rewrite.rules import RuleSet
 
-# The attribute by which Flax marks the modules of a copy.
+# The attribute with which Flax marks the modules of a copy.
 TABULATE_ID = "_nnx_tabulate_id"
 
 
 def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: Callable[[Any], None]) -> property:
-    """The property by which Flax marks a module of a copy; setting it first gives the module a class of a table.
+    """The attribute with which Flax marks a module; setting it first changes the module's class to one for tables.
 
     Args:
-        original: the class of the module as written.
-        method: of the model itself, its call; None for its parts.
-        restore: takes what a module holds for its products out of it.
+        original: the module's original class.
+        method: the model's call; None for its submodules.
+        restore: removes a module's scaling states and codes.
     """
 
     def set_id(module: Any, value: int) -> None:
@@ -49,12 +48,12 @@ def make_tabulate_property(original: Any, method: ModuleMethod | None, restore: 
 
 
 def _with_recipe_names(method: ModuleMethod) -> Callable:
-    """The call as written, which adds the names of recipes to those of the classes of layers."""
+    """The original call; it adds the names of recipes to those of the layers' classes."""
 
     @functools.wraps(method.original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with _frozen_as_arrays(self):
-            y = method.original(self, *args, **kwargs)  # first, because calls are recorded once, in this order
+            y = method.original(self, *args, **kwargs)  # first: calls are recorded once, in this order
         with training.suppress_training_checks():
             entries = functional.plan_call(self, method, args, kwargs).entries
         modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(self)}
@@ -73,7 +72,7 @@ def _with_recipe_names(method: ModuleMethod) -> Callable:
 
 @contextlib.contextmanager
 def _frozen_as_arrays(module: nnx.Module) -> Iterator[None]:
-    """Within it weights that are held otherwise are arrays."""
+    """A context in which frozen weights are arrays."""
     variables = {id(v): v for _, v in nnx.iter_graph(module) if isinstance(v, FrozenParam)}.values()
     previous_values = [(v, v.get_raw_value()) for v in variables]
     for variable, value in previous_values:
@@ -91,7 +90,7 @@ def _find_owner(modules: Mapping[str, Any], path: str) -> str:
 
 
 def _get_recipe_name(rules: RuleSet, entry: PlanEntry) -> str:
-    """The name of the recipe of a product, or else its formats."""
+    """The name of a matmul's recipe, or else its formats."""
     assert entry.choice is not None
     linear = entry.choice.linear
     assert linear is not None

@@ -1,4 +1,4 @@
-"""Variables of NNX models that stand in the place of parameters and are not trained."""
+"""Variables of NNX models that replace parameters and are not trained."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from fp8jax.ops.products.lora import AdaptedWeight, Adapter
 
 
 class FrozenParam(nnx.Variable):
-    """A parameter that is not trained: an array, or an `fp8jax.FrozenWeight`. `written` is its class as a parameter."""
+    """A parameter that is not trained: an array or an `fp8jax.FrozenWeight`. Metadata `written` is its class before."""
 
 
 def collect_adapters(attributes: Mapping[str, Any]) -> dict[str, Adapter]:
@@ -27,10 +27,11 @@ def collect_adapters(attributes: Mapping[str, Any]) -> dict[str, Adapter]:
 
 
 def with_adapters(paths: Any, variables: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a call with adapters beside those that have one.
+    """The parameters of a call, by path, each with its adapter.
 
     Args:
-        paths, variables: the leaves of the call. params: by path.
+        paths, variables: the leaves of the call.
+        params: the parameters, by path.
     """
     modules: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path, variable in zip(paths, variables, strict=True):
@@ -45,7 +46,7 @@ def with_adapters(paths: Any, variables: Any, params: dict[str, Any]) -> dict[st
 
 
 def restore_param_classes(module: Any) -> Callable[[], None]:
-    """Gives variables that are not trained the classes that they had as parameters, until what it returns is called."""
+    """Give frozen parameters the classes that they had before, in place. The returned function undoes it."""
     frozen_params = {id(v): v for _, v in nnx.iter_graph(module) if isinstance(v, FrozenParam)}.values()
     for variable in frozen_params:
         object.__setattr__(variable, "__class__", variable.get_metadata()["written"])

@@ -1,4 +1,4 @@
-"""Weights of NNX models quantized once for all microbatches of a step."""
+"""Weights of NNX models that are quantized once for all microbatches of a step."""
 
 import functools
 from collections.abc import Callable
@@ -13,9 +13,14 @@ from jax.typing import DTypeLike
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functional import count_kernel_axes
 from fp8jax.modules.nnx import get_settings
-from fp8jax.modules.scaled import LayerScaling, ParameterStateModule, WeightVariables
+from fp8jax.modules.scaled import (
+    LayerScaling,
+    ParameterStateModule,
+    WeightVariables,
+    get_scalings,
+    measure_missing_bounds,
+)
 from fp8jax.modules.untrained import FrozenParam
-from fp8jax.modules.weight_bounds import measure_missing_bounds
 from fp8jax.ops.dispatch.sharding import merge
 from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.scaled_linear import weight_scale
@@ -23,10 +28,7 @@ from fp8jax.ops.products.weights import quantize_weight
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-
 Quantizer = Callable[[str, Array, Linear, Array | None], QuantizedWeight | None]
-
-
 _GRADIENT_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -37,65 +39,59 @@ def _default_quantizer(path: str, w: Array, linear: Linear, scale: Array | None)
 def quantize_weights(
     model: Model, quantizer: Quantizer = _default_quantizer, *, gradient_dtype: DTypeLike | None = None
 ) -> Model:
-    """A copy of a model that `fp8jax.nnx.quantize` made, whose layers hold their weights quantized.
+    """A copy of a model that `fp8jax.nnx.quantize` returned, whose layers store their weights quantized.
 
-    Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
-    codes, which are rounded to nearest. Its results are the model's own, bit for bit, while the parameters stay the
-    same; it costs two bytes a parameter, of codes and of their transposed copy, for as long as it lives. With one batch
-    it saves a pass on several devices and in loops: both copies are made in one, as on one GPU outside of loops they
-    are anyway, and the backward pass reads no fp32 weights.
+    Call it inside the training step, before the loop over microbatches: they then share the weights' scales and codes,
+    rounded to nearest. Results are those of the model, bit for bit, while the parameters stay the same. The codes and
+    their transposed copy take two bytes a parameter while the copy lives. With one batch it saves a pass over the
+    weights on several devices and in loops: both copies are written in one pass, as on one GPU outside of loops without
+    it, and the backward pass reads no fp32 weights.
 
-        held = fp8jax.nnx.quantize_weights(model)
+        prequantized = fp8jax.nnx.quantize_weights(model)
         for batch in microbatches:  # or nnx.scan
-            grads = fp8jax.nnx.grad(loss_fn)(held, batch)  # of nnx.Param, whose tree is the model's
+            grads = fp8jax.nnx.grad(loss_fn)(prequantized, batch)  # of nnx.Param, whose tree is the model's
 
-    What calls of the copy observe, for scalings with a state, the model has seen: end the step with the model itself.
+    For scalings with a state, what calls of the copy observe is stored in the model: end the step with the model.
 
-    A model whose recipe has all products in 16 bits, such as "bf16", is copied as it is, unless `gradient_dtype` is
-    given.
-
+    A model whose recipe has all products in 16 bits, such as "bf16", is copied unchanged without `gradient_dtype`.
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
 
     Args:
         model: a quantized model; it is not changed.
         quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale that its
-            state gives, or None; gives what the layer holds, or None for nothing. The default is
+            state gives, or None. It returns the quantized weight, or None to leave the layer as it is. The default is
             `fp8jax.quantize_weight`; another may gather the weight from shards (`fp8jax.dist.gather_quantized`).
-        gradient_dtype: dtype of the held parameters in the copy, and so of their gradients; None leaves it as it is. In
-            "bfloat16" products write them in two bytes a parameter, and clipping and the optimizer read two: rounded
-            once, to nearest, as a bf16 layer of Flax has them. Sums over microbatches are yours to widen; what else
-            reads such a parameter, as a tied embedding, reads it rounded.
+        gradient_dtype: dtype of the quantized parameters in the copy, and so of their gradients; None does not change
+            it. In "bfloat16" products write gradients of two bytes, rounded once, to nearest, as a bf16 layer of Flax
+            does. Sums over microbatches are yours to widen. Other readers of such a parameter, such as a tied
+            embedding, read it rounded.
 
     Raises:
-        ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own. Or gradients
-            have another dtype than these, or a recipe joins products (`Linear.fuse_parallel_matmuls`), which read no
-            held codes.
+        ValueError: no layer of the model has a weight to quantize, with the default quantizer. Or `gradient_dtype` is
+            another dtype.
     """
     if gradient_dtype is not None and str(jnp.dtype(gradient_dtype)) not in _GRADIENT_DTYPES:
         raise ValueError(
             f"gradient_dtype must be one of {', '.join(_GRADIENT_DTYPES)}, or None, not {gradient_dtype!r}"
         )
     copy = nnx.clone(model)
-    original_layers = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)}
-    for path, layer_copy in nnx.iter_modules(copy):
-        if isinstance(layer_copy, LayerScaling):
-            layer_copy.share_stats(original_layers[path])
-    layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
-    layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
-    if any(isinstance(m, LayerScaling) and m.linear.needs_weight_bounds for _, m in nnx.iter_modules(copy)):
+    original_scalings, scalings = dict(get_scalings(model)), get_scalings(copy)
+    for path, scaling in scalings:
+        scaling.share_stats(original_scalings[path])
+    if any(scaling.linear.needs_weight_bounds for _, scaling in scalings):
         measure_missing_bounds(copy)
     prequantized_layers: list[Any] = [
-        layer for path, layer in layers if _prequantize(layer, functools.partial(quantizer, path))
+        layer
+        for path, layer in list(nnx.iter_modules(copy))
+        if isinstance(layer, (nnx.Linear, nnx.LinearGeneral))
+        and _prequantize(layer, functools.partial(quantizer, ".".join(map(str, path))))
     ]
-    if (
-        not prequantized_layers
-        and quantizer is _default_quantizer
-        and not (gradient_dtype is None and _has_only_16_bit_products(model))
-    ):
+    keeps_dtype, is_default = gradient_dtype is None, quantizer is _default_quantizer
+    if not prequantized_layers and is_default and not (keeps_dtype and _has_only_16_bit_products(model)):
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
-    if gradient_dtype is not None:
+    if not keeps_dtype:
         for layer in prequantized_layers:
-            # Without a dtype of its own a layer computes in what inputs and parameters promote to.
+            # Without a dtype of its own a layer computes in the dtype that inputs and parameters promote to.
             layer.dtype = layer.dtype or layer.kernel[...].dtype
         for kernel in {id(layer.kernel): layer.kernel for layer in prequantized_layers}.values():
             kernel.set_value(kernel[...].astype(gradient_dtype))
@@ -110,38 +106,28 @@ def _has_only_16_bit_products(model: Any) -> bool:
 
 
 def _prequantize(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:
+    """Whether a layer now stores its weight quantized."""
     settings = get_settings(layer)
     linear = None if settings is None else settings.rules.choose(settings.prefix).linear
     if linear is None or linear.spec("w") is None or linear.spec("w_dgrad") is None:
         return False
-    if getattr(layer, "batch_axis", None):
+    if getattr(layer, "batch_axis", None) or isinstance(layer.kernel, FrozenParam):
         return False
     inputs, outputs = count_kernel_axes(layer)
-    if isinstance(layer.kernel, FrozenParam):
-        return False
     kernel = layer.kernel[...]
     num_layer_axes = kernel.ndim - inputs - outputs
     matrix = merge(kernel, *[1] * num_layer_axes, inputs, outputs)
-    state_module = layer.dot_general
-    if isinstance(state_module, LayerScaling):
-        scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), num_layer_axes)(
-            matrix, state_module.scaling_state()
-        )
+    scaling = layer.dot_general
+    if isinstance(scaling, LayerScaling):
+        get_scale = _vmap_times(lambda w, state: weight_scale(w, state, recipe=linear), num_layer_axes)
+        scale = get_scale(matrix, scaling.load().state)
         weight = _vmap_times(lambda w, s: quantizer(w, linear, s), num_layer_axes)(matrix, scale)
     else:
         weight = _vmap_times(lambda w: quantizer(w, linear, None), num_layer_axes)(matrix)
     if weight is None:
         return False
-    if linear.fuse_parallel_matmuls:
-        raise ValueError(
-            f"{settings.prefix or 'the model'} has a recipe with linear.fuse_parallel_matmuls, whose products "  # type: ignore[union-attr]
-            "quantize their weights as one, in each call: they read no held codes. Quantize the model by one with "
-            "fuse_parallel_matmuls=False, or give a quantizer that returns None there"
-        )
-    if not isinstance(state_module, ParameterStateModule):
-        layer.dot_general = state_module = nnx.data(
-            ParameterStateModule(linear, "kernel", layer.dot_general, lax.dot_general)
-        )
+    if not isinstance(scaling, ParameterStateModule):
+        layer.dot_general = nnx.data(ParameterStateModule(linear, "kernel", scaling, lax.dot_general))
     layer.dot_general.prequantized = nnx.data(WeightVariables(weight))
     return True
 

@@ -1,4 +1,4 @@
-"""Activations of any spelling, found by what they compute: f(gate) or f(gate) * up, f one of `fp8jax.ops`."""
+"""Finds activations by their values: f(gate) or f(gate) * up, in any spelling, for each f of `fp8jax.ops`."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,17 +14,17 @@ from fp8jax.rewrite.probes import FUNCTIONS, NoMatchError, evaluate
 from fp8jax.rewrite.read import read
 
 _CURVES = ("logistic", "tanh", "erf", "erfc", "exp", "exp2", "expm1")
-# Where the function is looked at: densely where it bends, and far out, where a clip would show.
+# Probe points: dense where the functions bend, and some far out, where a clip would show.
 _FAR_POINTS = np.array([8.0, 11, 16, 30, 80, 300, 1e3, 1e4])
 _GATE_POINTS = np.concatenate([np.linspace(-6, 6, 97), _FAR_POINTS, -_FAR_POINTS])[None]
 _UP_POINTS = (3 * np.cos(1 + np.arange(_GATE_POINTS.size)) * np.exp2(np.arange(_GATE_POINTS.size) % 7 - 2))[None]
-# Constants of a model in bf16 are rounded to 8 bits.
+# A bf16 model's constants are rounded to 8 significant bits.
 _TOLERANCE = 2.5e-3
 _MAX_DEPTH = 12
 
 
 class ActivationForm(NamedTuple):
-    """name(gate) * up, or name(gate)."""
+    """The parts of an activation: name(gate) * up, or name(gate) if `up` is None."""
 
     name: str
     gate: Value
@@ -32,7 +32,7 @@ class ActivationForm(NamedTuple):
 
 
 def find(value: Value) -> ActivationForm | None:
-    """The activation that a value is; None if it is none."""
+    """The activation that computes a value; None if there is none."""
     for gate in _candidate_gates(value):
         independent = _independent_inputs(value, gate)
         mismatched = (other.shape != value.shape or not other.is_data or other.is_closure_data for other in independent)
@@ -55,7 +55,7 @@ def _reject_leaf(value: Value) -> Any:
 
 
 def _candidate_gates(value: Value) -> Iterator[Value]:
-    """Values of the same shape that a curve is taken of, the nearest first: one of them may be the gate."""
+    """The inputs of nonlinear functions with the value's shape, nearest first; one of them may be the gate."""
     found = set[Value]()
     for curve in [v for v in _ancestors(value) if v.kind in _CURVES]:
         for gate in _ancestors(curve):
@@ -66,7 +66,7 @@ def _candidate_gates(value: Value) -> Iterator[Value]:
 
 
 def _ancestors(value: Value) -> list[Value]:
-    """A value and those that it is computed from, element by element, the nearest first."""
+    """A value and the values that it is computed from elementwise, nearest first."""
     found, new = {value: None}, [value]
     for _ in range(_MAX_DEPTH):
         new = [operand for v in new for operand in _operands(v) if operand not in found]
@@ -80,7 +80,7 @@ def _operands(value: Value) -> list[Value]:
 
 
 def _independent_inputs(value: Value, gate: Value) -> list[Value]:
-    """What else a value is computed from, as far as that does not depend on the gate; constants are nothing."""
+    """The operands of a value's computation that do not depend on the gate, without constants."""
     depends: dict[Value, bool] = {gate: True}
     independent: dict[Value, None] = {}
 
@@ -99,7 +99,7 @@ def _independent_inputs(value: Value, gate: Value) -> list[Value]:
 
 
 def _match_name(result: Any, up: Any) -> str | None:
-    """The form whose values these are, times those of the factor."""
+    """The name of the activation f with f(gate) * up equal to `result`; None if there is none."""
     if np.shape(result) != _GATE_POINTS.shape:
         return None
     allowed = _TOLERANCE * np.abs(up) * np.maximum(1, np.abs(_GATE_POINTS) * (np.abs(_GATE_POINTS) > 6))
@@ -110,7 +110,7 @@ def _match_name(result: Any, up: Any) -> str | None:
 
 @functools.cache
 def _activation_values(function: Callable[[Any], Any]) -> Any:
-    """An activation where it is looked at, float64: of what it is written as, nothing is run."""
+    """An activation at the probe points, float64, evaluated from its jaxpr."""
     graph = read(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(_GATE_POINTS.shape, np.float32)), [None])
     with np.errstate(all="ignore"):
         return evaluate(graph.outputs[0], {graph.inputs[0]: _GATE_POINTS}, _reject_leaf)

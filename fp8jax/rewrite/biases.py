@@ -1,4 +1,4 @@
-"""Biases, found where a parameter is added to nothing but a product's result, as a row to each token."""
+"""Finds biases: a parameter added as a row to each token of a matmul's result, if nothing else reads that result."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ _SUMS = ("add", "add_any")
 
 
 class BiasForm(NamedTuple):
-    """A sum of a product and a bias.
+    """The sum of a matmul's result and a bias.
 
     Attributes:
-        sum: the node that adds.
-        value: the parameter, with the elements of the outputs in their order; as it is stored, if that is only cast.
+        sum: the node of the addition.
+        value: the parameter, in the order of the outputs and in its stored dtype if that is a float of 16 bits or more.
     """
 
     sum: Node
@@ -24,12 +24,12 @@ class BiasForm(NamedTuple):
 
 
 def find(node: Node, num_outputs: int, reader: Node | None) -> BiasForm | None:
-    """The sum that a product's result is part of; None if it is none.
+    """The bias addition after a matmul; None if there is none.
 
     Args:
-        node: the product, whose result has the weight's own axes last.
-        num_outputs: how many these are.
-        reader: the only node that reads its result.
+        node: the matmul. The outputs of its weight are the last axes of its result.
+        num_outputs: the number of these axes.
+        reader: the only node that reads the result; None if there are several.
     """
     (result,) = node.results
     if reader is None or reader.kind not in _SUMS or reader.operation is not None:
@@ -47,7 +47,7 @@ def find(node: Node, num_outputs: int, reader: Node | None) -> BiasForm | None:
 
 
 def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) -> Value | None:
-    """What is spread over the first axes of a shape and has the elements of the others, in their order."""
+    """The vector that is broadcast over the first `num_leading` axes of a shape; None if the value has another form."""
     value, target_axes = (
         strip_layout(value, IDENTITY_PRIMITIVES),
         [i for i in range(num_leading, len(shape)) if shape[i] != 1],
@@ -56,7 +56,7 @@ def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) ->
     if value.kind == "broadcast_in_dim" and value.node is not None:
         output_axes = value.node.eqn.params["broadcast_dimensions"]
         (value,) = value.node.operands
-    # Its other axes are of one element, which JAX spreads.
+    # Axes of length 1 are broadcast by JAX.
     wide_axes = [place for place, n in zip(output_axes, value.shape, strict=True) if n != 1]
     return (
         strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
@@ -66,6 +66,6 @@ def _broadcast_vector(value: Value, shape: tuple[int, ...], num_leading: int) ->
 
 
 def has_explicit_sharding(value: Value) -> bool:
-    """Whether the array lies on Explicit mesh axes: there its sum says how the result lies."""
+    """Whether an array lies on Explicit mesh axes. There the sum determines the sharding of its result."""
     sharding: Any = getattr(value.aval, "sharding", None)
     return bool(sharding is not None and sharding.mesh.explicit_axes)

@@ -1,4 +1,4 @@
-"""Bounds on weights under automatic scaling: an optimizer's, and where nobody has given one, what weights measure."""
+"""Bounds on weights under automatic scaling: from an optimizer, or else measured."""
 
 import dataclasses
 import functools
@@ -21,19 +21,18 @@ class WeightBound(NamedTuple):
     """What a weight under automatic scaling is quantized by.
 
     Attributes:
-        linear: the recipe of its products. layer_axes: the sizes of its leading axes.
-        weight: an array.
-        bound: fp32, (*layer_axes,); 0 where nobody has given one, for weights may have been loaded since.
+        linear: the recipe of its products.
+        weight: an array, (*layer_axes, ...).
+        bound: fp32, (*layer_axes,); 0 if there is none, because weights may have been loaded since.
     """
 
     linear: Linear
-    layer_axes: tuple[int, ...]
     weight: Array
     bound: Array
 
     def get_or_measure(self) -> Array:
-        """The bound, or where there is none what the scaling makes of the whole weight."""
-        found = measured_state(self.linear, self.weight, self.layer_axes).w
+        """The bound, or if there is none, what the scaling measures of the whole weight."""
+        found = measured_state(self.linear, self.weight, self.bound.shape).w
         assert found is not None
         if axes := tuple(jax.sharding.get_abstract_mesh().manual_axes):
             found = lax.pmax(found, axes)
@@ -42,10 +41,7 @@ class WeightBound(NamedTuple):
 
 
 def complete_bounds(weight_bounds: Mapping[Any, WeightBound]) -> dict[Any, Array]:
-    """The bounds of weights, those measured that nobody has given: in a conditional each, for others are not read.
-
-    All are within one more, so that a program in which all are given meets no other.
-    """
+    """The bounds of weights; missing ones are measured, each in a conditional, so that other weights are not read."""
     initial = {key: lax.stop_gradient(each.bound) for key, each in weight_bounds.items()}
     if not initial:
         return {}
@@ -63,6 +59,7 @@ def complete_bounds(weight_bounds: Mapping[Any, WeightBound]) -> dict[Any, Array
     def resolve_all(bounds: dict[Any, Array], weights: dict[Any, Array]) -> dict[Any, Array]:
         return {key: resolve_bound(key, bounds[key], weights[key]) for key in weight_bounds}
 
+    # One conditional around all others: a program that has all bounds evaluates only this one.
     all_known = functools.reduce(jnp.logical_and, [jnp.all(bound > 0) for bound in initial.values()])
     result: dict[Any, Array] = lax.cond(all_known, lambda bounds, _: bounds, resolve_all, initial, weights)
     return result
@@ -76,7 +73,7 @@ def with_complete_bounds(
     Args:
         use_inputs: of the caller, by use.
         uses: all of them, with their recipes.
-        weights: what the caller holds as parameters, by their paths; codes need no bounds.
+        weights: what the caller stores as parameters, by their paths; codes need no bounds.
     """
     weight_bounds, completed = dict[str, WeightBound](), dict(use_inputs)
     tracked_uses = [
@@ -88,7 +85,7 @@ def with_complete_bounds(
         state, weight = use_inputs[use.key].state, weights[use.path]
         weight = weight.weight if isinstance(weight, AdaptedWeight) else weight
         if state is not None and state.w is not None and not isinstance(weight, FrozenWeight):
-            weight_bounds[use.path] = WeightBound(uses[use], use.layer_axes, weight, state.w)
+            weight_bounds[use.path] = WeightBound(uses[use], weight, state.w)
     bounds = complete_bounds(weight_bounds)
     for use in tracked_uses:
         if use.path in bounds:
@@ -110,7 +107,7 @@ def with_weight_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) 
 
 
 def bound_per_layer(bound: Array | None, path: str, layer_axes: tuple[int, ...]) -> Array:
-    """The bounds of stacked layers from those of all matrices in the last two axes of the parameter at a path.
+    """The bounds of stacked layers, (*layer_axes,), from those of all matrices in the last two axes of a parameter.
 
     Raises:
         ValueError: there is none, or the parameter is stacked otherwise.

@@ -1,4 +1,4 @@
-"""What is known of a program from who calls it, and the paths by which rules know its parameters."""
+"""Facts about a traced call from its caller, and the parameter paths that rules match."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-# What layers of all frameworks call their matrix or vector, and what wraps it.
+# Usual names of a layer's matrix or vector, and of a box around it.
 _PARAM_NAMES = (
     "kernel",
     "w",
@@ -23,7 +23,7 @@ _PARAM_NAMES = (
     "beta",
     "value",
 )
-# What stands between a model's own lines and JAX. Libraries of models, such as Levanter, are not among these.
+# Libraries whose frames are skipped in messages. Libraries of models, such as Levanter, are not in this list.
 _LIBRARIES = (
     *("jax", "jaxlib", "flax", "haiku", "equinox", "haliax", "jaxtyping", "beartype", "typeguard", "optax", "chex"),
     *("einops", "numpy", "fp8jax"),
@@ -32,10 +32,10 @@ _LIBRARIES = (
 
 @functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
-    """Whether a source file is Python's own, or of a library that models are written with.
+    """Whether a source file belongs to Python itself or to a library that models are written with.
 
     Args:
-        file: its path, as a frame has it.
+        file: the path of a frame's file.
     """
     if file.startswith(("<frozen", "<@beartype")):
         return True
@@ -47,10 +47,10 @@ def is_library(file: str) -> bool:
 
 
 def user_stacklevel(num_frames: int = 1) -> int:
-    """The `stacklevel` of a warning that names the nearest line that is of no library.
+    """The `stacklevel` of a warning that names the nearest line outside of libraries.
 
     Args:
-        num_frames: how many calls the function that warns is away from this one.
+        num_frames: the number of calls between the warning function and this one.
     """
     frame, level = sys._getframe(num_frames), 1
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
@@ -59,19 +59,19 @@ def user_stacklevel(num_frames: int = 1) -> int:
 
 
 class CallInfo(NamedTuple):
-    """What is known of a program from who calls it.
+    """Facts about a traced call that only its caller has.
 
     Attributes:
-        num_results: how many of the outputs, the first ones, are what the function returns; the rest is its state. None
-            for all.
-        argument_indices: the inputs that are arguments of the function; None for all that are data.
-        is_module_method: whether it is a method of a module, which has parameters for other methods, too, and is itself
-            a layer if it has a "kernel".
-        resolve_paths: gives for the path of a parameter that of its layer, and others that rules may match. None for
-            the path without what layers call their parameter.
-        adapter_paths: the paths of inputs that are adapters' arrays and no parameters, by their numbers.
-        requires_product: there is to be a product that a recipe could take.
-        checks_rules: each rule is to match something.
+        num_results: the number of leading outputs that the function returns; the others are its state. None: all
+            outputs.
+        argument_indices: the inputs that are arguments of the function; None: all data inputs.
+        is_module_method: whether it is a module's method. The module may be a layer itself, with a "kernel", and other
+            methods may read its other parameters.
+        resolve_paths: maps a parameter's path to its layer's path and the aliases that rules may match. None: the path
+            without its last step, if that is a usual name of a parameter.
+        adapter_paths: input indices of LoRA factors, which are no parameters, with their paths.
+        requires_product: whether planning raises if no matmul can be quantized.
+        checks_rules: whether planning raises if a rule matches nothing.
     """
 
     num_results: int | None = None
@@ -83,14 +83,14 @@ class CallInfo(NamedTuple):
     checks_rules: bool = True
 
     def layer_paths(self, path: str) -> tuple[str, ...]:
-        """For the path of a parameter that of its layer, and others that rules may match."""
+        """The layer's path for a parameter's path, and the aliases that rules may match."""
         return (layer_path(path, self.is_module_method),) if self.resolve_paths is None else self.resolve_paths(path)
 
 
 def layer_path(path: str, is_module_method: bool = False) -> str:
-    """The path that rules match: of a layer, without what it calls its parameter; of a whole model that is one, ""."""
+    """The path that rules match: a parameter's path without its own name; "" for a model that is one layer."""
     steps = path.split("/")
-    if steps[-1] == "value" and steps[-2:-1] and steps[-2] in _PARAM_NAMES:  # in a box with metadata
+    if steps[-1] == "value" and steps[-2:-1] and steps[-2] in _PARAM_NAMES:  # a box with metadata
         steps.pop()
     if steps[-1] in _PARAM_NAMES and (is_module_method or len(steps) > 1):
         steps.pop()

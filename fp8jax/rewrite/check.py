@@ -1,4 +1,4 @@
-"""Compares the operations of a plan with what they stand for, each on the arrays that the function as written gives."""
+"""Compares each planned operation with the equations that it replaces, on the arrays of the original function."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ from fp8jax.rewrite.operations import ProductOperation
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.run import Interpreter, schedule
 
-_BF16_TOLERANCE = 2.0**-6  # what a few operations in bf16 leave, relative
+_BF16_TOLERANCE = 2.0**-6  # relative error of a few operations in bf16
 
 
 class Deviation(NamedTuple):
-    """How far an operation is from what is written, as norms of differences over norms.
+    """The relative errors of one operation, as norms of differences over norms.
 
     Attributes:
         entry: the operation.
         forward_error, gradient_error: of its result, and of its operands' gradients for a random one of its result.
-        forward_tolerance, gradient_tolerance: what the formats of its recipe explain.
+        forward_tolerance, gradient_tolerance: the errors that the recipe's formats explain.
     """
 
     entry: PlanEntry
@@ -38,7 +38,7 @@ class Deviation(NamedTuple):
 
     @property
     def is_within_tolerance(self) -> bool:
-        """Whether the formats explain it; NaN is explained by nothing."""
+        """Whether the recipe's formats explain both errors; False for NaN."""
         return self.forward_error <= self.forward_tolerance and self.gradient_error <= self.gradient_tolerance
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Deviation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `Transformed.check` found, in the order of the program; `first_failure` is the first not explained."""
+    """The result of `Transformed.check`, in program order."""
 
     deviations: tuple[Deviation, ...]
 
@@ -69,7 +69,7 @@ class Comparison:
 
 
 class _Pair(NamedTuple):
-    """An operation, in a program and in the same program as written."""
+    """An operation's node in the planned graph, and the same node in the original one."""
 
     original: Graph
     planned: Graph
@@ -78,7 +78,7 @@ class _Pair(NamedTuple):
 
 
 def check(original: Graph, planned: Graph, entries: dict[Node, PlanEntry], arrays: Sequence[Any]) -> Comparison:
-    """Compares two graphs of one program, of which one is planned, on these inputs."""
+    """Compare a planned graph with the original graph of the same program, on these inputs."""
     pairs: list[_Pair] = []
 
     def errors(arrays: Sequence[Any]) -> list[tuple[Array, Array]]:
@@ -95,7 +95,7 @@ def check(original: Graph, planned: Graph, entries: dict[Node, PlanEntry], array
 
 
 def _walk(original: Graph, planned: Graph, arrays: Sequence[Any], pairs: list[_Pair]) -> Iterator[tuple[Array, Array]]:
-    """Runs a program as written; the figures of each operation in it, and in the first turns of programs in it."""
+    """Run the original program; yield the errors of each operation, and of those in each loop's first iteration."""
     arrays_by_value: dict[Value, Any] = dict(zip(original.inputs, arrays, strict=True))
     original_values = dict(zip(planned.inputs, original.inputs, strict=True))
     for node, original_node in zip(planned.walk(), original.walk(), strict=True):
@@ -151,14 +151,14 @@ def _errors(pair: _Pair, leaves: list[Value], original_leaves: list[Value], arra
 
 
 def _relative_error(a: Sequence[Array], b: Sequence[Array]) -> Array:
-    """The largest relative distance of arrays; 0 where both are 0."""
+    """The largest relative distance between paired arrays; 0 if both arrays of a pair are 0."""
     norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))  # noqa: E731
     differences = [(norm(x.astype(jnp.float32) - y.astype(jnp.float32)), norm(y)) for x, y in zip(a, b, strict=True)]
     return jnp.max(jnp.stack([jnp.where(d == 0, 0.0, d / size) for d, size in differences]))
 
 
 def _tolerances(entry: PlanEntry, node: Node) -> tuple[float, float]:
-    """What the formats of a recipe explain: half a step of each operand that is rounded."""
+    """The forward and gradient tolerances of a recipe: half a unit in the last place per quantized operand."""
     assert entry.choice is not None
     context = entry.choice.context.spec
     if not entry.is_product:
@@ -171,7 +171,7 @@ def _tolerances(entry: PlanEntry, node: Node) -> tuple[float, float]:
 
 
 def _half_ulp(spec: QuantSpec | None) -> float:
-    """Half a step of a format, relative to a value of usual size."""
+    """Half a unit in the last place of a format, relative to a typical value."""
     if spec is None:
         return 0.0
     fmt = formats.get(spec.format)

@@ -1,14 +1,14 @@
-"""Arrays that a function closes over: a batch is data, and a matrix that data meet is a constant of the model."""
+"""Classifies closed-over arrays as data, such as a batch, or as constants of the model."""
 
 from fp8jax.rewrite.graph import Graph, Value
 from fp8jax.rewrite.primitives import PRODUCTS
 
 
 def find_model_constants(graph: Graph) -> frozenset[int]:
-    """The closed-over arrays that products of a program treat as a model's constants, by identity.
+    """The identities of closed-over arrays that are constants of the model.
 
-    Such an array, or what is computed from it, meets data of a call. With batch axes that may be attention between
-    data and a closed-over memory: there it is no constant if a product with a parameter stands before.
+    Such an array, or a value computed from it, is multiplied with data of the call. A matmul with batch axes may be
+    attention to a closed-over memory. That memory is no constant if it passed a matmul with a parameter.
     """
     found = set[int]()
     for node in graph.walk_nested():
@@ -31,7 +31,7 @@ def _has_batch_axes(eqn: object) -> bool:
 
 
 def _depends_on_product(value: Value) -> bool:
-    """Whether a value is computed from a product with a parameter."""
+    """Whether a value is computed from a matmul with a parameter."""
     seen, todo = set[Value](), [value]
     while todo:
         value = todo.pop()

@@ -1,7 +1,4 @@
-"""Which products of an array gain time in 8 bits, and what is told of it.
-
-Where a recipe asks for it (`fp8jax.recipes.for_shapes`) those that lose are left in 16 bits; of others it is told.
-"""
+"""Estimates which matmuls gain time in 8 bits, and leaves the others in 16 if the recipe has `select="gains"`."""
 
 import contextlib
 import math
@@ -20,8 +17,10 @@ from fp8jax.rewrite.rules import LayerChoice, rewrites_nonlinear
 
 
 class _GroupGains(NamedTuple):
-    """Products that read one array, what each gains, what its codes cost them, and which are best in 8 bits, by rates
-    of a device."""
+    """The estimated gains in seconds of matmuls that read one array.
+
+    `codes_seconds` is the cost of quantizing that array once. `best` are indices of those to compute in 8 bits.
+    """
 
     products: list[WeightMatmul]
     seconds: list[float]
@@ -31,22 +30,22 @@ class _GroupGains(NamedTuple):
     rates_device: str
 
 
-_HOPPER_CAPABILITY = 90  # what an H100 computes with
+_HOPPER_CAPABILITY = 90  # the compute capability of an H100
 
 
 def drop_unprofitable(
     value: Value, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry], sole_readers: Mapping[Value, Node]
 ) -> bool:
-    """Leaves those products of a value in 16 bits that lose time in 8, where the recipe asks for that.
+    """Leave matmuls of a group in 16 bits if 8 bits cost time and their recipe has `select="gains"`.
 
     Args:
-        value: what made the array that they read.
-        group: the products.
-        entries: of the plan; those of what is left, or of which nothing is known, are changed.
-        sole_readers: the only readers of values.
+        value: the output of the operation that computes the group's input.
+        group: the matmuls that read one array.
+        entries: the plan's entries; reasons and choices are replaced.
+        sole_readers: for each value that is read once, the node that reads it.
 
     Returns:
-        Whether the recipe of any asks for it.
+        Whether a recipe in the group has `select="gains"`.
     """
     cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
     for p in cost_selected:
@@ -85,7 +84,7 @@ def drop_unprofitable(
 def annotate_gains(
     value: Value, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry], sole_readers: Mapping[Value, Node]
 ) -> None:
-    """Notes what the products of a value gain that are taken, and which of them would be better left."""
+    """Add the estimated gain to the entries of a group's quantized matmuls, and whether 16 bits would be faster."""
     quantized = [p for p in group if p.is_quantized]
     group_gains = (
         _estimate_gains(quantized, sole_readers, _producer_kind(value, quantized[0]), False) if quantized else None
@@ -100,7 +99,7 @@ def annotate_gains(
 
 
 def _producer_kind(value: Value, reader: WeightMatmul) -> str:
-    """What makes the codes that a product reads, on a GPU: a "norm", an "activation", or ""."""
+    """The kind of operation that quantizes a matmul's input on a GPU: "norm", "activation" or ""."""
     if value.node is None:
         return ""
     if value.node.operation is not None:
@@ -117,9 +116,9 @@ def _producer_kind(value: Value, reader: WeightMatmul) -> str:
 def _estimate_gains(
     products: list[WeightMatmul], sole_readers: Mapping[Value, Node], producer: str, has_shared_codes: bool
 ) -> _GroupGains | None:
-    """What products of one array gain; None where that is not known of one.
+    """The gains of matmuls that read one array; None if one has no estimate.
 
-    `has_shared_codes` says that others make its codes in any case.
+    `has_shared_codes`: whether other matmuls need the input's codes in any case.
     """
     (rates, is_assumed), all_seconds = cost_model.current_rates(), list[float]()
     tokens = inputs = 1
@@ -130,7 +129,7 @@ def _estimate_gains(
         if batch[0]:
             return None
         data, weight = _local_shape(p.data), _local_shape(p.node.operands[p.side])
-        if not all(isinstance(n, int) for n in data):  # a symbol, in a program for batches of any size
+        if not all(isinstance(n, int) for n in data):  # a symbolic dimension
             return None
         inputs = math.prod(data[i] for i in contract[1 - p.side])
         tokens = max(math.prod(data) // max(inputs, 1) // _num_mesh_devices(), 1)
@@ -155,14 +154,14 @@ def _estimate_gains(
 
 
 def _gain_note(group_gains: _GroupGains, products: Sequence[int], index: int) -> str:
-    """The time that products gain or lose together, and with which others one does."""
+    """The joint gain or loss of matmuls as text, with the paths of those other than `index`."""
     seconds = sum(group_gains.seconds[i] for i in products) - group_gains.codes_seconds
     other_paths = ", ".join(dict.fromkeys(group_gains.products[i].path for i in products if i != index))
     return f"{abs(1e6 * seconds):,.0f} us{f' with {other_paths}' if other_paths else ''}"
 
 
 def _local_shape(value: Value) -> tuple[int, ...]:
-    """The shape of a device's part of an array, as far as its type says how it is cut."""
+    """The shape of one device's shard of an array, as far as its type has the sharding."""
     sharding = getattr(value.aval, "sharding", None)
     if sharding is None or not sharding.mesh.explicit_axes:
         return value.shape
@@ -170,6 +169,6 @@ def _local_shape(value: Value) -> tuple[int, ...]:
 
 
 def _num_mesh_devices() -> int:
-    """Over how many devices an automatic mesh that is set cuts a program."""
+    """The number of devices of the current mesh's Auto axes; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in mesh.auto_axes) if not mesh.empty else 1

@@ -3,6 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
+from fp8jax.core.recipe import Context, Linear
 from fp8jax.rewrite.frozen_params import FrozenInfo
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
 from fp8jax.rewrite.rules import LayerChoice
@@ -11,32 +14,34 @@ _UNKNOWN = LayerChoice(None, "")
 
 
 class PlanEntry(NamedTuple):
-    """What becomes of a product, a norm or an activation.
+    """What becomes of a product, a norm or an activation: a row of `explain`.
 
     Attributes:
-        path: of the parameter, or of the product that reads the result.
-        kind: the primitive, "RMSNorm", "LayerNorm", or an activation such as "silu(gate) * up".
-        shape: of the parameter, or of the result.
-        choice: what the rules say; None where it is left as written for another reason.
+        path: of the parameter; or, for an activation, of the product that reads it.
+        kind: the primitive, "RMSNorm", "LayerNorm", an activation such as "silu(gate) * up", or a layer's class.
+        shape: of the parameter, or of the result; () if there is neither.
+        choice: of the rules; None if it is left as written for another reason.
         reason: the rule, or why it is left as written.
-        line: where it stands.
-        input_producer: the norm or activation of this plan that a product reads, or what is kept in any case.
+        line: of the program; "" if it is not in the program.
+        input_producer: the norm or activation of this plan that a product reads.
+        recomputes_input: whether the backward pass of a product gets its input from `input_producer`.
         is_product: whether it is a product.
-        has_saved_input: whether what a product reads is kept in any case, as attention's output is.
-        is_rematerialized: whether a product is computed again in the backward pass: no policy of the checkpoints
-            around keeps it.
-        readers: of a norm or an activation, the products that read it and save no codes of it, each with the dtype.
-        has_only_listed_readers: there are no others.
-        gain: seconds that a product gains each time in 8 bits, by rates; None where none say, or it is left.
+        has_saved_input: whether a product's input is saved in any case, as attention's output is.
+        is_rematerialized: whether a product runs again in the backward pass. No policy of a `jax.checkpoint` saves it.
+        readers: the products that save the result of a norm or activation as an array: path and dtype of each.
+        gain: seconds that one run of a product gains in 8 bits, by measured rates; None if there are none.
         rates_device: the device of these rates (`fp8jax.ops.products.cost_model`).
-        is_slower: it would be better left in 16 bits.
-        tokens: of it, on a device. runs_per_step: how often it runs in a step.
-        frozen: what a product has in the place of a parameter.
-        residual_bytes: that it keeps of what it reads for the backward pass; None where that is not known.
-        flops: FLOPs of a product in a forward pass, in all turns of scans; 0 if unknown.
-        is_unsupported: it is left as written although the rules ask for a recipe.
+        is_slower: whether it is faster in 16 bits.
+        tokens: of a product, on one device.
+        runs_per_step: how often it runs in a step.
+        frozen: what a product reads in place of a parameter.
+        residual_bytes: bytes saved of its input for the backward pass; None if unknown.
+        flops: of a product in a forward pass, in all iterations of scans; 0 if unknown.
+        is_unsupported: whether it is left as written although the rules ask for a recipe.
         concatenated: the layers of further parameters in a product's matrix.
-        source_layers: the layers of the parameters that a product left as written reads, or is computed from.
+        source_layers: the layers whose parameters a product left as written reads, or is computed from.
+        dtype: of the operands that are not quantized; None if the inputs decide.
+        is_planned: whether the rules cover it. What they do not cover runs as written.
     """
 
     path: str
@@ -46,11 +51,11 @@ class PlanEntry(NamedTuple):
     reason: str
     line: str
     input_producer: str = ""
+    recomputes_input: bool = False
     is_product: bool = False
     has_saved_input: bool = False
     is_rematerialized: bool = False
     readers: tuple[tuple[str, str], ...] = ()
-    has_only_listed_readers: bool = False
     gain: float | None = None
     rates_device: str = ""
     is_slower: bool = False
@@ -62,11 +67,68 @@ class PlanEntry(NamedTuple):
     is_unsupported: bool = False
     concatenated: tuple[str, ...] = ()
     source_layers: tuple[str, ...] = ()
+    dtype: str | None = None
+    is_planned: bool = True
 
     @property
     def is_quantized(self) -> bool:
+        """Whether a recipe takes it."""
         linear = None if self.choice is None else self.choice.linear
         return linear is not None and (linear.is_quantized or not self.is_product)
+
+    @property
+    def linear(self) -> Linear | None:
+        """The formats of a quantized product; None for all else."""
+        return self.choice.linear if self.choice is not None and self.is_product and self.is_quantized else None
+
+    @property
+    def context(self) -> Context | None:
+        """What a norm or an activation of a recipe saves; None for all else."""
+        context = None if self.choice is None or self.is_product else self.choice.context
+        return None if context is None or context.residual is None else context
+
+    @property
+    def products(self) -> dict[str, str]:
+        """The operands of the forward, dgrad and wgrad product; empty if nothing is quantized."""
+        linear, unquantized = self.linear, self.dtype or "as written"
+        if linear is None:
+            return {}
+        if self.frozen is not None:
+            x, dy = (linear.spec(operand) or unquantized for operand in ("x", "dy"))
+            weight = self.frozen.spec or unquantized
+            return {"forward": f"{x} x {weight}", "dgrad": f"{dy} x {weight}", "wgrad": "-"}
+        return {
+            name: f"{left or unquantized} x {right or unquantized}" if left or right else unquantized
+            for name, (left, right) in linear.matmul_operands().items()
+        }
+
+    @property
+    def residual(self) -> str:
+        """What is saved of the input for the backward pass, with its bytes an element."""
+        linear, context = self.linear, self.context
+        if context is not None and context.spec is not None:
+            bound = "; scales from bounds" if context.scales == "bound" else ""
+            readers = "".join(f"; {path} saves the result in {dtype}" for path, dtype in self.readers)
+            return f"{context.spec}, {context.spec.bytes_per_element:.4g} B/element{bound}{readers}"
+        if linear is None:
+            return "as written"
+        if self.frozen is not None and not self.frozen.rank:
+            return "nothing"
+        if self.frozen is None and self.has_saved_input:
+            return "nothing: its producer saves it"
+        if self.frozen is None and self.recomputes_input:
+            return f"nothing: {self.input_producer} recomputes it"
+        spec = linear.residual_spec() if self.frozen is None else None
+        if spec is not None:
+            return f"{spec}, {spec.bytes_per_element:.4g} B/element"
+        return f"{self.dtype}, {jnp.dtype(self.dtype).itemsize} B/element" if self.dtype else "as written"
+
+    @property
+    def token_spanning_spec(self) -> str | None:
+        """The spec of the forward input if tokens share a scale; None if they do not."""
+        spec = self.linear.spec("x") if self.linear else None
+        spans = spec is not None and spec.outer_scale != "none" and spec.block_shape((2, 2))[0] > 1
+        return str(spec) if spans else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,10 +149,12 @@ class WeightMatmul:
 
     @property
     def data(self) -> Value:
+        """The operand that is no parameter."""
         return self.node.operands[1 - self.side]
 
     @property
     def is_quantized(self) -> bool:
+        """Whether a recipe takes it."""
         return self.choice.linear is not None and self.choice.linear.is_quantized
 
     @property

@@ -1,8 +1,7 @@
-"""Parameters that are not trained: `fp8jax.FrozenWeight`s, and what has an adapter beside it, in a model's parameters.
+"""Parameters that are not trained: frozen weights, and weights with an adapter.
 
-A program is traced with an array in the place of each. A product that multiplies by it as a matrix (inputs, outputs),
-or by its transpose where the codes' scales serve that, is done with its codes, whatever the rules say of it; all else
-reads its values, decoded.
+A program is traced with an array in place of each. A product with its matrix (inputs, outputs), or with the transpose
+if the scales allow it, reads its codes, whatever the rules say. Other equations read its dequantized values.
 """
 
 import dataclasses
@@ -24,6 +23,7 @@ from fp8jax.ops.products.linear import flatten_tokens
 from fp8jax.ops.products.lora import AdaptedWeight, apply_adapter, merge_adapter
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
+from fp8jax.ops.products.weights import StepWeight
 from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names
@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 
 
 class FrozenInfo(NamedTuple):
-    """What is held in the place of a parameter: how codes are made, or None; the matrix; the adapter's rank, or 0."""
+    """A parameter that is not trained.
+
+    Attributes:
+        spec: of its codes; None if it is an array with an adapter.
+        inputs, outputs: of its matrix.
+        rank: of its adapter, or 0.
+    """
 
     spec: Any
     inputs: int
@@ -46,23 +52,23 @@ class FrozenInfo(NamedTuple):
 
 
 def is_frozen(x: Any) -> bool:
-    """Whether something stands in the place of a parameter."""
+    """Whether `x` is a frozen weight, or a weight with an adapter."""
     return isinstance(x, (FrozenWeight, AdaptedWeight))
 
 
 def frozen_leaf_predicate(params: Any) -> Callable[[Any], bool] | None:
-    """Says of a part of a tree whether it is held in the place of one of these parameters; None where nothing is."""
+    """A function that is true for the frozen leaves of `params`; None if there are none."""
     frozen_ids = {id(x) for x in jax.tree.leaves(params, is_leaf=is_frozen) if is_frozen(x)}
     return (lambda x: id(x) in frozen_ids) if frozen_ids else None
 
 
 def as_shape_struct(x: Any) -> Any:
-    """What a program is traced with: the array that something stands for."""
+    """The shape and dtype with which a program is traced."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_frozen(x) else x
 
 
 def frozen_info(x: Any) -> FrozenInfo | None:
-    """What is held; None of an array."""
+    """The `FrozenInfo` of a parameter; None for an array."""
     if not is_frozen(x):
         return None
     adapter = x.adapter if isinstance(x, AdaptedWeight) else None
@@ -73,7 +79,7 @@ def frozen_info(x: Any) -> FrozenInfo | None:
 
 
 def as_array(x: Any) -> Any:
-    """The values of what is held, with the adapter's part; itself, of an array."""
+    """The values of a parameter, with its adapter; an array as it is."""
     if isinstance(x, FrozenWeight):
         return lax.stop_gradient(x.dequantize(x.dtype))
     if isinstance(x, AdaptedWeight):
@@ -82,9 +88,9 @@ def as_array(x: Any) -> Any:
 
 
 def run_unchanged(run_equation: Any, node: Node, operands: Sequence[Any]) -> Any:
-    """Runs an equation as it is written, on decoded values, which its backward pass decodes again.
+    """Runs an equation on dequantized values. A product dequantizes them again in its backward pass.
 
-    What is held stays so in another dtype, or on another place.
+    Casts and identities return a frozen weight as a frozen weight.
     """
     if not any(map(is_frozen, operands)):
         return run_equation(operands)
@@ -105,14 +111,15 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class FrozenMatmulOperation:
-    """A product of data with what is held.
+    """A product of data with a frozen weight.
 
     Attributes:
-        linear: the recipe, of products in 16 bits where rules leave it alone.
-        data, weight: the operands, the weight as it is held. side: which operand of the equation that is.
-        contract: the axes of the data that are summed over, in the order of the weight's.
-        shape: the further axes of the weight, as the product reads it.
-        is_transposed: whether it reads the transposed matrix.
+        linear: the recipe; that of "bf16" if no rule takes the product.
+        data, weight: the operands.
+        side: which operand of the equation the weight is.
+        contract: contracted axes of the data, in the order of the weight's.
+        shape: the free axes of the weight.
+        is_transposed: whether the product reads the transposed matrix.
         canonical_data: as of `ProductOperation`.
     """
 
@@ -143,7 +150,13 @@ class FrozenMatmulOperation:
             else lax.stop_gradient(weight).reshape(frozen.adapter.shape)
         )
         w = w.T if self.is_transposed else w
-        y = recipe_dot(Input(flatten_tokens(value, w), value, input_facts=input_facts), w, self.linear, key)
+        y = recipe_dot(
+            Input(flatten_tokens(value, w), value, input_facts=input_facts),
+            w,
+            self.linear,
+            key,
+            weight=StepWeight(both_layouts=interpreter.both_layouts),
+        )
         if isinstance(frozen, AdaptedWeight):
             y = y + apply_adapter(value, frozen.adapter.T if self.is_transposed else frozen.adapter)
         y = y.reshape(*y.shape[:-1], *self.shape)
@@ -158,7 +171,7 @@ def _bf16_linear() -> Linear:
 
 
 def _is_transposed(layout: Sequence[Node]) -> bool | None:
-    """Whether what is read is the transposed matrix; None where it is neither that nor the matrix."""
+    """Whether a layout gives the transposed matrix; None if it gives neither that nor the matrix."""
     transposed, transparent = False, (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "stop_gradient")
     for step in layout:
         if step.kind == "transpose" and tuple(step.eqn.params["permutation"]) == (1, 0):
@@ -171,10 +184,10 @@ def _is_transposed(layout: Sequence[Node]) -> bool | None:
 def replace_product(
     node: Node, side: int, weight: Weight, linear: Linear | None, path: str, canonical_data: Value
 ) -> bool:
-    """Puts the product with what is held in the place of one; False where that is not read as its matrix.
+    """Replaces a product with a frozen weight. False if the product does not read the weight's matrix.
 
     Raises:
-        ValueError: the recipe has a scaling that keeps a state, or codes of another kind than those held.
+        ValueError: the recipe has a stateful scaling, or integer codes for a floating weight, or the reverse.
     """
     frozen, params = weight.frozen, node.eqn.params
     assert frozen is not None

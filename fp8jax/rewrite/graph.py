@@ -1,13 +1,14 @@
-"""A program as a graph: a node for each equation, and what is known of each value."""
+"""A jaxpr as a graph: one node per equation, and facts about each value."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import jax
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES
+from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, Equation
 
 if TYPE_CHECKING:
     from fp8jax.rewrite.run import Interpreter
@@ -15,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An array of a program, and what is known of it.
+    """An array of a program, with facts about it.
 
     Attributes:
         aval: its shape and dtype.
-        node: what computes it; None for inputs and constants.
-        enclosing_value: of an input of a nested program, the value around it that it is in the first turn.
-        is_loop_invariant: it is that in every turn, as a whole.
-        weight: the parameter that it is, up to casts, layouts and parts.
-        is_data: it depends on more than parameters and the model's own constants.
-        depends_on_inputs: it depends on an argument that holds no parameters.
-        depends_on_params: it depends on a parameter.
-        closure_ids: the arrays that the function closes over and that it depends on, by identity.
-        constant: the number that all its elements are, if that is known.
-        array: a constant's value.
+        node: the node that computes it; None for inputs and constants.
+        enclosing_value: for an input of a sub-jaxpr, the outer value that it equals in the first iteration.
+        is_loop_invariant: whether it equals all of that value in every iteration.
+        weight: the parameter that it equals up to casts, layouts and slices.
+        is_data: whether it depends on more than parameters and the model's constants.
+        depends_on_inputs: whether it depends on an argument without parameters.
+        depends_on_params: whether it depends on a parameter.
+        closure_ids: the identities of the closed-over arrays that it depends on.
+        constant: the number that all of its elements equal; None if unknown.
+        array: the array of a constant.
     """
 
     aval: Any
@@ -53,26 +54,26 @@ class Value:
 
     @property
     def is_closure_data(self) -> bool:
-        """Whether it is data that are computed from closed-over arrays alone: every call has the same."""
+        """Whether it is data computed from closed-over arrays alone, which is the same in every call."""
         return self.is_data and bool(self.closure_ids) and not self.depends_on_inputs and not self.depends_on_params
 
     @property
     def kind(self) -> str:
-        """The primitive that computes it, or ""."""
+        """The name of the primitive that computes it, or ""."""
         return "" if self.node is None else self.node.kind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A parameter under layouts.
+    """A parameter with the layouts applied to it.
 
     Attributes:
         path: its place in the tree of parameters.
-        stored: the value in its own dtype, and in the order of its elements in memory.
-        layout: the equations that give it another shape; casts are none.
-        is_relayouted: they take a part of it, or change the order of its elements.
-        frozen: what is in its place, if that is no array; see `fp8jax.rewrite.frozen_params`.
-        further_paths: those of the other parameters of a concatenation.
+        stored: the value in its stored dtype and memory order.
+        layout: the nodes that change its shape, without casts.
+        is_relayouted: whether these slice it or change the order of its elements.
+        frozen: the facts of `fp8jax.rewrite.frozen_params` if it is no plain array.
+        further_paths: the paths of the other parameters of a concatenation.
     """
 
     path: str
@@ -84,27 +85,27 @@ class Weight:
 
 
 class Replacement(Protocol):
-    """What stands in place of an equation."""
+    """An operation that a plan runs in place of a node."""
 
     def run(self, interpreter: "Interpreter", node: "Node") -> Sequence[Any]:
-        """The results, from the operands that `interpreter.array(value)` gives."""
+        """The node's results, from the operands that `interpreter.array(value)` returns."""
         ...
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """An equation, or what a plan has put in its place.
+    """An equation, or the operation that a plan runs in its place.
 
     Attributes:
         kind: the primitive's name.
         operands, results: values.
         eqn: the equation.
-        scope: the names of the scopes and calls of its program that it stands in.
-        bodies: the programs that it runs, as graphs of their own.
-        has_custom_rule: these have a derivative that is not theirs, and are read only.
-        inlined: the nodes of a call, whose values belong to the graph around it; None for no call.
-        operation: what is run in its place.
-        enclosing_node: the call or loop that it stands in, or None.
+        scope: the names of the scopes and calls around it in its program.
+        bodies: the graphs of its sub-jaxprs.
+        has_custom_rule: whether the bodies have a custom derivative. They are then read only.
+        inlined: the nodes of a call, whose values belong to the outer graph; None if it is no such call.
+        operation: the operation that replaces it.
+        enclosing_node: the call or loop around it, or None.
     """
 
     kind: str
@@ -120,12 +121,12 @@ class Node:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether a plan has changed it, or something inside of it."""
+        """Whether a plan has replaced it, or a node inside of it."""
         has_rewritten_inlined = any(node.is_rewritten for node in self.inlined or ())
         return self.operation is not None or has_rewritten_inlined or any(body.is_rewritten for body in self.bodies)
 
     def line(self) -> str:
-        """Where it was written."""
+        """The source line of its equation."""
         enclosing, node = list[Any](), self.enclosing_node
         while node is not None:
             enclosing.append(node.eqn)
@@ -135,13 +136,13 @@ class Node:
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """A program.
+    """A jaxpr.
 
     Attributes:
         inputs, outputs: values.
-        nodes: in their order.
+        nodes: its nodes, in program order.
         outer_scope: the scopes around it.
-        model_constants: the arrays that the function closes over and that are constants of its model, by identity.
+        model_constants: the identities of closed-over arrays that are constants of the model.
     """
 
     inputs: list[Value]
@@ -155,11 +156,11 @@ class Graph:
         return any(node.is_rewritten for node in self.nodes)
 
     def walk(self) -> Iterator[Node]:
-        """The nodes of this program, those of calls in it among them, but not those of nested programs."""
+        """The nodes of this program and of inlined calls, without those of sub-jaxprs."""
         yield from _flatten_inlined(self.nodes)
 
     def walk_nested(self) -> Iterator[Node]:
-        """`walk`, and the nodes of nested programs, each after the node that runs it."""
+        """The nodes of `walk`, each followed by those of its sub-jaxprs."""
         for node in self.walk():
             yield node
             for body in node.bodies:
@@ -175,7 +176,7 @@ def _flatten_inlined(nodes: Sequence[Node]) -> Iterator[Node]:
 
 
 def count_readers(graph: Graph) -> dict[Value, int]:
-    """How often each value of a program, and of those in it, is read, as an operand or an output."""
+    """The number of times that each value is read as an operand or output, in a graph and its sub-jaxprs."""
     counts: dict[Value, int] = {}
     todo = [graph]
     while todo:
@@ -188,7 +189,7 @@ def count_readers(graph: Graph) -> dict[Value, int]:
 
 
 def is_lossless(dtypes: Sequence[Any], target: Any) -> bool:
-    """Whether values that were in one dtype after another, the first one last, are those of the first in the last."""
+    """Whether a cast from `dtypes[0]` through the other dtypes to `target` equals the direct cast."""
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes, target)):
         return len({*dtypes, target}) == 1
     two_byte_dtypes = {dtype for dtype in (*dtypes, target) if dtype.itemsize == 2}
@@ -199,7 +200,7 @@ def is_lossless(dtypes: Sequence[Any], target: Any) -> bool:
 def strip_layout(
     value: Value, kinds: Sequence[str] = LAYOUTS, is_allowed: Callable[[Node], bool] | None = None
 ) -> Value:
-    """What a value is up to layouts and casts of these kinds, each of which must be allowed."""
+    """The value before layouts and casts of these kinds that `is_allowed` accepts."""
     node = value.node
     while (
         node is not None and node.kind in kinds and node.operation is None and (is_allowed is None or is_allowed(node))
@@ -210,7 +211,7 @@ def strip_layout(
 
 
 def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:
-    """The paths of the first parameters that a value is computed from, each with what is held in its place."""
+    """The paths of the nearest parameters that a value is computed from, each with its `frozen` facts."""
     paths, visited, todo = dict[str, Any](), set[Value](), [value]
     while todo and len(paths) < max_count:
         value = todo.pop(0)
@@ -226,8 +227,7 @@ def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:
 
 
 def data_modified_path(value: Value) -> str | None:
-    """The path of the matrix, as large as a value, that data have changed element by element; or of the stacked ones
-    that they have picked it from. None where it is neither."""
+    """The path of a matrix that data change elementwise, or of stacked matrices that data index; None if neither."""
     size, visited, todo = value.aval.size, set[Value](), [value]
     while todo:
         value = todo.pop()
@@ -253,7 +253,7 @@ _ELEMENTWISE_UPDATES = ("add", "add_any", "sub", "mul", "div", "select_n", "clam
 
 
 def canonical_value(value: Value) -> Value:
-    """The value whose elements, in their order, another one has: up to marks, reshapes, and casts that lose nothing."""
+    """The earliest value with the same elements, before identities, reshapes, and casts that equal one direct cast."""
     target, casts, canonical = value.dtype, list[Any](), value
     while True:
         value = strip_layout(value, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)
@@ -267,7 +267,7 @@ def canonical_value(value: Value) -> Value:
 
 
 def strip_upcasts(value: Value) -> Value:
-    """A value before casts that only widen it."""
+    """The value before casts that only widen it."""
     while value.kind in CASTS and value.node is not None and value.node.operation is None:
         source = value.node.operands[0]
         is_wider = source.dtype.itemsize > value.dtype.itemsize
@@ -278,5 +278,25 @@ def strip_upcasts(value: Value) -> Value:
 
 
 def is_order_preserving(node: Node) -> bool:
-    """Whether a layout keeps all elements in the order in which they lie in memory."""
+    """Whether a layout keeps all elements in memory order."""
     return primitives.is_order_preserving(node.eqn)
+
+
+def saves_output(node: Node, value: Value) -> bool:
+    """Whether a node's backward pass saves one of its results, as flash attention does (COAT, appendix D)."""
+    run_equation = Equation(node.eqn, node.scope)
+    is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in node.operands]
+
+    def differentiate(operands: list[Any]) -> Any:
+        def run(floats: list[Any]) -> Any:
+            float_iter = iter(floats)
+            return run_equation([next(float_iter) if f else x for x, f in zip(operands, is_float, strict=True)])
+
+        return jax.vjp(run, [x for x, f in zip(operands, is_float, strict=True) if f])
+
+    try:
+        jaxpr = jax.make_jaxpr(differentiate)([jax.ShapeDtypeStruct(v.shape, v.dtype) for v in node.operands]).jaxpr
+    except Exception:
+        return False  # as inside of `jax.shard_map`
+    results, residuals = jaxpr.outvars[: len(node.results)], jaxpr.outvars[len(node.results) :]
+    return any(v is results[node.results.index(value)] for v in residuals)

@@ -1,8 +1,7 @@
-"""Heads and routers, read off the graph: products whose results are the function's outputs, or choose, or are narrow.
+"""Finds output heads and routers in a graph, and matmuls that are too narrow for 8 bits.
 
-A result that a function returns is an output head's; one that goes into softmax, top_k or argmax is a head's or a
-router's. Their errors go straight into the loss, or send tokens elsewhere, and both are small. A product with fewer
-than 16 outputs gains no time in 8 bits. It often is a head whose result the function reads itself, as a critic's value.
+Heads and routers are small, and their errors change the loss or the routing directly. A matmul with fewer than 16
+outputs gains no time in 8 bits. It often is a head inside of the function, such as a critic's value.
 """
 
 import math
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from fp8jax.rewrite.graph import Graph, Node, Value
 from fp8jax.rewrite.primitives import CONCAT_PRIMITIVES, LAYOUTS, PRODUCTS, SELECTION_PRIMITIVES, SLICING_PRIMITIVES
 
-# What a result stays a result under: casts, layouts, parts, and functions of one value that soften or scale it.
+# Casts, layouts, slices and functions of one value, under which a head's result is still its result.
 _TRANSPARENT = (
     *(
         *LAYOUTS,
@@ -29,7 +28,7 @@ _TRANSPARENT = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "add_any"),
 )
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
-# The operands of these that are values, not conditions or places.
+# The operands that are values, not conditions or indices.
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
 NARROW_REASON = f"fewer than {MIN_OUTPUTS} outputs"
@@ -40,13 +39,13 @@ OUTPUT_HEAD_REASON, _SELECTION_REASON = (
 
 
 class Flow:
-    """Where the results of products go.
+    """Finds where the results of matmuls go.
 
     Args:
-        graph: of the whole program.
-        products: the nodes of products with parameters.
-        num_results: how many of the outputs, the first ones, are what the function returns; the rest is its state.
-        argument_indices: the inputs that are arguments of the function; None for all that are data.
+        graph: the whole program.
+        products: the nodes of matmuls with parameters.
+        num_results: the number of leading outputs that the function returns; the others are its state.
+        argument_indices: the inputs that are arguments of the function; None: all data inputs.
     """
 
     def __init__(
@@ -64,15 +63,15 @@ class Flow:
         self._sources: dict[Value, frozenset[Node] | None] = {}
 
     def find_heads(self) -> dict[Node, str]:
-        """The products that are heads or routers, with the reason.
+        """The matmuls that are heads or routers, with the reason.
 
-        A result that has the shape of a floating input is no output: who gives a part of a model, such as a perceptron
-        whose last product returns to the width of its input, wants that product, too. And where only outputs would be
-        left, none is: the function is a part, such as projections that are returned.
+        A result with the shape of a floating-point input is no output: the function may be a part of a model, such as
+        an MLP.
+        If every other matmul would be an output head, none is, as for projections that are returned.
         """
         reasons = {node: _SELECTION_REASON.format(name) for node, name in self._selection_heads()}
         data_arguments = [v for v in self._argument_values if v.is_data]
-        # Without arguments beside parameters its arguments are what it closes over.
+        # If the arguments are all parameters, the arrays that the function closes over count as its inputs.
         data_arguments = data_arguments or [
             v for node in self._graph.walk_nested() for v in node.operands if v.array is not None
         ]
@@ -108,7 +107,7 @@ class Flow:
                 found = self._source_products(scores)
                 if found and found == self._products_of_max(largest):
                     yield from ((product, "softmax") for product in found)
-            # Written without its largest element: the sum divides, or its logarithm is taken.
+            # A softmax without subtracted maximum: the sum is a divisor, or its logarithm is taken.
             if (
                 node.kind == "reduce_sum"
                 and node.results[0] in denominators
@@ -120,7 +119,7 @@ class Flow:
                 yield from ((product, "softmax") for product in found or ())
 
     def _source_products(self, value: Value) -> frozenset[Node] | None:
-        """The products whose result a value is, up to a bias, scale and the like; None for other data."""
+        """The matmuls whose result a value is, up to biases, scales and the like; None for other data."""
         if value not in self._sources:
             self._sources[value] = self._find_source_products(value)
         return self._sources[value]
@@ -145,7 +144,7 @@ class Flow:
         return None if node.kind in _SCALINGS and sum(bool(e) for e in sources) > 1 else _union(sources)
 
     def _products_of_max(self, value: Value) -> frozenset[Node] | None:
-        """The products of whose result a value is the largest element."""
+        """The matmuls of whose result a value is the maximum."""
         value, node = _strip_casts_and_layout(value), _strip_casts_and_layout(value).node
         if node is None or not value.is_data:
             return None
@@ -161,7 +160,7 @@ class Flow:
         return None
 
     def _inner_products(self) -> set[Node]:
-        """The products whose results later products are computed from."""
+        """The matmuls on whose results later matmuls depend."""
         visited = set[Value]()
         todo = [o for node in self._graph.walk_nested() if node.kind in PRODUCTS for o in node.operands]
         while todo:
@@ -178,7 +177,7 @@ class Flow:
 
 
 def count_outputs(node: Node, side: int) -> int:
-    """How many outputs a product with the matrix that is its operand `side` has, for each of its batch axes."""
+    """The number of outputs of a matmul whose weight is operand `side`, per batch element."""
     shape, params = node.operands[side].shape, node.eqn.params
     if node.kind != "dot_general":
         return shape[-1]
@@ -193,6 +192,6 @@ def _strip_casts_and_layout(value: Value) -> Value:
 
 
 def _union(sources: list[frozenset[Node] | None]) -> frozenset[Node] | None:
-    """What is known of a value that may be any of several, or is computed of all."""
+    """The union of the sources of several values; None if those of one are unknown."""
     known: list[Any] = [e for e in sources if e is not None]
     return frozenset().union(*known) if len(known) == len(sources) else None

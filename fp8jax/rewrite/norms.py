@@ -1,4 +1,4 @@
-"""Norms of any spelling, found by what they compute: (x - mean) / sqrt(variance + eps) * scale + bias, or RMSNorm."""
+"""Finds norms by their values: (x - mean) / sqrt(variance + eps) * scale + bias, or RMSNorm, in any spelling."""
 
 import itertools
 import math
@@ -11,21 +11,21 @@ from fp8jax.rewrite.graph import Node, Value, strip_upcasts
 from fp8jax.rewrite.primitives import LAYOUTS, RESHAPES
 from fp8jax.rewrite.probes import NoMatchError, elementwise_einsum_factors, evaluate
 
-# Rows of several magnitudes: where eps stands shows in the small ones.
+# Rows of several magnitudes: the small ones show the place of eps.
 _MAGNITUDES = np.array([1e-5, 1e-3, 0.1, 3.0])[:, None]
 _TOLERANCE = 1e-6
 _ROOTS = ("rsqrt", "sqrt", "pow")
 
 
 class NormForm(NamedTuple):
-    """A norm over the last axis.
+    """The parts of a norm over the last axis.
 
     Attributes:
-        x: what is normalized.
-        scales: parameters that the result is multiplied by, (channels,) or one number each, up to axes of length 1.
-        bias: a parameter that is added; or None.
-        eps: added to the mean square or variance.
-        centered: LayerNorm, else RMSNorm.
+        x: its input.
+        scales: the parameters that multiply the result, each (channels,) or one number, up to axes of length 1.
+        bias: the parameter that is added; or None.
+        eps: the number added to the mean square or variance.
+        centered: True for LayerNorm, False for RMSNorm.
     """
 
     x: Value
@@ -36,7 +36,7 @@ class NormForm(NamedTuple):
 
 
 def find(value: Value) -> NormForm | None:
-    """The norm that a value is; None if it is none."""
+    """The norm that computes a value; None if there is none."""
     if value.aval.ndim < 1 or value.shape[-1] < 2 or not any(v.kind in _ROOTS for v in _ancestors(value)):
         return None
     for x in _candidate_inputs(value):
@@ -46,7 +46,7 @@ def find(value: Value) -> NormForm | None:
 
 
 def _candidate_inputs(value: Value) -> Iterator[Value]:
-    """What means are taken of, or squares of these, less a mean or not."""
+    """The values whose mean, mean square or variance may be taken."""
     visited = set[Value]()
     for total in (v for v in _ancestors(value) if v.kind == "reduce_sum" and v.node is not None):
         squared = _strip_to_channels(_operands(total)[0])
@@ -65,7 +65,7 @@ def _operands(value: Value) -> list[Value]:
 
 
 def _ancestors(value: Value, max_depth: int = 24) -> list[Value]:
-    """A value and what it is computed from, the nearest first, up to products and whatever else no norm has."""
+    """A value and the values that it is computed from by primitives of norms, nearest first."""
     norm_kinds = (*_ROOTS, "mul", "div", "add", "sub", "max", "reduce_sum", "square", "integer_pow", *LAYOUTS)
     found, new = {value: None}, [value]
     for _ in range(max_depth):
@@ -77,7 +77,7 @@ def _ancestors(value: Value, max_depth: int = 24) -> list[Value]:
 
 
 def _match_norm(value: Value, x: Value) -> NormForm | None:
-    """The norm of `x` that a value is."""
+    """The norm of `x` that equals a value; None if there is none."""
     random, channels = np.random.default_rng(0), x.shape[-1]
     rows = random.normal(size=(len(_MAGNITUDES), channels)) * _MAGNITUDES + 0.3 * _MAGNITUDES
     parameters: dict[Value, Any] = {}
@@ -112,7 +112,7 @@ def _match_norm(value: Value, x: Value) -> NormForm | None:
 
 
 def _parameter_vector(value: Value, channels: int) -> Value:
-    """A parameter before it is spread over rows."""
+    """A parameter before it is broadcast over rows."""
     while value.aval.size not in (1, channels) and value.kind == "broadcast_in_dim" and value.node is not None:
         source = value.node.operands[0]
         is_last_axis = value.node.eqn.params["broadcast_dimensions"][-1:] == (value.aval.ndim - 1,)
@@ -125,7 +125,7 @@ def _parameter_vector(value: Value, channels: int) -> Value:
 
 
 def _infer_eps(z: Any, y: Any, constants: set[Any]) -> float | None:
-    """What is added to the mean square of the smallest row, as the constant of the program that it is."""
+    """The constant of the program nearest to the eps that the smallest row implies; None if none is near."""
     largest = np.argmax(np.abs(z[0]))
     if y[0, largest] == 0 or not np.isfinite(y[0, largest]):
         return None
@@ -135,7 +135,7 @@ def _infer_eps(z: Any, y: Any, constants: set[Any]) -> float | None:
 
 
 def _strip_to_channels(x: Value) -> Value:
-    """A value before casts that widen it, and reshapes that keep its channels."""
+    """The value before casts that widen it and reshapes that keep its channels."""
     while x.node is not None and x.node.operation is None:
         source = (x.node.operands or [x])[0]
         keeps_channels = x.kind in RESHAPES and source.shape[-1:] == x.shape[-1:] and source.aval.size == x.aval.size

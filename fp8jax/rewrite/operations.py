@@ -1,4 +1,4 @@
-"""The operations that a plan puts in place of equations: products of a recipe, norms and activations."""
+"""The operations of a plan, which replace equations: products of a recipe, norms and activations."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts, StoredWeight
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
 from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
@@ -21,6 +21,7 @@ from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
+from fp8jax.ops.products.weights import StepWeight
 from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LayoutStep(NamedTuple):
-    """An equation that gives an array another layout, or takes a part of it; and which of its results that is."""
+    """An equation that changes the layout of an array or slices it, and the index of the result that is read."""
 
     node: Node
     result_index: int
@@ -48,22 +49,22 @@ def _apply_layout(layout: Sequence[LayoutStep], arrays: Sequence[Array]) -> Arra
 
 @dataclasses.dataclass(eq=False)
 class ProductOperation:
-    """A product of data with a parameter, as its equation had it.
+    """A product of data with a parameter.
 
     Attributes:
-        recipe: of the product, and of what stands before it.
-        data, weight: the operands; the parameter as it is stored, where no product reads it itself: it is quantized
-            from all of its bits, and no 16-bit copy of it is kept.
-        layout: the equations between the parameter and the product, each with the result that goes on.
+        recipe: of the product, and of the operation before it.
+        data: the input.
+        weight: the parameter as it is stored, in all of its bits. No 16-bit copy of it is saved.
+        layout: the equations between the parameter and the product.
         side: which operand of the equation the parameter is.
-        canonical_data: the value that the data are, up to what keeps their elements: products of one share its codes.
-        saved_data: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
-        use: which product with the parameter it is, if that has one matrix.
+        canonical_data: the value whose elements the data are. Products of one such value share its codes.
+        saved_data: a value with the elements of the data that another operation saves, or None. Then the product saves
+            nothing of the data.
+        use: identifies this product among those of the parameter; None if the parameter is part of the matrix only.
         params: of the product's equation.
-        bias: a parameter with an element for each output, which is added; or None.
-        is_transposed: whether the result has outputs last where the equation, of a parameter on the left, has them
-            first.
-        split_sizes: of the arrays that the result is cut into along its outputs, as q, k and v of one product; or None.
+        bias: a parameter with one element per output, which is added; or None.
+        is_transposed: whether the result has the outputs last although the parameter is the left operand.
+        split_sizes: widths into which the result is split along its outputs, as q, k and v; or None.
     """
 
     recipe: Recipe
@@ -84,13 +85,8 @@ class ProductOperation:
         return self.recipe.linear
 
     @property
-    def has_layout(self) -> bool:
-        """Whether the product's matrix is made of what is stored."""
-        return bool(self.layout)
-
-    @property
     def num_inputs(self) -> int:
-        """How many inputs it sums over."""
+        """Size of the contracted axes."""
         return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
@@ -115,7 +111,7 @@ class ProductOperation:
     def _run_product(
         self, interpreter: "Interpreter", use_inputs: UseInputs, result: Any, split_sizes: tuple[int, ...] | None = None
     ) -> Any:
-        """The product in the shape and dtype of `result`; or the arrays of these widths that it is, as they come."""
+        """The product in the shape and dtype of `result`. With `split_sizes` a tuple of arrays, as computed."""
         if use_inputs.state is not None:
             return self._run_scaled(interpreter, result.dtype, use_inputs)
         linear = self.recipe.linear
@@ -126,23 +122,31 @@ class ProductOperation:
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
         on_passthrough = None
         if self.saved_data is None and interpreter.is_live_after(self.data):
-            # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
+            # If JAX summed three gradients, XLA would leave one sum as a pass of its own.
             on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
-        stored_weight = self._stored_weight(interpreter)
-        w = stored_weight.layout(stored_weight.values)
-        original_weight = stored_weight if self.has_layout else None
+        stored = self._stored_arrays(interpreter)
+        w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         if self.saved_data is None:
-            y = self._dot_general(
+            contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
+            y = dot_general(
                 x,
                 w,
+                (contract, batch if self.side == 1 else batch[::-1]),
+                preferred_element_type=self.params["preferred_element_type"] or x.dtype,
+                recipe=linear,
                 key=key,
-                bias=self._bias(interpreter),
-                quantized=self._prequantized(use_inputs),
-                split_sizes=split_sizes,
-                on_passthrough=on_passthrough,
-                stored_weight=original_weight,
+                # If the parameter is on the left, JAX's own rule places Explicit axes.
+                out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
+                bias=self._bias(interpreter),
+                on_passthrough=on_passthrough,
+                weight=weight,
+                split_sizes=split_sizes,
             )
+            if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
+                num_batch = len(batch[0])
+                num_free = x.ndim - len(contract[0]) - num_batch
+                y = jnp.moveaxis(y, range(num_batch, num_batch + num_free), range(y.ndim - num_free, y.ndim))
         else:
             if w.ndim == 2 and x.shape[-1] == w.shape[0]:
                 product_input = Input(flatten_tokens(x, w), x, input_facts=input_facts)
@@ -150,16 +154,16 @@ class ProductOperation:
             else:
                 tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
                 product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
-                original_weight = stored_weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
+                weight = weight if weight.values is not None else dataclasses.replace(weight, values=w)
+                weight = weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
             y = recipe_dot(
                 product_input,
                 matrix,
                 linear,
                 key,
-                quantized=self._prequantized(use_inputs),
+                weight=weight,
                 out_spec=spec,
                 bias=self._bias(interpreter),
-                stored_weight=original_weight,
                 split_sizes=split_sizes,
             )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
@@ -168,22 +172,23 @@ class ProductOperation:
         return None if self.bias is None else interpreter.array(self.bias).reshape(-1)
 
     def _run_scaled(self, interpreter: "Interpreter", dtype: Any, use_inputs: UseInputs) -> Array:
-        """The product under a scaling that keeps a state."""
+        """The product with a stateful scaling."""
         linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
-        stored_weight = self._stored_weight(interpreter)
-        weight = stored_weight.layout(stored_weight.values)
+        stored = self._stored_arrays(interpreter)
+        parameter, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         data = interpreter.array(self.data if self.saved_data is None else self.saved_data).reshape(self.data.shape)
-        left, right = to_matmul_order(data, weight, numbers)
+        left, right = to_matmul_order(data, parameter, numbers)
         num_leading, outputs = left.ndim - n, right.ndim - n
-        spec = product_sharding(data, weight, numbers, self.params.get("out_sharding") if self.side == 1 else None)
+        spec = product_sharding(data, parameter, numbers, self.params.get("out_sharding") if self.side == 1 else None)
         x, w = merge(left, *[1] * num_leading, n), merge(right, n, outputs)
         facts = interpreter.get_facts(self.canonical_data, x)
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        original_weight = on_passthrough = None
-        if w is not stored_weight.values[0]:
-            original_weight = stored_weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
+        on_passthrough = None
+        if w is not stored[0]:
+            weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
+            weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
         if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
             on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
                 self.data, _reshape_if_needed(passthrough, self.data.shape)
@@ -198,10 +203,9 @@ class ProductOperation:
             recipe=linear,
             bias=self._bias(interpreter),
             key=key,
-            quantized=self._prequantized(use_inputs),
-            out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, weight),
+            out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
-            stored_weight=original_weight,
+            weight=weight,
             on_passthrough=on_passthrough,
         )
         if interpreter.stats is None:
@@ -215,47 +219,40 @@ class ProductOperation:
         return y.astype(dtype)
 
     def _contracting_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of the data and of the parameter that are summed over, in the parameter's order."""
+        """The contracted axes of the data and of the parameter, in the order of the parameter."""
         pair = self.params["dimension_numbers"][0]
         pairs = sorted(zip(pair[1 - self.side], pair[self.side], strict=True), key=lambda axes: axes[1])
         data, weight = zip(*pairs, strict=True) if pairs else ((), ())
         return data, weight
 
-    def _prequantized(self, use_inputs: UseInputs) -> Any:
-        """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
-        _, contract = self._contracting_axes()
-        return None if self.has_layout or tuple(contract) != tuple(range(len(contract))) else use_inputs.weight
-
-    def _stored_weight(self, interpreter: "Interpreter") -> StoredWeight:
-        """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
+    def _stored_arrays(self, interpreter: "Interpreter") -> list[Array]:
+        """The parameter, and the other operands of its layout."""
         operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
-        last = self.layout[-1].node if self.layout else None
-        is_transpose = last is not None and last.kind == "transpose" and last.results[0].aval.ndim == 2
-        return StoredWeight(
-            [interpreter.array(value) for value in operands],
-            functools.partial(_apply_layout, self.layout),
-            is_transpose,
-        )
+        return [interpreter.array(value) for value in operands]
 
-    def _dot_general(self, x: Array, w: Array, **keywords: Any) -> Any:
-        contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
-        dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
-        if self.side == 1:
-            numbers = contract, batch
-            return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **keywords)
-        # The parameter on the left: its free axes come first. Where axes are Explicit, JAX's own rule places them.
-        n = len(batch[0])
-        num_free = x.ndim - len(contract[0]) - n
-        y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **keywords)
-        return y if self.is_transposed else jnp.moveaxis(y, range(n, n + num_free), range(y.ndim - num_free, y.ndim))
+    def _step_weight(self, interpreter: "Interpreter", use_inputs: UseInputs, stored: list[Array]) -> StepWeight:
+        """The codes that are given of the parameter, or what the product's matrix is made from."""
+        if self.layout:
+            last = self.layout[-1].node
+            return StepWeight(
+                values=stored,
+                layout=functools.partial(_apply_layout, self.layout),
+                transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
+                both_layouts=interpreter.both_layouts,
+            )
+        _, contract = self._contracting_axes()
+        is_matrix = tuple(contract) == tuple(range(len(contract)))  # (inputs, outputs), as the given codes
+        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.both_layouts)
 
 
 @dataclasses.dataclass(eq=False)
 class RaggedOperation:
-    """A product of groups of tokens with a matrix each.
+    """A product of groups of tokens, each with a matrix of its own.
 
     Attributes:
-        linear: the recipe. data, weight, groups: the operands. canonical_data: as of `ProductOperation`.
+        linear: the recipe.
+        data, weight, groups: the operands.
+        canonical_data: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -266,12 +263,12 @@ class RaggedOperation:
 
     @classmethod
     def supports(cls, node: Node, side: int) -> bool:
-        """Whether it can stand in place of an equation of its kind, whose operand `side` is a parameter."""
+        """Whether it can replace a ragged equation whose operand `side` is a parameter."""
         return side == 1 and is_plain_ragged_dot(node.eqn)
 
     @classmethod
     def replace_product(cls, p: WeightMatmul) -> None:
-        """Puts it in place of a product."""
+        """Replaces a product of a plan."""
         data, w, groups = p.node.operands
         w = p.weight.stored if p.quantizes_stored_weight and not p.weight.layout else w
         assert p.choice.linear is not None
@@ -280,7 +277,7 @@ class RaggedOperation:
 
     @property
     def explain_note(self) -> str:
-        """What `explain` says of it besides the rule."""
+        """A note for `explain`."""
         return f"multiplies the values of the codes in {self.data.dtype}"
 
     @property
@@ -297,13 +294,13 @@ class RaggedOperation:
         ]
 
 
-# Products that are no `dot_general`, by their primitives.
+# Operations for products other than `dot_general`, by primitive.
 NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {"ragged_dot_general": RaggedOperation}
 
 
 @dataclasses.dataclass(eq=False)
 class NormOperation:
-    """A norm that keeps its input as a recipe says, and passes it on to what reads it after the norm.
+    """A norm that saves its input as a recipe says, and returns it for its later readers.
 
     Attributes:
         recipe: the recipe.
@@ -334,18 +331,20 @@ class NormOperation:
             returns_input=interpreter.is_live_after(self.x),
         )
         if passthrough is not None:
-            # The backward pass adds the gradients of its other readers, such as a residual stream's sum, to the norm's.
+            # The backward pass of the norm adds the gradients of the other readers, such as a residual sum.
             interpreter.set_passthrough(self.x, _reshape_if_needed(passthrough, self.x.shape))
         return [y]
 
 
 @dataclasses.dataclass(eq=False)
 class ActivationOperation:
-    """An activation that keeps its inputs as a recipe says.
+    """An activation that saves its inputs as a recipe says.
 
     Attributes:
-        recipe: the recipe. name: of the function. gate, up: its operands.
-        has_bias: whether products with a bias of this plan have made one.
+        recipe: the recipe.
+        name: of the function.
+        gate, up: its operands.
+        has_bias: whether a product of this plan with a bias computes an operand.
     """
 
     recipe: Recipe
@@ -357,7 +356,7 @@ class ActivationOperation:
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         result = node.results[0]
         gate, up = interpreter.array(self.gate), None if self.up is None else interpreter.array(self.up)
-        # In the widest of the dtypes that the model computes it in.
+        # Compute in the widest dtype that the model uses.
         dtype = jnp.promote_types(gate.dtype, gate.dtype if up is None else up.dtype)
         dtype = result.dtype if result.dtype.itemsize > dtype.itemsize else dtype
         inputs = gate.astype(dtype), up if up is None else up.astype(dtype)
@@ -367,7 +366,7 @@ class ActivationOperation:
 
 
 def convert_facts(facts: ArrayFacts, source: Any, x: Any) -> ArrayFacts:
-    """What is known of an array that is another one in another shape or dtype."""
+    """Facts about `x`, which is `source` in another shape or dtype."""
     fused_output = facts.fused_output if source.shape[-1:] == x.shape[-1:] else None
     if fused_output is not None and source.dtype != x.dtype:
         fused_output = fused_output.cast(x.dtype)
@@ -376,7 +375,7 @@ def convert_facts(facts: ArrayFacts, source: Any, x: Any) -> ArrayFacts:
 
 
 def _reshape_if_needed(x: Array, shape: tuple[int, ...]) -> Array:
-    """An array in a shape; itself if it has that: on a mesh JAX makes an equation of that, too."""
+    """`x` in a shape. On a mesh JAX adds an equation even if the shape is the same."""
     return x if x.shape == shape else x.reshape(shape)
 
 

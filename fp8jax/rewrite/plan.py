@@ -1,4 +1,4 @@
-"""Plans: which products of a program a recipe takes, and the norms and activations before and between them."""
+"""Plans which matmuls of a program are quantized, with the norms and activations before them."""
 
 import collections
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, joins, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
@@ -18,6 +18,7 @@ from fp8jax.rewrite.graph import (
     canonical_value,
     count_readers,
     is_order_preserving,
+    saves_output,
     strip_layout,
 )
 from fp8jax.rewrite.heads import MIN_OUTPUTS, NARROW_REASON, OUTPUT_HEAD_REASON, Flow, count_outputs
@@ -31,14 +32,12 @@ from fp8jax.rewrite.operations import (
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, SLICING_PRIMITIVES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
-from fp8jax.rewrite.residual_bytes import residual_bytes
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
 from fp8jax.rewrite.shares import UnquantizedShare, flops, unquantized_share
 from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
-from fp8jax.rewrite.vjp_residuals import saves_output
 
 _UNKNOWN = LayerChoice(None, "")
-# Layers by their paths, each with the other paths that rules may match.
+# The paths of layers, each with the aliases that rules may match.
 PathAliases = dict[str, tuple[str, ...]]
 
 
@@ -46,10 +45,10 @@ class ProgramPlan(NamedTuple):
     """The plan of a program.
 
     Attributes:
-        entries: what became of each part, in the program's order.
-        uses: the products with one parameter, with their recipes.
-        error: of a run: which products ask for a precision that a quantized one cannot give; "" of none.
-        share: what stays in 16 bits although the rules ask for 8.
+        entries: the entry of each node that the rules concern, in program order.
+        uses: the matmuls of each parameter, with their recipes.
+        error: the error to raise at a run if matmuls ask for a precision that a quantized one cannot reach, or "".
+        share: the share of FLOPs that stays in 16 bits although the rules ask for 8.
     """
 
     entries: dict[Node, PlanEntry]
@@ -63,22 +62,22 @@ def plan(
     rules: RuleSet,
     call_info: CallInfo = CallInfo(),  # noqa: B008
 ) -> ProgramPlan:
-    """Puts operations of the rules' recipes into a graph.
+    """Plan a program; the recipes' operations are put into the nodes of `graph`.
 
     Args:
-        graph: of a program.
-        rules: which recipe is whose.
-        call_info: of the program.
+        graph: the program.
+        rules: the rules that choose a recipe for each layer.
+        call_info: facts from the caller.
 
     Raises:
-        ValueError: a rule matches nothing, nothing is left to quantize, or a product with batch axes or of several
-            parameters is to have a scaling that observes its operands.
+        ValueError: a rule matches nothing, nothing can be quantized, or a matmul with batch axes or of several
+            parameters has a scaling that collects statistics.
     """
     entries: dict[Node, PlanEntry] = {}
     matmuls = list(find(graph, entries, rules, call_info))
     flow = Flow(graph, {p.node for p in matmuls}, call_info.num_results, call_info.argument_indices)
     reasons = flow.find_heads() if rules.has_default else {}
-    # Who reads a layer's result on in another place wants that as all others.
+    # A layer whose result is also used elsewhere is no output head.
     other_paths = {p.path for p in matmuls if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT_HEAD_REASON or path not in other_paths}
@@ -118,26 +117,24 @@ def plan(
         narrow_paths = {p.path for p in matmuls if p.node in narrow} - {p.path for p in matmuls if p.node not in narrow}
         skip_reasons = dict.fromkeys(narrow_paths, NARROW_REASON) | heads
         rules.check_all_used(aliases, skip_reasons, hint=_skipped_note(entries), aliases=aliases, source_layers=sources)
-    for node, size in residual_bytes(graph, entries):
-        entries[node] = entries[node]._replace(residual_bytes=size)
     found = {node: entries[node] for node in nodes if node in entries}
     return ProgramPlan(found, _number_uses(matmuls), error, unquantized_share(graph, found, call_info))
 
 
 def _narrow_products(products: list[WeightMatmul], heads: Mapping[str, str]) -> set[Node]:
-    """Products with few outputs; none where no other would be left, in a function that is a part or a toy."""
+    """Matmuls with few outputs; none if no other matmul would be left, in a part of a model or a toy."""
     nodes = {p.node for p in products if count_outputs(p.node, p.side) < MIN_OUTPUTS}
     return nodes if any(p.node not in nodes and p.path not in heads for p in products) else set()
 
 
 def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
-    """Numbers the products of each parameter, each of which may have a state or be given its weight in codes."""
+    """Number the matmuls of each parameter that may have a state or a quantized weight."""
     uses: dict[WeightUse, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
     for p in products:
         operation = (p.operation_node or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or isinstance(operation, (FrozenMatmulOperation, joins.JoinedOperation)):
+        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation):
             continue
         if p.concatenated:
             if any(scaling.collects_stats for scaling in linear.states.values()):
@@ -163,13 +160,13 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
 
 
 def _skipped_note(entries: dict[Node, PlanEntry]) -> str:
-    """What to say of products that are left as written, in an error."""
+    """The skipped matmuls as text for an error message."""
     skipped = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
     return f"; left as written: {'; '.join(skipped[:6])}" if skipped else ""
 
 
 def _unread_layers(graph: Graph, call_info: CallInfo) -> PathAliases:
-    """The paths of layers of a module that other methods than this one read."""
+    """The paths of a module's layers that only its other methods read, with their aliases."""
     read = {value for node in graph.walk_nested() for value in node.operands} if call_info.is_module_method else set()
     weights = [v.weight for v in graph.inputs if call_info.is_module_method and v.weight is not None and v not in read]
     layer_paths = [
@@ -181,14 +178,14 @@ def _unread_layers(graph: Graph, call_info: CallInfo) -> PathAliases:
 def _replace_all(
     graph: Graph, products: list[WeightMatmul], rules: RuleSet, entries: dict[Node, PlanEntry], call_info: CallInfo
 ) -> PathAliases:
-    """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
+    """Put operations in place of matmuls and of norms and activations before them; return the norms' paths."""
     groups: dict[tuple[Graph, Value], list[WeightMatmul]] = {}
     for p in products:
         groups.setdefault(
             (p.graph, strip_layout(p.data, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving)), []
         ).append(p)
     counts, norm_paths = count_readers(graph), PathAliases()
-    # The node that reads a value, for each that is read once.
+    # For each value that is read once, the node that reads it.
     sole_readers = {
         inner: {v: node for node in inner.walk() for v in node.operands if counts.get(v) == 1}
         for inner in {p.graph for p in products}
@@ -207,19 +204,18 @@ def _replace_all(
                 if (note := getattr(p.node.operation, "explain_note", "")) and p.operation_node is None:
                     entry = entry._replace(reason=f"{entry.reason}; {note}")
                 entries[p.operation_node or p.node] = entry
-    for (group_graph, _), group in groups.items():
-        if any(p.is_quantized and p.choice.linear.fuse_parallel_matmuls for p in group):  # type: ignore[union-attr]
-            joins.join_products(group_graph, group, entries)
     if not products and call_info.resolve_paths is not None and rules.rewrites_nonlinear:
-        # A norm that is called by itself: what reads it is not here.
+        # A norm that is called by itself, without the matmuls that read it.
         for value in graph.outputs[: call_info.num_results]:
             norm_paths |= _replace_producer(_producer(value, counts), [], rules, entries, call_info)
     return norm_paths
 
 
 def _producer(value: Value, counts: dict[Value, int]) -> Value:
-    """What made an array that products read, up to marks and layouts, in this program or in one around it; a cast to
-    fewer bits that ends a norm or an activation is part of it where nothing else reads what it casts."""
+    """The value before identities, lossless reshapes and loop boundaries.
+
+    A final cast to fewer bits stays if nothing else reads its input: it ends a norm or activation.
+    """
     while value.enclosing_value is not None and value.is_loop_invariant:
         value = value.enclosing_value
     while value.node is not None and value.node.operation is None:
@@ -238,7 +234,7 @@ def _producer(value: Value, counts: dict[Value, int]) -> Value:
 
 
 def _stored_weight_of(p: WeightMatmul) -> tuple[Value, tuple[LayoutStep, ...]]:
-    """The parameter that a product quantizes, and what is done to it before; or what is read, if that is more."""
+    """The parameter that a matmul quantizes, with its layout steps; the operand and () if more is computed from it."""
     if p.quantizes_stored_weight:
         return p.weight.stored, tuple(LayoutStep(node, 0) for node in p.weight.layout)
     value, steps = p.node.operands[p.side], list[LayoutStep]()
@@ -252,21 +248,18 @@ def _stored_weight_of(p: WeightMatmul) -> tuple[Value, tuple[LayoutStep, ...]]:
 
 
 def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> bool:
-    """Puts the recipe's product in place of one and of the sum with its bias; whether what it reads is kept anyway.
-
-    `sole_readers` has the only readers of values.
-    """
+    """Put the recipe's matmul in place of a node and of its bias sum; return whether its input is saved anyway."""
     linear = p.choice.linear
     assert linear is not None
     if p.node.kind in NON_DOT_OPERATIONS:
         NON_DOT_OPERATIONS[p.node.kind].replace_product(p)
         return False
-    # What a scaling observes of the data is that of their codes, which are kept then.
+    # Statistics of the input are those of its codes, which are saved then.
     saved_data = _saved_input(p) if p.choice.context.residual is not None and "x" not in linear.states else None
     w, layout = _stored_weight_of(p)
     contract, batch = p.node.eqn.params["dimension_numbers"]
     num_outputs, bias = p.node.operands[p.side].aval.ndim - len(contract[p.side]), None
-    # Of a parameter on the left, as `jax.vmap` makes of `w @ x`, the transposition that follows is part of the product.
+    # If the parameter is on the left, as in `w @ x` under `jax.vmap`, the matmul includes the transpose that follows.
     result_node = (
         p.node if p.side == 1 or batch[0] else _following_transpose(p.node, num_outputs, sole_readers) or p.node
     )
@@ -304,7 +297,7 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
 
 
 def _following_transpose(node: Node, num_outputs: int, sole_readers: Mapping[Value, Node]) -> Node | None:
-    """What puts the outputs of a product, its first axes, behind all others, and alone reads it; or None."""
+    """The node that moves a matmul's outputs from the first axes to the last, if it alone reads the result; or None."""
     reader, rank = sole_readers.get(node.results[0]), node.results[0].aval.ndim
     if reader is None or reader.kind != "transpose" or reader.operation is not None:
         return None
@@ -313,18 +306,18 @@ def _following_transpose(node: Node, num_outputs: int, sole_readers: Mapping[Val
 
 
 def _following_split(node: Node, sole_readers: Mapping[Value, Node]) -> tuple[Node, tuple[int, ...]] | None:
-    """What cuts a result along its last axis, and alone reads it, as q, k and v of one product; and the widths."""
+    """The node that splits a result along its last axis, such as packed q, k and v, and the sizes; or None."""
     (result,) = node.results
     reader = sole_readers.get(result)
     if reader is None or reader.kind != "split" or reader.operation is not None:
         return None
-    reader.scope = node.scope  # of the product, for messages
+    reader.scope = node.scope  # the matmul's scope, for messages
     params = reader.eqn.params
     return (reader, tuple(params["sizes"])) if params["axis"] == result.aval.ndim - 1 else None
 
 
 def _replace_frozen(p: WeightMatmul, entry: PlanEntry) -> PlanEntry:
-    """Puts the product with what is held in place of one, or says that it reads the values."""
+    """Put the matmul with a frozen weight in place of a node; if it cannot be, note that 16-bit values are used."""
     if not frozen_params.replace_product(p.node, p.side, p.weight, p.choice.linear, p.path, canonical_value(p.data)):
         was_quantized = p.is_quantized
         p.choice = LayerChoice(None, f"{p.weight.frozen}, but not read as (inputs, outputs): values of 16 bits")
@@ -335,12 +328,15 @@ def _replace_frozen(p: WeightMatmul, entry: PlanEntry) -> PlanEntry:
 def _replace_producer(
     value: Value, group: list[WeightMatmul], rules: RuleSet, entries: dict[Node, PlanEntry], call_info: CallInfo
 ) -> PathAliases:
-    """Puts an operation in place of the norm or activation that products read, if that is one; the norm's path."""
+    """Put an operation in place of the norm or activation that matmuls read; return the norm's path."""
     norm_paths = PathAliases()
     node = value.node
     if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
         for p in group:
-            entries[p.node] = entries[p.node]._replace(input_producer=entries[node].kind)
+            recomputes_input = node.operation.recipe.context.lean
+            entries[p.node] = entries[p.node]._replace(
+                input_producer=entries[node].kind, recomputes_input=recomputes_input
+            )
     if node is None or node.operation is not None:
         return norm_paths
     choices = [p.choice for p in group if p.choice.linear is not None] or [p.choice for p in group]
@@ -369,25 +365,15 @@ def _replace_producer(
     if not kind or not rewrites_nonlinear(choice.recipe):
         return norm_paths
     nonsaving_readers = tuple(dict.fromkeys((p.path, str(p.data.dtype)) for p in group if not p.saves_codes))
-    has_only_listed_readers = not any(p.saves_codes for p in group)
-    entries[node] = PlanEntry(
-        path,
-        kind,
-        value.shape,
-        choice,
-        choice.reason,
-        node.line(),
-        readers=nonsaving_readers,
-        has_only_listed_readers=has_only_listed_readers,
-    )
+    entries[node] = PlanEntry(path, kind, value.shape, choice, choice.reason, node.line(), readers=nonsaving_readers)
     node.operation, node.operands = operation, operands
     for p in group:
-        entries[p.node] = entries[p.node]._replace(input_producer=kind)
+        entries[p.node] = entries[p.node]._replace(input_producer=kind, recomputes_input=choice.context.lean)
     return norm_paths
 
 
 def _saved_input(p: WeightMatmul) -> Value | None:
-    """What a product reads, if what made it keeps it for its own backward pass, as flash attention does."""
+    """The matmul's input, if its producer saves it for its own backward pass as flash attention does; or None."""
     contract, batch = p.node.eqn.params["dimension_numbers"]
     value, n = strip_layout(p.data, (*IDENTITY_PRIMITIVES, *RESHAPES), is_order_preserving), len(contract[0])
     is_last_axes = tuple(contract[0]) == tuple(range(p.data.aval.ndim - n, p.data.aval.ndim))

@@ -2,14 +2,16 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.dispatch import missing_kernels
 from fp8jax.rewrite.call_info import user_stacklevel
 from fp8jax.rewrite.entries import PlanEntry
+from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
 from fp8jax.rewrite.states import (
     ParameterState,
@@ -24,17 +26,16 @@ from fp8jax.rewrite.states import (
 
 
 class CallPlan(NamedTuple):
-    """The plan of all calls that are alike.
+    """The plan of all calls with the same program.
 
     Attributes:
-        entries: what becomes of each part that the rules speak of.
-        uses: the products with one parameter, and their recipes.
-        paths: of the arrays in the parameters; None for data.
-        result_structure: of the results.
-        run, compiled: the program, of arrays and of what uses are given.
-        list_entries: gives all that `explain` lists, in the program's order: what also runs as written is looked for
-            then.
-        error: of a run; see `fp8jax.rewrite.plan.ProgramPlan`. share: likewise.
+        entries: the entry of each matmul, norm and activation that the rules concern.
+        uses: the matmuls of each parameter, with their recipes.
+        paths: for each array its parameter path; None for data.
+        result_structure: the tree structure of the results.
+        run, compiled: run the planned program on arrays and use inputs; `compiled` is jitted.
+        list_rows: returns the rows of `explain`, in program order.
+        error, share: see `fp8jax.rewrite.plan.ProgramPlan`.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -43,17 +44,28 @@ class CallPlan(NamedTuple):
     result_structure: Any
     run: Callable
     compiled: Callable
-    list_entries: Callable[[], tuple[PlanEntry, ...]]
+    list_rows: Callable[[], tuple[PlanEntry, ...]]
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
 
+    def explain(self, rows: Sequence[PlanEntry] | None = None, program: Any = None) -> Explanation:
+        """The plan as a table.
+
+        Args:
+            rows: the rows to show in place of those of `list_rows`.
+            program: the compiled program, `fp8jax.modules.compiled.Program`.
+        """
+        notes = (f"a call raises ValueError: {self.error}" if self.error else None, missing_kernels.advice())
+        rows = self.list_rows() if rows is None else rows
+        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), program)
+
 
 class Notices:
-    """The texts that one transformed function, or one model, has warned with.
+    """The warnings that one transformed function or model has issued.
 
     Attributes:
-        texts: these.
-        is_silent: whether nothing is to be said now.
+        texts: their texts.
+        is_silent: whether warnings are suppressed now.
     """
 
     def __init__(self) -> None:
@@ -62,7 +74,7 @@ class Notices:
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Says nothing, and notes nothing as said."""
+        """A context in which warnings are neither issued nor recorded."""
         previous, self.is_silent = self.is_silent, True
         try:
             yield
@@ -71,19 +83,19 @@ class Notices:
 
 
 class PlannedCall(NamedTuple):
-    """A call with its plan: what `Transformed.plan_call` returns."""
+    """A call with its plan, as `Transformed.plan_call` returns it."""
 
     plan: CallPlan
     arrays: list[Any]
 
     @property
     def entries(self) -> tuple[PlanEntry, ...]:
-        """What becomes of each product with a parameter, and of what stands before it."""
+        """The entry of each matmul with a parameter, and of each norm and activation before one."""
         return self.plan.entries
 
     @property
     def uses(self) -> dict[WeightUse, Linear]:
-        """The products with one parameter, and their recipes."""
+        """The matmuls of each parameter, with their recipes."""
         return self.plan.uses
 
     def warn(self, notices: Notices) -> None:
@@ -105,18 +117,19 @@ class PlannedCall(NamedTuple):
         return {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
 
     def init(self) -> States:
-        """The states of scalings before the first step; see `Transformed.init`."""
+        """The scaling states before the first step; see `Transformed.init`."""
         self._raise_error()
         return init(self.uses, self.weights)
 
     def run(self, use_inputs: Mapping[Any, UseInputs], *, collect_stats: bool) -> tuple[Any, Any]:
-        """The function's results, and what uses observed: without `collect_stats` that is the gradient of slots.
+        """The function's results, and the statistics of its uses.
 
         Args:
-            use_inputs: what each use is given, by its key.
+            use_inputs: the inputs of each use, by its key.
+            collect_stats: return the statistics; otherwise they are the gradients of slots.
 
         Raises:
-            ValueError: products ask for a precision that a quantized product cannot give.
+            ValueError: matmuls ask for a precision that a quantized matmul cannot reach.
         """
         self._raise_error()
         is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, use_inputs)))
@@ -126,16 +139,16 @@ class PlannedCall(NamedTuple):
         return jax.tree.unflatten(self.plan.result_structure, outputs), stats
 
     def run_with_states(self, parameter_states: Mapping[str, ParameterState]) -> tuple[Any, dict[str, Stats]]:
-        """The function's results, and what was observed of inputs and weights, by the paths of parameters.
+        """The function's results, and the statistics of inputs and weights by parameter path.
 
-        Where nothing is held automatic scaling measures the weights; others that keep a state raise.
+        Without a state, automatic scaling measures the weights in each call; other stateful scalings raise.
 
         Args:
-            parameter_states: what the caller holds of states and weights in codes, by the paths of parameters; what is
-                observed of gradients is the cotangent of their slots.
+            parameter_states: states and quantized weights, by parameter path. Slots' cotangents are gradient
+                statistics.
 
         Raises:
-            ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
+            ValueError: a state that a recipe needs is missing, or has another shape.
         """
         results, stats = self.run(use_inputs_from_parameter_states(parameter_states, self.uses), collect_stats=True)
         return results, merge_use_stats(stats, self.uses)

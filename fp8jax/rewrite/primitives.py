@@ -1,7 +1,6 @@
-"""What this room knows of JAX's primitives: their names, the programs in their parameters, and how one is run again.
+"""Names and parameters of JAX's primitives, their sub-jaxprs, and how to run an equation with other bodies.
 
-Whatever may change with a version of JAX is in this file and in no other: names and parameters of equations, and the
-two private names, those of source lines.
+Whatever may change with a JAX version is in this file: names, parameters, and two private names for source lines.
 """
 
 import contextlib
@@ -20,18 +19,18 @@ from jax.extend import core
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
 from fp8jax.rewrite.call_info import is_library
 
-# What changes no value but its dtype; shapes; places on devices, names and the like.
+# Primitives that change only a value's dtype; its shape; its sharding, name and the like.
 CASTS = ("convert_element_type",)
-PROBE_IDENTITY = (*CASTS, "copy")  # what a probe sees through
+PROBE_IDENTITY = (*CASTS, "copy")  # identities in float64
 IDENTITY_PRIMITIVES = (
     *("copy", "name", "optimization_barrier", "sharding_constraint", "layout_constraint", "reshard"),
     *("pvary", "pcast", "mesh_cast"),
 )
 RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 LAYOUTS = (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "transpose")
-# A part of a parameter is one, too.
+# A slice of a parameter counts as a parameter.
 SLICING_PRIMITIVES = ("slice", "dynamic_slice", "split", "unstack", "rev")
-# Parameters side by side are one, too: `jnp.stack` is a primitive of its own from JAX 0.11 on.
+# Concatenated parameters count as one. From JAX 0.11 on, `jnp.stack` is a primitive of its own.
 CONCAT_PRIMITIVES = ("concatenate", "stack")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
 SELECTION_PRIMITIVES = {
@@ -41,19 +40,20 @@ SELECTION_PRIMITIVES = {
     "argmin": "argmin",
     "sort": "sort",
 }
-# What has a derivative of its own; its program says what it computes, and no more.
+# Calls with a custom derivative.
 CUSTOM_DERIVATIVE_CALLS = ("custom_jvp_call", "custom_vjp_call")
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 _CHECKPOINTS = ("remat2", "remat", "checkpoint")
 
 
 class SubJaxpr(NamedTuple):
-    """A program that an equation runs.
+    """A jaxpr in an equation's parameters.
 
     Attributes:
-        jaxpr: the program. consts: of its constant variables.
-        operand_indices: which operands of the equation its inputs are.
-        carry_outputs: the inputs that other turns of a loop replace, each with the output that does.
+        jaxpr: the program.
+        consts: the values of its constant variables.
+        operand_indices: the operands of the equation that are its inputs.
+        carry_outputs: the inputs that later iterations replace, each with the output that replaces it.
     """
 
     jaxpr: Any
@@ -62,9 +62,9 @@ class SubJaxpr(NamedTuple):
     carry_outputs: Mapping[int, int] = MappingProxyType({})
 
     def data_dependent_inputs(self, initial: Sequence[bool]) -> list[bool]:
-        """Which inputs depend on data in some turn, where these do in the first one.
+        """Which inputs depend on data in some iteration, if `initial` are those that do in the first.
 
-        What loops count, computed of integers alone, is no data; all else that turns replace is taken for data.
+        Loop counters, computed from integers alone, are no data. All other replaced inputs count as data.
         """
         is_integer = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in self.jaxpr.invars]
         is_dependent = list(initial)
@@ -82,9 +82,9 @@ class SubJaxpr(NamedTuple):
 
 
 def inlinable_jaxpr(eqn: Any) -> SubJaxpr | None:
-    """The program of a call that can be read as a part of the one around it; None for any other equation.
+    """The jaxpr of a call that can be inlined into its caller; None for any other equation.
 
-    A jit with shardings, layouts or donated arguments of its own is no such call: these belong to its borders.
+    A jit with shardings, layouts or donated arguments is not inlined: these apply at its boundary.
     """
     if eqn.primitive.name not in _CALLS or _has_jit_boundary(eqn.params):
         return None
@@ -99,7 +99,7 @@ def _has_jit_boundary(params: dict[str, Any]) -> bool:
 
 
 def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
-    """The programs in an equation that are read as programs of their own; of those that are not known, none."""
+    """The jaxprs of an equation that become sub-graphs; () for unknown primitives."""
     name, params, n = eqn.primitive.name, eqn.params, len(eqn.invars)
     if name in _CALLS:
         return (_sub_jaxpr(params.get("jaxpr") or params["call_jaxpr"], n),)
@@ -110,7 +110,7 @@ def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
     if name == "scan":
         consts, carries = count_consts_and_carries(params)
         inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-        # A carry that each turn passes on is no other in the next: Flax carries the parameters of a module so.
+        # A carry that each iteration returns unchanged is loop-invariant: Flax carries a module's parameters so.
         is_invariant = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
         varying = {consts + i: i for i, same in enumerate(is_invariant) if not same}
         return (_sub_jaxpr(params["jaxpr"], n)._replace(carry_outputs=varying),)
@@ -124,7 +124,7 @@ def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
 
 
 def is_opaque(eqn: Any) -> bool:
-    """Whether an equation holds programs that `sub_jaxprs` does not give, or runs a kernel."""
+    """Whether an equation holds jaxprs that `sub_jaxprs` does not return, or runs a kernel."""
     values = [v for value in eqn.params.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
     has_jaxprs = any(hasattr(getattr(value, "jaxpr", value), "eqns") for value in values)
     return eqn.primitive.name == "pallas_call" or (has_jaxprs and inlinable_jaxpr(eqn) is None and not sub_jaxprs(eqn))
@@ -136,7 +136,7 @@ def _sub_jaxpr(jaxpr_or_closed: Any, count: int, first_operand: int = 0) -> SubJ
 
 
 def count_consts_and_carries(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants of its loop, and how many are carried."""
+    """The numbers of constant and of carried operands of a scan."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carries, _ = params["ft_in"].unpack()  # JAX >= 0.11
@@ -144,12 +144,12 @@ def count_consts_and_carries(params: dict[str, Any]) -> tuple[int, int]:
 
 
 class LoopInfo(NamedTuple):
-    """The turns of a loop, or the devices of a mesh: what runs once for each of them.
+    """The iterations of a loop, or the devices of a mesh.
 
     Attributes:
-        size: how many.
-        scanned_operands: those of which each gets a row.
-        mesh_axes: of the mesh.
+        size: their number.
+        scanned_operands: the operands that are split into one row per iteration.
+        mesh_axes: the mesh's manual axes.
     """
 
     size: int
@@ -158,17 +158,17 @@ class LoopInfo(NamedTuple):
 
 
 def is_outside_loop(eqn: Any) -> bool:
-    """Whether an equation runs its program once, or again with the same operands: a checkpoint, a call, a choice."""
+    """Whether each run of an equation's jaxpr has the same operands, as for a checkpoint, call or cond."""
     return eqn.primitive.name in (*_CHECKPOINTS, *_CALLS, "cond")
 
 
 def rematerializes_products(eqn: Any) -> bool:
-    """Whether an equation is a checkpoint whose policy has products computed again in the backward pass."""
+    """Whether an equation is a checkpoint whose policy recomputes matmuls in the backward pass."""
     return eqn.primitive.name in _CHECKPOINTS and not saves_products(eqn.params["policy"])
 
 
 def loop_info(eqn: Any) -> LoopInfo | None:
-    """How often an equation runs its program at once or in turn, if that is counted; else None."""
+    """The iterations or devices of a scan or shard_map; None for any other equation."""
     if eqn.primitive.name == "scan":
         return LoopInfo(eqn.params["length"], range(sum(count_consts_and_carries(eqn.params)), len(eqn.invars)))
     if eqn.primitive.name == "shard_map":
@@ -179,9 +179,9 @@ def loop_info(eqn: Any) -> LoopInfo | None:
 
 
 def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:
-    """Whether the program of an equation is a turn of a loop of several that are written out, one after the other.
+    """Whether an equation's jaxpr is one iteration of a fully unrolled loop.
 
-    `is_enclosing_unrolled` says so of the program that the equation is in.
+    `is_enclosing_unrolled`: the same for the program that the equation is in.
     """
     if eqn.primitive.name in ("scan", "while"):
         length, unroll = eqn.params.get("length", 0), eqn.params.get("unroll", 1)
@@ -194,7 +194,7 @@ def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
 
 
 def first_iteration(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """What the program of an equation gets in its first turn, of the operands that are its inputs."""
+    """The inputs of an equation's jaxpr in its first iteration, from the operands that are its inputs."""
     info = loop_info(eqn)
     scanned = range(0) if info is None else info.scanned_operands
     last = info.size - 1 if eqn.params.get("reverse") and info is not None else 0
@@ -212,16 +212,17 @@ def rebind_control_flow(
     extra_xs: Any = (),
     num_extra_outputs: int = 0,
 ) -> list[Any]:
-    """Runs an equation with programs, with others in their place.
+    """The outputs of an equation that is run with other functions in place of its jaxprs.
 
     Args:
-        eqn: the equation, of which `sub_jaxprs` gives the programs.
+        eqn: an equation with `sub_jaxprs`.
         operands: its operands.
-        body_fns: for each program `fn(inputs, extra_consts, extra_xs)`, which returns its outputs.
-        extra_consts: further arrays, in any structure, that each turn gets.
-        extra_xs: likewise, of which each turn of a scan, or each device, gets a row.
-        num_extra_outputs: how many outputs the programs have beyond their own. They come last, of a scan or a mesh with
-            a row for each turn or device; a `while_loop` gives none.
+        body_fns: for each jaxpr `fn(inputs, extra_consts, extra_xs)`, which returns its outputs.
+        extra_consts: a pytree that each iteration receives.
+        extra_xs: a pytree that is split into one row per iteration of a scan, or per device.
+        num_extra_outputs: the number of outputs that the functions add at the end. A scan or mesh stacks them by
+            iteration
+            or device. A while loop drops them.
     """
     name, params, body, num_outputs = eqn.primitive.name, eqn.params, body_fns[0], len(eqn.outvars)
     if name == "scan":
@@ -240,7 +241,7 @@ def rebind_control_flow(
     if name == "while":
         num_cond_consts, consts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts_in = operands[:num_cond_consts], operands[num_cond_consts : num_cond_consts + consts]
-        cond_jaxpr = params["cond_jaxpr"]  # a program with its constants, whether JAX has given them to it or not
+        cond_jaxpr = params["cond_jaxpr"]  # closed, or without constants
         condition = core.jaxpr_as_fun(cond_jaxpr if hasattr(cond_jaxpr, "consts") else core.ClosedJaxpr(cond_jaxpr, ()))
         loop_body = lambda carry: body([*consts_in, *carry], extra_consts, extra_xs)[:num_outputs]  # noqa: E731
         carry = operands[num_cond_consts + consts :]
@@ -250,20 +251,23 @@ def rebind_control_flow(
         return list(lax.switch(operands[0], branches, operands[1:], (extra_consts, extra_xs)))
     call_body = lambda operands, carried, rows: body(list(operands), carried, rows)  # noqa: E731
     if name in _CHECKPOINTS:
-        policy = {"policy": with_products(params["policy"]), "prevent_cse": params["prevent_cse"]}
-        return list(jax.checkpoint(call_body, **policy)(operands, extra_consts, extra_xs))
+        policy, prevent_cse = with_products(params["policy"]), params["prevent_cse"]
+        rematerialized = jax.checkpoint(call_body, policy=policy, prevent_cse=prevent_cse)
+        return list(rematerialized(operands, extra_consts, extra_xs))
     if name == "shard_map":
-        keywords = {"mesh": params["mesh"], "check_vma": params["check_vma"]}
-        keywords["axis_names"] = set(_manual_axes(params))
         replicated, per_device = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(loop_info(eqn).mesh_axes)  # type: ignore[union-attr]
 
         def device_body(operands: Any, carried: Any, rows: Any) -> list[Any]:
             results = call_body(operands, carried, jax.tree.map(lambda row: row[0], rows))
             return [*results[:num_outputs], *(x[None] for x in results[num_outputs:])]
 
-        specs = (list(params["in_specs"]), replicated, per_device)
         mapped = jax.shard_map(
-            device_body, in_specs=specs, out_specs=[*params["out_specs"], *[per_device] * num_extra_outputs], **keywords
+            device_body,
+            mesh=params["mesh"],
+            in_specs=(list(params["in_specs"]), replicated, per_device),
+            out_specs=[*params["out_specs"], *[per_device] * num_extra_outputs],
+            axis_names=set(_manual_axes(params)),
+            check_vma=params["check_vma"],
         )
         return list(mapped(operands, extra_consts, extra_xs))
     return list(_rebind_jit(params, call_body, operands, (extra_consts, extra_xs), num_extra_outputs))
@@ -272,7 +276,7 @@ def rebind_control_flow(
 def _rebind_jit(
     params: dict[str, Any], body: BodyFn, operands: list[Any], extras: Any, num_extra_outputs: int
 ) -> list[Any]:
-    """A jit with its borders: where its arguments and results are, which of them it may overwrite, and its options."""
+    """The outputs of a jit with another body and the same shardings, donated arguments and options."""
 
     def call(*operands_and_extras: Any) -> list[Any]:
         return body(operands_and_extras[:-1], *operands_and_extras[-1])
@@ -292,7 +296,7 @@ def _rebind_jit(
 
 @contextlib.contextmanager
 def equation_context(eqn: Any, scope: str) -> Iterator[None]:
-    """Where an equation stood: its scopes, its line in the user's code, its mesh and other settings."""
+    """A context with an equation's scopes, source line, mesh and settings."""
     with contextlib.ExitStack() as stack:
         for name in filter(None, scope.split("/")):
             stack.enter_context(jax.named_scope(name))
@@ -302,7 +306,7 @@ def equation_context(eqn: Any, scope: str) -> Iterator[None]:
 
 
 class Equation:
-    """One equation as a function of its operands, under the scopes of the calls around it."""
+    """One equation as a function of its operands, in the scopes of the calls around it."""
 
     def __init__(self, eqn: Any, scope: str) -> None:
         self._variable_indices = [i for i, v in enumerate(eqn.invars) if not isinstance(v, core.Literal)]
@@ -323,7 +327,7 @@ class Equation:
 
 
 def is_plain_ragged_dot(eqn: Any) -> bool:
-    """Whether a ragged product is that of `jax.lax.ragged_dot`: (tokens, inputs) by (groups, inputs, outputs)."""
+    """Whether it is `jax.lax.ragged_dot`: (tokens, inputs) by (groups, inputs, outputs), without a group offset."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     is_plain = tuple(map(tuple, numbers.dot_dimension_numbers[0])) == ((1,), (1,))
     has_ragged_rows = tuple(numbers.lhs_ragged_dimensions) == tuple(numbers.rhs_group_dimensions) == (0,)
@@ -336,7 +340,7 @@ def is_plain_ragged_dot(eqn: Any) -> bool:
 
 
 def function_name(eqn: Any) -> str:
-    """The name of the function that an equation calls, or of which it has a derivative; "" of any other equation."""
+    """The name of the function that is called, or that has the custom derivative; "" for any other equation."""
     if eqn.primitive.name in _CALLS:
         return str(eqn.params.get("name", ""))
     if eqn.primitive.name not in CUSTOM_DERIVATIVE_CALLS:
@@ -347,17 +351,17 @@ def function_name(eqn: Any) -> str:
 
 
 def is_differentiated(scope: str) -> bool:
-    """Whether an equation is part of a derivative that the program takes itself, by the scopes that JAX gives it."""
+    """Whether a scope belongs to a derivative inside of the program."""
     return "jvp(" in scope or "transpose(" in scope
 
 
 def source_line(eqn: Any, enclosing: Sequence[Any] = ()) -> str:
-    """The line that an equation was written in: the nearest that is of no library, or else of none of JAX's.
+    """The nearest source line of an equation outside of libraries, or else outside of JAX.
 
     Args:
         eqn: the equation.
-        enclosing: those of the calls and loops that it stands in, the innermost first. Where no user's line is inside
-            of one, it is that of the call. JAX keeps programs of calls, with the lines of the first call.
+        enclosing: the calls and loops around it, innermost first. JAX caches the jaxpr of a call with the lines of its
+            first call. The line of the call is used if no user's line is inside.
     """
     frames, user_frames = _frames(eqn)
     for call in enclosing:
@@ -374,14 +378,14 @@ def source_line(eqn: Any, enclosing: Sequence[Any] = ()) -> str:
 
 @functools.cache
 def _tracebacks_span_calls() -> bool:
-    """Whether the traceback of an equation in a call goes on around the call; in newer versions it ends there."""
+    """Whether an equation's traceback continues outside of its call; in newer JAX versions it ends there."""
     program = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)
     inner = _sub_jaxpr(program.jaxpr.eqns[0].params["jaxpr"], 1).jaxpr.eqns[0].source_info.traceback
     return inner is not None and any(f.function_name == _tracebacks_span_calls.__name__ for f in inner.frames)
 
 
 def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
-    """The frames of an equation that are not JAX's, and those of them that are of no library, the innermost first."""
+    """An equation's frames outside of JAX, and those outside of all libraries, innermost first."""
     traceback = eqn.source_info.traceback
     all_frames = [] if traceback is None else list(traceback.frames)
     non_jax_frames = [f for f in all_frames if not f.file_name.startswith((_JAX_DIR, "<frozen"))]
@@ -392,7 +396,7 @@ _JAX_DIR = jax.__file__.rpartition("/")[0]
 
 
 def is_order_preserving(eqn: Any) -> bool:
-    """Whether a layout keeps all elements in the order in which they lie in memory."""
+    """Whether a layout keeps all elements in memory order."""
     return eqn.primitive.name != "transpose" and math.prod(eqn.invars[0].aval.shape) == math.prod(
         eqn.outvars[0].aval.shape
     )

@@ -1,8 +1,7 @@
-"""What part of a program computes, by its values: it is evaluated in float64 at a few points.
+"""Identifies a part of a program by its values at a few points, in float64.
 
-Values prove a function of the arrays that are put in, and where each step of it has the derivative that its own values
-have, its derivative, too. So nothing is evaluated that has another one: a stop_gradient, a custom_jvp or custom_vjp, a
-choice by condition, a kernel.
+Equal values prove equal functions. They prove equal derivatives only if each step has its own derivative, so custom
+derivatives, stop_gradient, selections and kernels are not evaluated.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,26 +19,25 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{"logistic": scipy.special.expit, "erf": scipy.special.erf, "erfc": scipy.special.erfc},
     **{"square": np.square, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x)},
 }
-_MAX_NODES = 64  # nodes; no norm or activation has as many
+_MAX_NODES = 64  # more than any norm or activation has
 
 
 class NoMatchError(Exception):
-    """A part of a program is no function of the arrays that were put in, as far as can be known."""
+    """A value is no function of the probe arrays, as far as can be shown."""
 
 
 def evaluate(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Value], Any]) -> Any:
-    """A value where others are given, float64.
+    """The float64 array of a value, from arrays for other values.
 
-    An array (..., channels) is (rows, channels) here; a number for each row (rows, 1); a parameter (1, channels).
+    An array (..., channels) is (rows, channels) here. A number per row is (rows, 1). A parameter is (1, channels).
 
     Args:
-        value: what is computed.
-        known_values: arrays in place of values; what is computed on the way is added.
-        on_leaf: what an array is that is not given and may not be computed: it returns an array, or raises
-            `NoMatchError`.
+        value: the value to compute.
+        known_values: arrays by value; computed ones are added.
+        on_leaf: returns the array of a value that is neither known nor computable, or raises `NoMatchError`.
 
     Raises:
-        NoMatchError: it cannot be computed so.
+        NoMatchError: the value cannot be computed.
     """
     if value in known_values:
         return known_values[value]
@@ -62,14 +60,14 @@ def _result(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Val
     if node.kind == "integer_pow":
         return evaluate_operand(node.operands[0]) ** node.eqn.params["y"]
     if node.kind == "max" and any(operand.constant == 0 for operand in node.operands):
-        # A variance that rounding made negative is none; of anything else this is a function with a corner.
+        # Only clamps that change nothing are matched, as of a variance; any other max is not smooth.
         return _clamp_to_zero(*map(evaluate_operand, node.operands))
     if node.kind == "reduce_sum":
         operand = node.operands[0]
         if tuple(node.eqn.params["axes"]) != (operand.aval.ndim - 1,):
             raise NoMatchError
         array = evaluate_operand(operand)
-        # Statistics are of whole rows: elsewhere a sum has other terms than these.
+        # A sum over broadcast elements would have more terms than the probe array.
         if np.shape(array)[-1:] != operand.shape[-1:]:
             raise NoMatchError
         return np.sum(array, -1, keepdims=True)
@@ -83,9 +81,9 @@ def _result(value: Value, known_values: dict[Value, Any], on_leaf: Callable[[Val
 
 
 def elementwise_einsum_factors(node: Node) -> list[Value]:
-    """What `einsum("...k,k->...k")` multiplies element by element; nothing of any other node.
+    """The factors of `einsum("...k,k->...k")`; [] for any other node.
 
-    JAX writes it as a product that contracts nothing, with the channels as its batch, and moves these to the end again.
+    JAX writes it as a dot_general with channels as batch axis and no contraction, and a transpose.
     """
     product = node.operands[0].node if node.kind == "transpose" else None
     if product is None or product.operation is not None or product.kind != "dot_general":
@@ -106,8 +104,7 @@ def _clamp_to_zero(a: Any, b: Any) -> Any:
 
 
 def _keeps_rows(eqn: Any, old_shape: tuple[int, ...], new_shape: tuple[int, ...]) -> bool:
-    """Whether a layout leaves rows and channels what they are: axes of one element come and go, and rows are spread
-    over channels that are alike."""
+    """Whether a reshape only adds or drops axes of length 1, or broadcasts rows over equal channels."""
     if eqn.primitive.name != "broadcast_in_dim":
         return [n for n in old_shape if n != 1] == [n for n in new_shape if n != 1]
     output_axes = eqn.params["broadcast_dimensions"]

@@ -1,4 +1,4 @@
-"""Products of data with parameters in a program, and why others are left as written."""
+"""Finds the matmuls of data with parameters, and why others are not quantized."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ from fp8jax.rewrite.operations import NON_DOT_OPERATIONS
 from fp8jax.rewrite.rules import LayerChoice, RuleSet
 from fp8jax.rewrite.shares import flops, is_complete
 
-_MAX_LISTED = 3  # further parameters of a concatenation
+_MAX_LISTED = 3  # paths listed in a message
 
 
 def find(
@@ -28,14 +28,14 @@ def find(
     call_info: CallInfo,
     enclosing: tuple[tuple[Node, Graph], ...] = (),
 ) -> Iterator[WeightMatmul]:
-    """The products of data with a parameter that may be quantized; notes the others.
+    """Yield the matmuls of data with a parameter that may be quantized.
 
     Args:
-        graph: of a program.
-        entries: what is left as written is added.
-        rules: which recipe is whose.
-        call_info: of the program.
-        enclosing: the nodes that the program stands in, each with the body, outermost first.
+        graph: the program.
+        entries: entries of skipped matmuls are added.
+        rules: the rules that choose a recipe for each layer.
+        call_info: facts from the caller.
+        enclosing: the nodes around the program, each with the body, outermost first.
     """
     for node in graph.walk():
         if not node.has_custom_rule:
@@ -45,7 +45,7 @@ def find(
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
         sides = [i for i, value in enumerate(node.operands[:2]) if value.weight is not None and floats[i]]
-        if len(sides) == 2:  # a part of a parameter that data pick is data beside another parameter
+        if len(sides) == 2:  # a gathered parameter is data
             sides = [i for i in sides if not node.operands[i].is_data] or sides
         reason = _skip_reason(node, sides, graph.outer_scope)
         if reason is None:
@@ -58,7 +58,7 @@ def find(
 
 
 def choose(p: WeightMatmul, rules: RuleSet, call_info: CallInfo, heads: dict[str, str]) -> LayerChoice:
-    """The choice of the rules for a product, the same for all parameters that are concatenated in its matrix.
+    """The rules' choice for a matmul, equal for all parameters that are concatenated into its matrix.
 
     Raises:
         ValueError: the rules treat these parameters differently.
@@ -81,16 +81,12 @@ def choose(p: WeightMatmul, rules: RuleSet, call_info: CallInfo, heads: dict[str
 
 
 def path_list(paths: tuple[str, ...], max_count: int = _MAX_LISTED) -> str:
-    """Paths in a sentence."""
+    """Paths as text, with a count of those after the first `max_count`."""
     return ", ".join(paths[:max_count]) + (f" and {len(paths) - max_count} more" if len(paths) > max_count else "")
 
 
 def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
-    """Leaves products as written that ask for a precision; returns the error of a run, or "".
-
-    Args:
-        products: those of a program, with their choices.
-    """
+    """Unchoose matmuls that ask for a precision; return the error to raise at a run, or ""."""
     rejected: list[tuple[WeightMatmul, Any]] = []
     for p in products:
         precision = p.node.eqn.params["precision"]
@@ -104,7 +100,7 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
     default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     unset = f" and leave jax_default_matmul_precision, which is {default!r}, unset" if default else ""
     paths = list(dict.fromkeys(p.path for p, _ in rejected))
-    # Of many layers one pattern for each number in their paths.
+    # Layers that differ in numbers alone share a pattern.
     patterns = paths if len(paths) < 5 else list(dict.fromkeys(re.sub(r"\d+", r"\\d+", path) for path in paths))
     rule = f"fp8jax.Rule({'|'.join(patterns)!r}, None)"
     if len(rejected) == 1:
@@ -135,12 +131,12 @@ def _skipped_entry(
     call_info: CallInfo,
     enclosing: tuple[tuple[Node, Graph], ...],
 ) -> PlanEntry:
-    """The reason that `explain` gives for a product that is left as written."""
+    """The plan entry of a matmul that is not quantized."""
     weights = [value.weight for value in node.operands if value.weight is not None]
     non_data = [i for i, value in enumerate(node.operands[:2]) if not value.is_data]
     matrix = next((node.operands[i] for i in (*sides, *non_data)), node.results[0])
     paths = [call_info.layer_paths(path) for path in ([w.path for w in weights] or [*source_parameters(matrix)])]
-    # A rule may leave the parameters alone that it is computed from, as one of an embedding or a head does.
+    # A rule may exclude the parameters that its matrix is computed from, such as an embedding's.
     linears = [rules.choose(path, aliases=also).linear for path, *also in paths]
     is_requested = (
         all(linear is not None for linear in linears) and (bool(linears) or rules.has_default) and not is_complete(node)
@@ -153,7 +149,7 @@ def _skipped_entry(
 
 
 def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
-    """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
+    """The reason why a matmul is not quantized; None if it may be, "" if there is nothing to report."""
     is_data = [value.is_data for value in node.operands[:2]]
     matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
@@ -182,12 +178,12 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
 
 
 def _is_whole_argument(value: Value) -> bool:
-    """Whether the argument with parameters is one array, of which a value is part: it may be a batch by mistake."""
+    """Whether the argument with parameters is a single array: it may be a batch by mistake."""
     return value.weight is not None and not value.weight.path
 
 
 def _reason_without_parameter(operands: list[Value]) -> str:
-    """The reason why a product has no parameter that a rule could name; "" for a product of data with data."""
+    """The reason why a matmul has no parameter that a rule could name; "" for data times data."""
     if len(operands) == 2 and operands[0].is_data != operands[1].is_data:
         found = source_parameters(next(value for value in operands if not value.is_data))
         frozen = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))

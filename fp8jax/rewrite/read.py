@@ -1,4 +1,4 @@
-"""Reads a program: one node for each equation, and for each value whether it is a parameter, data or a constant."""
+"""Reads a jaxpr into a graph, and finds which values are parameters, data or constants."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ from fp8jax.rewrite.primitives import (
     SubJaxpr,
 )
 
-# What is computed of constants while they are read, such as the divisor of a variance.
+# Operations that are folded if their operands are constants, such as the divisor of a variance.
 _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
 
 
 def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] = ()) -> Graph:
     """The graph of a program.
 
-    An array that the function closes over is data, as its batch may be. Where data of a call meet it as the other
-    operand of a product, it is a constant of the model.
+    A closed-over array is data, as it may be a batch. If it is multiplied with data of the call, it is a constant of
+    the
+    model.
 
     Args:
         closed_jaxpr: the program, with its constants.
-        paths: for each input the path of the parameter that it is; None for data.
-        frozen: for each what is in its place, `fp8jax.rewrite.frozen_params.frozen_info`; none for arrays.
+        paths: for each input its parameter path; None for data.
+        frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -54,7 +55,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
 
 
 def _build_graph(sub_jaxpr: SubJaxpr, inputs: list[Value], outer_scope: str, model_constants: frozenset[int]) -> Graph:
-    """The graph of a program; those arrays are constants of the model."""
+    """The graph of a jaxpr; `model_constants` are identities of arrays that are no data."""
     nodes: list[Node] = []
     graph = Graph(inputs, nodes, [], outer_scope, model_constants)
     graph.outputs = _read_equations(sub_jaxpr, graph, nodes, "")
@@ -64,7 +65,7 @@ def _build_graph(sub_jaxpr: SubJaxpr, inputs: list[Value], outer_scope: str, mod
 def _read_equations(
     sub_jaxpr: SubJaxpr, graph: Graph, nodes: list[Node], scope: str, inputs: list[Value] | None = None
 ) -> list[Value]:
-    """Appends the nodes of a graph's program, or of one that it calls with these inputs; returns its outputs."""
+    """Append the nodes of a graph's jaxpr, or of one that it calls with `inputs`; return its outputs."""
     jaxpr = sub_jaxpr.jaxpr
     values: dict[Any, Value] = dict(zip(jaxpr.invars, graph.inputs if inputs is None else inputs, strict=True))
     values |= {
@@ -121,7 +122,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
     for body in node.bodies:
         for inner_node in body.nodes:
             inner_node.enclosing_node = node
-        # The condition of a choice is data, and so may be what is carried.
+        # An output may be data although no operand is, if the condition or a carry is.
         for result, body_output in zip(node.results, body.outputs, strict=False):
             result.is_data = result.is_data or body_output.is_data
     if len(node.results) == 1:
@@ -137,7 +138,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
 
 
 class _Dependencies(NamedTuple):
-    """What a value depends on; fields as of `Value`."""
+    """The dependencies of a value; fields as in `Value`."""
 
     depends_on_inputs: bool
     depends_on_params: bool
@@ -145,7 +146,7 @@ class _Dependencies(NamedTuple):
 
 
 def _dependencies(operands: Sequence[Value]) -> _Dependencies:
-    """What a value that is computed from these depends on."""
+    """The dependencies of a value that is computed from these operands."""
     closure_ids: frozenset[int] = frozenset().union(*(value.closure_ids for value in operands))
     return _Dependencies(
         any(v.depends_on_inputs for v in operands), any(v.depends_on_params for v in operands), closure_ids
@@ -161,7 +162,7 @@ def _make_body(
     is_data = sub_jaxpr.data_dependent_inputs([operands[i].is_data for i in sub_jaxpr.operand_indices])
     for input_index, (variable, i) in enumerate(zip(sub_jaxpr.jaxpr.invars, sub_jaxpr.operand_indices, strict=True)):
         operand, is_carried = operands[i], input_index in sub_jaxpr.carry_outputs
-        # What another turn gives may depend on all that the loop reads.
+        # A later iteration may depend on all operands of the loop.
         depends = _dependencies(operands if is_carried and is_data[input_index] else [operand])
         value = Value(
             variable.aval,
@@ -194,7 +195,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def _folded_constant(node: Node) -> float | None:
-    """The number that all elements of a node's result are, if its operands say so."""
+    """The number that all elements of a node's result equal; None if unknown."""
     numbers = [value.constant for value in node.operands]
     if not numbers or numbers[0] is None:
         return None
@@ -206,7 +207,7 @@ def _folded_constant(node: Node) -> float | None:
 
 
 def _forwarded_operands(node: Node) -> list[Value] | None:
-    """The operand that a choice with a constant condition gives, or what two transpositions give that are none."""
+    """The operand that a constant select, or a transpose that undoes another, returns; else None."""
     source = node.operands[0].node if node.kind == "transpose" else None
     if source is not None and source.kind == "transpose":
         first, last = source.eqn.params["permutation"], node.eqn.params["permutation"]
@@ -218,15 +219,15 @@ def _forwarded_operands(node: Node) -> list[Value] | None:
 
 
 def _scaled_weight(node: Node) -> Weight | None:
-    """The one matrix among the operands of a multiplication by constants or other parameters; it is read as written."""
+    """The one matrix among the factors of a product or quotient without data; else None."""
     matrices = [v.weight for v in node.operands if v.weight is not None and v.weight.stored.aval.ndim > 1]
     return dataclasses.replace(matrices[0], is_relayouted=True, frozen=None) if len(matrices) == 1 else None
 
 
 def _concatenated_weight(node: Node) -> Weight | None:
-    """The parameter that parameters are side by side, as `jnp.stack` and `jnp.concatenate` put them.
+    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins.
 
-    What is held in the place of one has codes of its own, and no concatenation.
+    Frozen parameters have codes of their own, and cannot be joined.
     """
     weights = [value.weight for value in node.operands]
     unfrozen = [w for w in weights if w is not None and w.frozen is None]
@@ -239,20 +240,20 @@ def _concatenated_weight(node: Node) -> Weight | None:
 
 
 def _relayouted_weight(weight: Weight, node: Node) -> Weight | None:
-    """What a layout or a part of a parameter is; None for what is computed of it."""
+    """The weight of a node's result if it casts, slices or relayouts a weight; None if it computes something else."""
     if node.kind in CASTS:
         if not jnp.issubdtype(node.results[0].dtype, jnp.floating):
             return None
-        # Codes of a quantized parameter are no values to quantize: these are what they are cast to.
+        # A parameter stored in codes is not quantized itself: its cast values are.
         stored = weight.stored.dtype
         is_float = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
         return weight if is_float else dataclasses.replace(weight, is_relayouted=True)
-    # Data may say which of stacked matrices it is; a row that they pick is data.
+    # Data may select one of stacked matrices; a single row that data select is data.
     is_matrix_slice = node.kind == "dynamic_slice" and sum(n != 1 for n in node.results[0].shape) > 1
     data = any(value.is_data for value in node.operands[1:]) and not is_matrix_slice
     if node.kind not in (*LAYOUTS, *SLICING_PRIMITIVES, "stop_gradient") or data:
         return None
-    # What carries a name may be kept under it, and no gradient passes to what is stopped: both are read as written.
+    # A named value may be saved under its name, and stop_gradient drops gradients: both are read as written.
     is_relayouted = (
         weight.is_relayouted or node.kind in ("name", "stop_gradient") or not primitives.is_order_preserving(node.eqn)
     )

@@ -1,4 +1,4 @@
-"""Which layers of a model a recipe is used for: ordered rules on their paths, the first match wins."""
+"""Rules that choose a recipe for each layer by its path; the first match wins."""
 
 import dataclasses
 import re
@@ -12,8 +12,8 @@ from fp8jax.ops.quantization.fused_outputs import emits_codes
 from fp8jax.recipes import resolve
 from fp8jax.rewrite.heads import NARROW_REASON, OUTPUT_HEAD_REASON
 
-# Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
-# routers, which send whole tokens to other experts when they err.
+# By default, embeddings and output heads are not quantized: their errors change the loss directly. Nor are routers,
+# which send whole tokens to other experts if they err.
 HEAD_PATTERN = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|(\w+_)?logits?\w*|output_layer|classifier)(/.*)?"
 ROUTER_PATTERN = r"(.*/)?(\w*[rR]outer\w*|gating|(gating|gate)_network)(/.*)?"
 _DEFAULT_EXCLUSIONS = (("an embedding or head", HEAD_PATTERN), ("a router", ROUTER_PATTERN))
@@ -24,11 +24,11 @@ _NO_HEADS: Mapping[str, str] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What to do with the layers whose paths match.
+    """A recipe for all layers whose path matches.
 
     Attributes:
-        path: regular expression that must match a whole path, such as `"layers/.*/mlp/.*"`; steps are joined by "/".
-        recipe: a `Recipe`, its part `Linear`, or a preset's name; None leaves the layers alone.
+        path: regular expression for the whole path, such as `"layers/.*/mlp/.*"`; steps are joined by "/".
+        recipe: a `Recipe`, its part `Linear`, or a preset's name; None does not quantize these layers.
 
     Raises:
         ValueError: `path` is no regular expression, or no preset has this name.
@@ -60,7 +60,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """What the rules chose for a layer: the parts of a recipe (None where it is left alone), and the reason."""
+    """The parts of a recipe that the rules chose for a layer, and the reason; `linear` is None for no quantization."""
 
     linear: Linear | None
     reason: str
@@ -68,16 +68,16 @@ class LayerChoice:
 
     @property
     def recipe(self) -> Recipe:
-        """Both parts, as operations take them that stand before or between such layers."""
+        """Both parts as a recipe, for operations before or between such layers."""
         if self.linear is None:
             return Recipe("left alone")
         return Recipe("chosen", linear=self.linear, context=self.context)
 
 
 def rewrites_nonlinear(recipe: Recipe) -> bool:
-    """Whether a recipe has norms and activations before and between its layers computed otherwise than as written.
+    """Whether a recipe replaces norms and activations before and between its layers.
 
-    They keep codes, or on a GPU make those that layers read. On a GPU without kernels they are as written
+    They save codes, or on a GPU emit the codes that layers read. On a GPU without kernels they are not replaced
     (`fp8jax.ops.dispatch.missing_kernels`).
     """
     if missing_kernels.keeps_nonlinear_unchanged():
@@ -87,12 +87,12 @@ def rewrites_nonlinear(recipe: Recipe) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RuleSet:
-    """Rules in order, hashable.
+    """Ordered rules; hashable.
 
     Attributes:
-        rules: the first that matches a path wins.
-        has_default: the last rule is a recipe, for what is left, after ours for embeddings, heads and routers.
-        head: of that recipe, for output heads; None leaves them alone.
+        rules: the rules; the first that matches a path wins.
+        has_default: whether the last rule is a recipe for all other layers, after the default exclusions.
+        head: that recipe's part for output heads; None does not quantize them.
 
     Raises:
         ValueError: there is no rule.
@@ -112,32 +112,33 @@ class RuleSet:
         return self.rules[: self._num_user_rules]
 
     def has_user_rule(self, *paths: str) -> bool:
-        """Whether a rule of the user's matches one of these paths of a layer."""
+        """Whether a user's rule matches one of these paths."""
         return any(re.fullmatch(rule.path, path) for rule in self.user_rules for path in paths)
 
     @property
     def _num_user_rules(self) -> int:
-        """How many of the first rules are the user's."""
+        """The number of leading rules that are the user's."""
         return len(self.rules) - (len(_DEFAULT_EXCLUSIONS) + 1 if self.has_default else 0)
 
     @property
     def has_contexts(self) -> bool:
-        """Whether any rule says what non-linear operations keep."""
+        """Whether a rule's recipe compresses the residuals of non-linear operations."""
         return any(rule.context.residual is not None for rule in self.rules)
 
     @property
     def rewrites_nonlinear(self) -> bool:
-        """Whether the function `rewrites_nonlinear` holds of any rule's recipe."""
+        """Whether any rule's recipe replaces norms and activations."""
         return any(rewrites_nonlinear(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
 
     def choose(self, path: str, heads: Mapping[str, str] = _NO_HEADS, aliases: Sequence[str] = ()) -> LayerChoice:
-        """What the first rule that matches a path says.
+        """The choice of the first rule that matches a path.
 
         Args:
-            path: of a layer.
+            path: the layer's path.
             aliases: other paths of the layer.
-            heads: layers that are outputs, choose or are narrow, with the reason; a recipe for all others leaves them
-                alone, or has a head of its own for those that are outputs or are called heads.
+            heads: the reasons of layers that are heads, routers or narrow. The default recipe does not quantize them,
+                or uses
+                its part `head` for those that are output heads or have the name of one.
         """
         i = self._first_match(path, *aliases)
         if i is None:
@@ -167,14 +168,14 @@ class RuleSet:
         aliases: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
         source_layers: Sequence[str] = (),
     ) -> None:
-        """Raises ValueError where a rule is the first match of none of the paths, or there are none.
+        """Raise ValueError if there are no paths, or a rule is the first match of none of them.
 
         Args:
-            paths: of the layers that can be quantized, and of norms.
-            heads: as `choose` takes them.
-            hint: what to say of products that are not known.
+            paths: the paths of layers that can be quantized, and of norms.
+            heads: as in `choose`.
+            hint: text about skipped matmuls, for the message.
             aliases: other paths of these layers.
-            source_layers: of layers with products that no recipe takes; a rule with None may match these alone.
+            source_layers: layers whose matmuls cannot be quantized; a rule with None may match only these.
         """
         paths = sorted(paths)
         if not paths:
@@ -205,14 +206,13 @@ Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | 
 
 
 def as_rule_set(rules: Rules) -> RuleSet:
-    """Rules in their one form.
+    """Rules as a `RuleSet`.
 
     Args:
-        rules: a recipe, or a preset's name, for all layers but embeddings, output heads (which follow its own part
-            `head`, if that is quantized) and routers; or rules in order,
-            the first match wins. After them may stand a recipe, for all other layers but embeddings, output heads and
-            routers; without one, layers that no rule matches are left alone. A recipe that quantizes no product,
-            such as "bf16" or "coat_optimizer", leaves layers as written.
+        rules: a recipe, or a preset's name, for all layers but embeddings, routers and output heads; or ordered rules,
+            which such a recipe may follow. If the recipe's part `head` is quantized, output heads use it. Layers that
+            no
+            rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer".
 
     Raises:
         ValueError: there is no rule, or no preset has this name.

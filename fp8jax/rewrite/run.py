@@ -1,4 +1,4 @@
-"""Runs a graph: what its outputs need, in the order of the program, operations where a plan has put them."""
+"""The interpreter of a planned graph: it runs the nodes that the outputs need, with the operations of the plan."""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.products.weights import BothLayouts
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.frozen_params import as_array, run_unchanged
 from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value
@@ -24,10 +25,15 @@ Shared = TypeVar("Shared")
 
 
 class Schedule(NamedTuple):
-    """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results.
+    """The nodes of a graph that are run, in order. Calls are inlined if the plan changes them or reads inside them.
 
-    `uses` are the products in it, and in nested programs, that may be given a state or their weight in codes;
-    `last_read` is where each value is read for the last time.
+    Attributes:
+        graph: of the program.
+        nodes: that are run.
+        steps: the equation of each node that is run unchanged.
+        bodies: the schedules of sub-jaxprs that the plan changes.
+        uses: products, also in sub-jaxprs, that may get a scaling state or the codes of their weight.
+        last_read: index of the last node that reads each value.
     """
 
     graph: Graph
@@ -39,13 +45,12 @@ class Schedule(NamedTuple):
 
 
 def schedule(graph: Graph, *, inline_all: bool = False, keep_effects: bool = True) -> Schedule:
-    """What a graph needs to be run.
+    """The schedule of a graph.
 
     Args:
         graph: of a program, planned or not.
-        inline_all: whether calls and nested programs are taken apart that nothing has changed; else they run as
-            they are.
-        keep_effects: whether what has effects is run, even if nothing reads it.
+        inline_all: whether to inline calls and sub-jaxprs that the plan does not change.
+        keep_effects: whether to run equations with effects whose results are not read.
     """
     available = set(graph.inputs)
     needed = set(graph.outputs) - available
@@ -67,7 +72,7 @@ def schedule(graph: Graph, *, inline_all: bool = False, keep_effects: bool = Tru
 def _live_nodes(
     nodes: Sequence[Node], needed: set[Value], available: set[Value], inline_all: bool, keep_effects: bool
 ) -> Iterator[Node]:
-    """The nodes that give the values needed, or have effects, the last one first; adds what they read."""
+    """The nodes that compute needed values or have effects, last one first. Their operands are added to `needed`."""
     for node in reversed(nodes):
         if node.inlined is not None and (inline_all or node.is_rewritten or needed & _inner_values(node)):
             yield from _live_nodes(node.inlined, needed, available, inline_all, keep_effects)
@@ -77,7 +82,7 @@ def _live_nodes(
 
 
 def _inner_values(node: Node) -> set[Value]:
-    """The values of a call that are none of its results."""
+    """The values inside of a call, without its results."""
     inner_values = {value for inner in node.inlined or () for value in (*inner.results, *_inner_values(inner))}
     return inner_values.difference(node.results)
 
@@ -86,11 +91,11 @@ class Interpreter:
     """One run of a graph.
 
     Attributes:
-        facts: what operations have said of their results, for those that read them.
-        use_inputs: what each use of a parameter is given, by path and number.
-        is_unrolled, outside_loops: as of `fp8jax.ops.autodiff.gradient_facts.GradientFacts`.
-        stats: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
-            pass; None where it is the gradient of slots.
+        facts: facts about results of operations, for the operations that read them.
+        use_inputs: scaling state, slots and codes for each use of a parameter, by path and number.
+        both_layouts: when products make the codes of their weights in both layouts.
+        stats: statistics of data and parameters, by use and operand, if the run returns them; None if they leave as
+            the gradients of slots.
     """
 
     def __init__(
@@ -102,42 +107,42 @@ class Interpreter:
         facts: Mapping[Value, ArrayFacts] = MappingProxyType({}),
         collect_stats: bool = False,
         is_loop_body: bool = False,
-        is_unrolled: bool = False,
-        outside_loops: bool | None = None,
+        both_layouts: BothLayouts = BothLayouts.FOR_GRADIENT,
     ) -> None:
-        self._is_loop_body, self.is_unrolled = is_loop_body, is_unrolled
-        self.outside_loops = not gradient_facts.is_in_loop() if outside_loops is None else outside_loops
+        self._is_loop_body, self.both_layouts = is_loop_body, both_layouts
         self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
-        self._loop_depth = loop_depth  # how many counted loops and meshes stand around
+        self._loop_depth = loop_depth  # number of enclosing scans and meshes
         self.stats: dict[tuple[Any, str], Any] | None = {} if collect_stats else None
         self._arrays: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
         self.facts: dict[Value, ArrayFacts] = dict(facts)
         self._cache: dict[Any, Any] = {}
 
     def array(self, value: Value) -> Any:
-        """What a value is in this run; of what is held in the place of a parameter, its values."""
+        """The array of a value in this run. A frozen weight is dequantized."""
         return value.array if value.array is not None else as_array(self._arrays[value])
 
     def raw_value(self, value: Value) -> Any:
-        """The same, as it is held."""
+        """The array or the frozen weight of a value in this run."""
         return value.array if value.array is not None else self._arrays[value]
 
     def is_live_after(self, value: Value) -> bool:
-        """Whether anything after the operation that runs now reads a value."""
+        """Whether a value is read after the current node."""
         return value.array is None and self._schedule.last_read.get(value, -1) > self._position
 
     def set_passthrough(self, value: Value, array: Any) -> None:
-        """Gives the array of a value to those that read it later, who may be told by another type how it varies."""
+        """Replaces the array of a value for its later readers, unless it varies over other mesh axes."""
         if jax.typeof(array) == jax.typeof(self._arrays[value]):
             self._arrays[value] = array
 
     def get_facts(self, value: Value, x: Any) -> ArrayFacts:
-        """What is known of an array that has the elements of a value."""
+        """Facts about `x`, an array with the elements of a value."""
         return convert_facts(self.facts[value], value, x) if value in self.facts else NO_FACTS
 
     def input_facts(self, x: Any, value: Value | None, linear: Linear, facts: ArrayFacts) -> tuple[InputFacts, Any]:
-        """What a product knows of the array `x` that it reads, which is made of a value, and the key for what it rounds
-        stochastically: readers of one value share both that and what they make of it. Of no value nothing is shared."""
+        """Facts about the input `x` of a product, and the key for its stochastic rounding.
+
+        Products that read one value share the codes that they make from it, and the key. With None they share nothing.
+        """
         shared_facts = (
             InputFacts(facts)
             if value is None
@@ -157,8 +162,8 @@ class Interpreter:
         return entry[1]  # type: ignore[no-any-return]
 
     def run(self) -> list[Any]:
-        """Runs the graph."""
-        with gradient_facts.scope(self.is_unrolled, self.outside_loops):
+        """Runs the graph and returns its outputs."""
+        with gradient_facts.scope():
             return self._run()
 
     def _run(self) -> list[Any]:
@@ -175,76 +180,100 @@ class Interpreter:
             for value, array in zip(node.results, results, strict=True):
                 if value.array is None:
                     self._arrays.setdefault(value, array)
-        # What a turn of a loop passes on goes as it is held.
+        # The body of a loop returns a frozen weight as it is.
         available = set(schedule.graph.inputs) if self._is_loop_body else set()
         return [self.raw_value(v) if v in available else self.array(v) for v in schedule.graph.outputs]
 
     def _run_nested(self, node: Node, bodies: Sequence[Schedule]) -> list[Any]:
         is_counted = primitives.loop_info(node.eqn) is not None
-        extra_consts: dict[Any, Any] = {}
-        extra_xs: dict[Any, Any] = {}
-        for use in dict.fromkeys(use for plan in bodies for use in plan.uses if use.key in self.use_inputs):
-            state, slots, weight = self.use_inputs[use.key]
-            # Each turn and device has slots of its own; a state and a weight, where it has a parameter of its own.
-            has_layer_axis = is_counted and use.levels[self._loop_depth].has_layer_axis
-            shared = UseInputs(
-                None if has_layer_axis else state, None if is_counted else slots, None if has_layer_axis else weight
-            )
-            extra_consts[use.key] = shared
-            extra_xs[use.key] = UseInputs(
-                state if has_layer_axis else None, slots if is_counted else None, weight if has_layer_axis else None
-            )
+        is_loop = node.kind in ("scan", "while")
+        both_layouts = self._both_layouts_in(node.eqn)
+        shared_inputs, row_inputs = self._split_use_inputs(bodies, is_counted)
+        stat_keys = [
+            (key, operand)
+            for key in row_inputs
+            for operand in ("x", "w")
+            if self.stats is not None and self._collects_stats(key, operand)
+        ]
+        # For each body, the facts about its inputs by position: arrays, and the function that rebuilds them.
+        flat_facts: list[dict[int, Any]] = [{} for _ in bodies]
+        if primitives.is_outside_loop(node.eqn):
+            flat_facts = [
+                {i: _flatten_facts(facts) for i, facts in self._body_facts(body.graph).items()} for body in bodies
+            ]
+        fact_arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in flat_facts]
 
-        body_facts = (
-            [self._body_facts(plan.graph) for plan in bodies]
-            if primitives.is_outside_loop(node.eqn)
-            else [{} for _ in bodies]
-        )
-        flat_facts = [{i: _flatten_facts(facts) for i, facts in each.items()} for each in body_facts]
-        arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in flat_facts]
-
-        def run(branch: int, inputs: Sequence[Any], more: Any, rows: Any) -> list[Any]:
-            (carried, arrays), plan = more, bodies[branch]
-            inner_facts = {
-                plan.graph.inputs[i]: rebuild(arrays[branch][i]) for i, (_, rebuild) in flat_facts[branch].items()
-            }
-            pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
-            merged = {key: UseInputs(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
+        def run_body(index: int, inputs: Sequence[Any], consts: Any, rows: Any) -> list[Any]:
+            (shared, arrays), body = consts, bodies[index]
+            facts = {body.graph.inputs[i]: rebuild(arrays[index][i]) for i, (_, rebuild) in flat_facts[index].items()}
+            use_inputs = {}
+            for key in rows:
+                pairs = zip(shared[key], rows[key], strict=True)
+                use_inputs[key] = UseInputs(*(a if b is None else b for a, b in pairs))
             inner = Interpreter(
-                plan,
+                body,
                 inputs,
-                merged,
+                use_inputs,
                 self._loop_depth + is_counted,
-                inner_facts,
+                facts,
                 collect_stats=self.stats is not None,
                 is_loop_body=is_loop,
-                is_unrolled=is_unrolled,
-                outside_loops=outside_loops,
+                both_layouts=both_layouts,
             )
-            outputs, inner_stats = inner.run(), inner.stats or {}
-            # Of a use in another branch nothing is seen: zeros, as slots are.
-            return [*outputs, *(inner_stats.get((key, o), getattr(merged[key].slots, o)) for key, o in stat_keys)]
+            outputs, stats = inner.run(), inner.stats or {}
+            # A use in another branch has no statistics: return its slots, which are zeros.
+            return [*outputs, *(stats.get((key, o), getattr(use_inputs[key].slots, o)) for key, o in stat_keys)]
 
-        is_loop = node.kind in ("scan", "while")
-        is_unrolled = on_cuda() and on_one_device() and primitives.is_unrolled(node.eqn, self.is_unrolled)
-        outside_loops = self.outside_loops and (is_unrolled or not is_loop)
-        stat_keys = [
-            (key, o) for key in extra_xs for o in ("x", "w") if self.stats is not None and self._collects_stats(key, o)
-        ]
-        operands = [self.raw_value(value) for value in node.operands]
-        runs = [functools.partial(run, place) for place in range(len(bodies))]
         results = primitives.rebind_control_flow(
-            node.eqn, operands, runs, (extra_consts, arrays), extra_xs, len(stat_keys)
+            node.eqn,
+            [self.raw_value(value) for value in node.operands],
+            [functools.partial(run_body, index) for index in range(len(bodies))],
+            extra_consts=(shared_inputs, fact_arrays),
+            extra_xs=row_inputs,
+            num_extra_outputs=len(stat_keys),
         )
         if self.stats is not None:
             self.stats |= dict(zip(stat_keys, results[len(node.results) :], strict=False))
         return results[: len(node.results)]
 
+    def _split_use_inputs(
+        self, bodies: Sequence[Schedule], is_counted: bool
+    ) -> tuple[dict[Any, UseInputs], dict[Any, UseInputs]]:
+        """The inputs of the uses in `bodies`: those that all turns and devices share, and those with a row for each."""
+        shared: dict[Any, UseInputs] = {}
+        rows: dict[Any, UseInputs] = {}
+        for use in dict.fromkeys(use for body in bodies for use in body.uses if use.key in self.use_inputs):
+            state, slots, weight = self.use_inputs[use.key]
+            # Each turn and device has its own slots. It has its own state and codes if it has its own parameter.
+            has_layer_axis = is_counted and use.levels[self._loop_depth].has_layer_axis
+            shared[use.key] = UseInputs(
+                state=None if has_layer_axis else state,
+                slots=None if is_counted else slots,
+                weight=None if has_layer_axis else weight,
+            )
+            rows[use.key] = UseInputs(
+                state=state if has_layer_axis else None,
+                slots=slots if is_counted else None,
+                weight=weight if has_layer_axis else None,
+            )
+        return shared, rows
+
+    def _both_layouts_in(self, eqn: Any) -> BothLayouts:
+        """`both_layouts` of the programs of an equation."""
+        is_unrolled = primitives.is_unrolled(eqn, self.both_layouts is BothLayouts.ALWAYS)
+        if is_unrolled and on_cuda() and on_one_device():
+            # XLA copies the row of a stacked weight in each turn of such a loop. With both layouts, the backward pass
+            # does not read that copy, which has up to four bytes per parameter.
+            return BothLayouts.ALWAYS
+        if eqn.primitive.name in ("scan", "while"):
+            return BothLayouts.NEVER  # the loop would stack the codes of all turns
+        return BothLayouts.FOR_GRADIENT if self.both_layouts is BothLayouts.ALWAYS else self.both_layouts
+
     def _collects_stats(self, key: Any, operand: str) -> bool:
         return getattr(self.use_inputs[key].slots, operand) is not None
 
     def _body_facts(self, body: Graph) -> dict[int, ArrayFacts]:
-        """What is known of the inputs of a nested program, by their places."""
+        """Facts about the inputs of a sub-jaxpr, by position."""
         found = {}
         for i, value in enumerate(body.inputs):
             source = canonical_value(value.enclosing_value) if value.enclosing_value is not None else value
@@ -254,7 +283,7 @@ class Interpreter:
 
 
 def _flatten_facts(facts: ArrayFacts) -> tuple[Any, Callable[[Any], ArrayFacts]]:
-    """The arrays of what is known, and what makes it of the same arrays in another trace."""
+    """The arrays of facts, and a function that rebuilds the facts from these arrays in another trace."""
     recomputable, fused_output, scale = facts.recompute_rule, facts.fused_output, facts.scale
     arrays = recomputable and recomputable[1], fused_output and fused_output.arrays, scale and scale[1]
 

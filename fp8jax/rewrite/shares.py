@@ -1,4 +1,4 @@
-"""The share of a program\'s FLOPs that stays in 16 bits although its rules ask for 8."""
+"""The share of a program's FLOPs that stays in 16 bits although its rules ask for 8."""
 
 import collections
 import math
@@ -13,21 +13,21 @@ from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.graph import Graph, Node
 from fp8jax.rewrite.heads import Flow
 
-_MAX_LISTED = 3  # reasons that a sentence lists
+_MAX_LISTED = 3  # reasons in a message
 _MAX_FRACTION = 0.1
 
 
 class UnquantizedWarning(UserWarning):
-    """More than a tenth of a model\'s FLOPs stay in 16 bits, although the rules ask for 8."""
+    """More than a tenth of a model's FLOPs stay in 16 bits, although the rules ask for 8."""
 
 
 class UnquantizedShare(NamedTuple):
-    """The products that stay in 16 bits although the rules ask for 8.
+    """The matmuls that stay in 16 bits although the rules ask for 8.
 
     Attributes:
-        fraction: of the FLOPs of a forward pass in products with parameters. Output heads, embeddings, routers and
-            products that a rule leaves alone are not counted.
-        text: the fraction and the reasons, as a sentence; "" where all are taken.
+        fraction: their share of the FLOPs of all matmuls with parameters in a forward pass. Output heads, embeddings,
+            routers and matmuls that a rule excludes are not counted.
+        text: the fraction and the reasons, as a sentence; "" if there are none.
     """
 
     fraction: float = 0.0
@@ -40,9 +40,9 @@ class UnquantizedShare(NamedTuple):
 
 
 def flops(node: Node, enclosing: Iterable[tuple[Node, Graph]]) -> float:
-    """FLOPs of a product in a forward pass, in all turns of the scans around it; 0 if they are unknown.
+    """The FLOPs of a matmul in a forward pass, over all iterations of the scans around it; 0 if unknown.
 
-    A call with a derivative of its own has those of the products in it.
+    A custom derivative has those of the matmuls in it.
     """
     num_runs = math.prod(outer.eqn.params["length"] for outer, _ in enclosing if outer.kind == "scan")
     return 2 * num_runs * _node_flops(node)
@@ -66,7 +66,7 @@ def _node_flops(node: Node) -> float:
 
 
 def is_complete(node: Node) -> bool:
-    """Whether a call with a derivative of its own has 8-bit values already, or is a head with its loss."""
+    """Whether a custom derivative has 8-bit values already, or is a head with its loss."""
     inside = [inner for body in node.bodies for inner in body.walk_nested()] if node.has_custom_rule else []
     values = [value for inner in inside for value in (*inner.operands, *inner.results)]
     eight_bit = any(_is_number(value.dtype) and value.dtype.itemsize == 1 for value in values)
@@ -78,7 +78,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def unquantized_share(graph: Graph, entries: dict[Node, PlanEntry], call_info: CallInfo) -> UnquantizedShare:
-    """The share of a planned program's FLOPs that its rules ask for and no recipe takes."""
+    """The share of a planned program's FLOPs that its rules ask for and that is not quantized."""
     quantized_flops = sum(entry.flops for entry in entries.values() if entry.is_product and entry.is_quantized)
     missed = {node: entry for node, entry in entries.items() if entry.is_unsupported and entry.flops}
     found = _summarize_share(quantized_flops, list(missed.values()))

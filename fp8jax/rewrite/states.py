@@ -1,8 +1,8 @@
-"""States of scalings: what products read of them, and what they observe, which leaves as gradients of their slots.
+"""States of scalings: what products read, what they observe, and the end of a step.
 
-A gradient knows its way out of scans, checkpoints, conditions, calls and meshes. Cotangents sum, and a largest
-magnitude must not: so each use of a parameter has a slot of its own, and a use in a loop or on several devices one for
-each turn and device. `advance` merges them as the scaling asks.
+What a product observes leaves a program as the gradient of a slot. Gradients pass through scans, checkpoints,
+conditions, calls and meshes. Cotangents are summed, and most statistics must not be. So each use of a parameter has its
+own slot, and a use in a loop or on several devices has one for each iteration and device.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jax import Array
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.dispatch.choice import match_varying_axes
+from fp8jax.ops.dispatch.sharding import merge
 from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.scaled_linear import ScalingState, ScalingStats, collects_stats, init_scaling, update_scaling
 from fp8jax.rewrite import primitives, training
@@ -28,8 +29,8 @@ class LoopLevel(NamedTuple):
     """A loop or a mesh around a product.
 
     Attributes:
-        has_layer_axis: each turn has a weight of its own, and so a state.
-        size: how many turns or devices.
+        has_layer_axis: whether each iteration has its own weight, and so its own state.
+        size: the number of iterations or devices.
     """
 
     has_layer_axis: bool
@@ -40,7 +41,8 @@ class WeightUse(NamedTuple):
     """One product with a parameter.
 
     Attributes:
-        path: of the parameter. number: of the use, among those of this parameter.
+        path: of the parameter.
+        number: of the use, among those of this parameter.
         levels: the loops and meshes around it, outermost first.
     """
 
@@ -56,7 +58,18 @@ class WeightUse(NamedTuple):
     def layer_axes(self) -> tuple[int, ...]:
         return tuple(level.size for level in self.levels if level.has_layer_axis)
 
+    @property
+    def slot_axes(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of its slots."""
+        return tuple(level.size for level in self.levels)
 
+    @property
+    def shared_axes(self) -> tuple[bool, ...]:
+        """For each leading axis of its slots whether the elements share one state."""
+        return tuple(not level.has_layer_axis for level in self.levels)
+
+
+# What products observed, fp32, by operand.
 Stats = dict[str, Array]
 
 
@@ -69,34 +82,109 @@ class UseInputs(NamedTuple):
 
 
 class ParameterState(NamedTuple):
-    """What the caller holds for the products of one parameter, with leading axes where the parameter is stacked.
+    """What a caller stores for the products of one parameter, with leading axes where the parameter is stacked.
 
     Attributes:
-        linear: the recipe that the state was made for.
-        layer_axes: the sizes of the leading axes.
-        state: the state of their scaling, or None.
-        amax_slot: fp32, (*layer_axes,); its cotangent is the largest magnitude of the gradients of all uses. None where
-            the gradient's scaling keeps no state.
+        linear: the recipe of the products.
+        layer_axes: sizes of the leading axes.
+        state: of their scaling, fp32, or None.
+        stats: what calls have observed since the last step, fp32. `dy` is a slot: its cotangent is the largest
+            magnitude of the gradients of all uses.
         weight: the parameter in codes, (*layer_axes, inputs, outputs), or None.
     """
 
     linear: Linear
-    layer_axes: tuple[int, ...]
+    layer_axes: tuple[int, ...] = ()
     state: ScalingState | None = None
-    amax_slot: Array | None = None
+    stats: ScalingStats = ScalingStats()
     weight: QuantizedWeight | None = None
+
+    @classmethod
+    def from_variables(
+        cls, linear: Linear, layer_axes: tuple[int, ...], variables: Mapping[str, Array]
+    ) -> "ParameterState":
+        """The record of a layer's variables in Flax, by the names of `state_names` and `stats_names`.
+
+        Evaluation needs no variables of stats.
+        """
+        state = ScalingState(**{o: variables[name] for o, name in state_names(linear).items()})
+        stats = ScalingStats(**{o: variables[name] for o, name in stats_names(linear).items() if name in variables})
+        return cls(linear, layer_axes, state, stats)
+
+    def to_variables(self) -> dict[str, Array]:
+        """The variables of a layer in Flax, by name."""
+        assert self.state is not None
+        variables = {name: getattr(self.state, o) for o, name in state_names(self.linear).items()}
+        stats = {name: getattr(self.stats, o) for o, name in stats_names(self.linear).items()}
+        return variables | {name: value for name, value in stats.items() if value is not None}
+
+    def end_step(self, axis_name: AxisNames = None, *, keep_if_uncalled: bool = True) -> "ParameterState":
+        """The record after a step, with empty stats.
+
+        Args:
+            axis_name: mesh axes of replicas whose stats are merged, or None.
+            keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
+                twice.
+
+        Raises:
+            ValueError: stats are missing, and the state would stand still.
+        """
+        assert self.state is not None
+        linear, stats = self.linear, _as_dict(self.stats)
+        if missing := [operand for operand in observed_operands(linear) if operand not in stats]:
+            raise ValueError(f"{scaling_names(linear)} scaling has no stats of {', '.join(missing)} in this step")
+        if axis_name is not None:
+            stats = {o: linear.states[o].reduce_over_replicas(value, axis_name) for o, value in stats.items()}
+        state = update_scaling(self.state, ScalingStats(**stats), linear)
+        if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
+            kept = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
+            state = state._replace(**kept)
+        return self._replace(state=state, stats=jax.tree.map(jnp.zeros_like, self.stats))
+
+
+def observed_operands(linear: Linear) -> list[str]:
+    """The operands that calls of a layer observe."""
+    return [operand for operand in linear.states if collects_stats(linear, operand)]
+
+
+def state_names(linear: Linear) -> dict[str, str]:
+    """The names of a layer's variables that hold states, by operand."""
+    return {operand: scaling.variable_name(operand) for operand, scaling in linear.states.items()}
+
+
+def stats_names(linear: Linear) -> dict[str, str]:
+    """The names of a layer's variables that hold stats, by operand."""
+    return {operand: "slot" if operand == "dy" else f"seen_{operand}" for operand in observed_operands(linear)}
+
+
+def _as_dict(stats: ScalingStats) -> Stats:
+    return {operand: value for operand, value in stats._asdict().items() if value is not None}
+
+
+def _was_called(linear: Linear, stats: Mapping[str, Array]) -> Array | None:
+    """Whether a layer was called since its last step, (*layer_axes,); None if updates by empty stats change nothing."""
+    magnitudes = {o: value for o, value in stats.items() if not linear.states[o].is_threshold}
+    forward = {o: value for o, value in magnitudes.items() if o != "dy"} or magnitudes
+    called_by_operand = [
+        jnp.any(v != 0, tuple(range(v.ndim - len(linear.states[o].stats_shape), v.ndim))) for o, v in forward.items()
+    ]
+    return functools.reduce(jnp.logical_or, called_by_operand) if called_by_operand else None
+
+
+def _where_called(was_called: Array, new: Array, old: Array) -> Array:
+    return jnp.where(jnp.expand_dims(was_called, tuple(range(was_called.ndim, new.ndim))), new, old)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["linear", "merged"])
 @dataclasses.dataclass(frozen=True)
 class TrackedScaling:
-    """The scaling of one parameter's products, with leading axes where the parameter is stacked.
+    """The scaling of one parameter's products in a transformed function: a pytree that is differentiated.
 
     Attributes:
-        state: fp32, read by calls.
-        slots: for each use zeros, whose gradients are what was observed.
+        state: fp32, read by calls, with leading axes where the parameter is stacked.
+        slots: for each use zeros, whose gradients are its stats.
         linear: the recipe of the products.
-        merged: for each use which leading axes of its slots are turns or devices that share the state.
+        merged: for each use which leading axes of its slots share the state.
     """
 
     state: ScalingState
@@ -112,8 +200,11 @@ def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States
     """The states before the first step, by the paths of parameters.
 
     Args:
-        uses: the products whose scaling keeps a state.
+        uses: the products, with their recipes.
         weights: the parameters, by their paths.
+
+    Raises:
+        ValueError: products of one parameter cannot have one state.
     """
     states: States = {}
     for path, group in _group_by_path(use for use in uses if uses[use].states):
@@ -124,33 +215,31 @@ def init(uses: Mapping[WeightUse, Linear], weights: Mapping[str, Any]) -> States
                 "lengths over it or have different recipes, and it has one state: leave one out by a rule, or use two "
                 "parameters"
             )
-        slots = tuple(_zero_slots(linear, tuple(level.size for level in use.levels)) for use in group)
-        merged = tuple(tuple(not level.has_layer_axis for level in use.levels) for use in group)
-        state = initial_state(linear, measured_state(linear, weights[path], layer_axes))
-        states[path] = TrackedScaling(state, slots, linear, merged)
+        slots = tuple(zero_stats(linear, use.slot_axes) for use in group)
+        state = initial_state(linear, weights[path], layer_axes)
+        states[path] = TrackedScaling(state, slots, linear, tuple(use.shared_axes for use in group))
     return states
 
 
-def _zero_slots(linear: Linear, axes: tuple[int, ...]) -> ScalingStats:
-    zeros = {
-        o: jnp.zeros((*axes, *s.stats_shape), jnp.float32)
-        for o, s in linear.states.items()
-        if collects_stats(linear, o)
-    }
-    return ScalingStats(**zeros)
+def zero_stats(linear: Linear, axes: tuple[int, ...]) -> ScalingStats:
+    """The stats of no call, fp32, (*axes, *stats_shape)."""
+    return ScalingStats(
+        **{o: jnp.zeros((*axes, *linear.states[o].stats_shape), jnp.float32) for o in observed_operands(linear)}
+    )
 
 
-def initial_state(linear: Linear, measured: ScalingState) -> ScalingState:
-    """The state that a caller holds at first: of a bound on a weight 0, until somebody gives one; see `WeightBound`."""
+def initial_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
+    """The state that a caller stores at first; see `measured_state`."""
+    measured = measured_state(linear, weight, layer_axes)
     if not linear.needs_weight_bounds:
         return measured
     assert measured.w is not None
-    return measured._replace(w=jnp.zeros_like(measured.w))
+    return measured._replace(w=jnp.zeros_like(measured.w))  # no bound; see `WeightBound`
 
 
 def measured_state(linear: Linear, weight: Any, layer_axes: tuple[int, ...]) -> ScalingState:
-    """The state of products with this weight, (*layer_axes, ...), before the first step."""
-    init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, w.reshape(-1, w.shape[-1]))  # noqa: E731
+    """The state of products with a weight, (*layer_axes, ...), before the first step."""
+    init_one: Callable[[Array], ScalingState] = lambda w: init_scaling(linear, merge(w, w.ndim - 1, 1))  # noqa: E731
     if weight.shape[: len(layer_axes)] != layer_axes:  # the program stacks it otherwise than it is stored
         return jax.tree.map(lambda s: jnp.broadcast_to(s, (*layer_axes, *s.shape)), init_one(weight))  # type: ignore[no-any-return]
     for _ in layer_axes:
@@ -162,27 +251,25 @@ def advance(states: States, observed: States, axis_name: AxisNames = None) -> St
     """The states after a step; see `Transformed.advance`."""
     new = {}
     for path, scaling in states.items():
-        linear = scaling.linear
-        slots = [{o: x for o, x in slots._asdict().items() if x is not None} for slots in observed[path].slots]
-        merged = _merge_stats(linear, slots, scaling.merged)
-        if axis_name is not None:
-            merged = {o: linear.states[o].reduce_over_replicas(seen, axis_name) for o, seen in merged.items()}
-        state = update_scaling(scaling.state, ScalingStats(**merged), linear) if merged else scaling.state
+        stats = _merge_stats(scaling.linear, [*map(_as_dict, observed[path].slots)], scaling.merged)
+        stored = ParameterState(scaling.linear, state=scaling.state, stats=ScalingStats(**stats))
+        state = stored.end_step(axis_name, keep_if_uncalled=False).state
+        assert state is not None
         new[path] = dataclasses.replace(scaling, state=state)
     return new
 
 
 def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequence[tuple[bool, ...]]) -> Stats:
-    """What the uses of a parameter have observed, merged as the scaling asks.
+    """The stats of a parameter from those of its uses, merged as each scaling asks.
 
     Args:
-        linear: their recipe.
-        use_stats: of each use, by operand.
-        shared_axes: for each use which leading axes are turns or devices that share the state.
+        linear: the recipe of the uses.
+        use_stats: of each use.
+        shared_axes: as of `WeightUse`, of each use.
     """
     merged: Stats = {}
     for stats, is_shared in zip(use_stats, shared_axes, strict=True):
-        axes = tuple(i for i, one in enumerate(is_shared) if one)
+        axes = _indices(is_shared)
         for operand, stat in stats.items():
             scaling = linear.states[operand]
             # The gradient's statistic is a magnitude in any case.
@@ -190,6 +277,10 @@ def _merge_stats(linear: Linear, use_stats: Sequence[Stats], shared_axes: Sequen
             previous = merged.get(operand)
             merged[operand] = reduced if previous is None else scaling.merge_stats(previous, reduced)
     return merged
+
+
+def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(i for i, flag in enumerate(flags) if flag)
 
 
 def merge_use_stats(
@@ -205,11 +296,7 @@ def merge_use_stats(
     for (key, operand), value in stats.items():
         stats_by_use.setdefault(key, {})[operand] = value
     return {
-        path: _merge_stats(
-            uses[group[0]],
-            [stats_by_use[use.key] for use in group],
-            [tuple(not level.has_layer_axis for level in use.levels) for use in group],
-        )
+        path: _merge_stats(uses[group[0]], [stats_by_use[use.key] for use in group], [use.shared_axes for use in group])
         for path, group in _group_by_path(use for use in uses if use.key in stats_by_use)
     }
 
@@ -222,89 +309,109 @@ def _group_by_path(uses: Iterable[WeightUse]) -> Iterator[tuple[str, list[Weight
 def use_inputs_from_parameter_states(
     parameter_states: Mapping[str, ParameterState], uses: Mapping[WeightUse, Linear]
 ) -> dict[tuple[str, int], UseInputs]:
-    """What each use is given of what the caller holds for its parameter.
+    """What each use is given of what the caller stores for its parameter.
 
     Raises:
-        ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
+        ValueError: the recipe of a product keeps a state that is not stored, or one of another shape.
     """
     use_inputs: dict[tuple[str, int], UseInputs] = {}
     for path, group in _group_by_path(uses):
-        linear, held_state = uses[group[0]], parameter_states.get(path)
-        if held_state is None or (linear.states and held_state.state is None):
-            if any(scaling.collects_stats for scaling in linear.states.values()):
+        linear, stored = uses[group[0]], parameter_states.get(path)
+        if stored is None or (linear.states and stored.state is None):
+            if observed_operands(linear):
                 raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
             continue
-        if any(use.layer_axes != held_state.layer_axes for use in group):
+        if any(use.layer_axes != stored.layer_axes for use in group):
             raise ValueError(
                 f"products with {path} run in loops over {group[0].layer_axes} of it, and there are codes or states "
-                f"for {held_state.layer_axes}: run it in nnx.scan over its first axes, or leave it out by a rule"
+                f"for {stored.layer_axes}: run it in nnx.scan over its first axes, or leave it out by a rule"
             )
-        slots: Sequence[Any] = [None] * len(group)
-        if held_state.amax_slot is not None:
-            slots = _broadcast_max_slot(held_state.amax_slot, tuple(use.levels for use in group))
-        for use, slot in zip(group, slots, strict=True):
-            zero_slots = (
-                _zero_slots(linear, tuple(level.size for level in use.levels))
-                if held_state.state is not None
-                else ScalingStats()
+        gradient_slots: Sequence[Any] = [None] * len(group)
+        if stored.stats.dy is not None:
+            gradient_slots = _broadcast_max_slot(
+                stored.stats.dy, tuple((use.slot_axes, use.shared_axes) for use in group)
             )
-            use_inputs[use.key] = UseInputs(held_state.state, zero_slots._replace(dy=slot), held_state.weight)
+        for use, gradient_slot in zip(group, gradient_slots, strict=True):
+            slots = ScalingStats() if stored.state is None else zero_stats(linear, use.slot_axes)
+            use_inputs[use.key] = UseInputs(stored.state, slots._replace(dy=gradient_slot), stored.weight)
     return use_inputs
 
 
+# Static are axes, not uses: layers that differ only in their paths share a trace.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _broadcast_max_slot(slot: Array, levels_by_use: tuple[tuple[LoopLevel, ...], ...]) -> tuple[Array, ...]:
-    """A slot for each turn and device of each use; the cotangent of the one is the largest of those of all."""
-    axes = [tuple(i for i, level in enumerate(levels) if not level.has_layer_axis) for levels in levels_by_use]
-    shapes = [tuple(level.size for level in levels) for levels in levels_by_use]
-    axes_and_shapes = zip(axes, shapes, strict=True)
-    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, own), shape) for own, shape in axes_and_shapes)
+def _broadcast_max_slot(
+    slot: Array, axes_by_use: tuple[tuple[tuple[int, ...], tuple[bool, ...]], ...]
+) -> tuple[Array, ...]:
+    """A slot of each use, (*slot_axes,); the cotangent of `slot` is their largest."""
+    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, _indices(shared)), sizes) for sizes, shared in axes_by_use)
 
 
-def _broadcast_max_slot_bwd(
-    levels_by_use: tuple[tuple[LoopLevel, ...], ...], _: None, cotangents: tuple[Array, ...]
-) -> tuple[Array]:
-    axes = [tuple(i for i, level in enumerate(levels) if not level.has_layer_axis) for levels in levels_by_use]
-    return (functools.reduce(jnp.maximum, (jnp.max(x, own) for x, own in zip(cotangents, axes, strict=True))),)
+def _broadcast_max_slot_bwd(axes_by_use: Any, _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    largest = (jnp.max(x, _indices(shared)) for x, (_, shared) in zip(cotangents, axes_by_use, strict=True))
+    return (functools.reduce(jnp.maximum, largest),)
 
 
-_broadcast_max_slot.defvjp(lambda slot, uses: (_broadcast_max_slot(slot, uses), None), _broadcast_max_slot_bwd)
-
-
-_MISSING_STATS_MESSAGE = (
-    "{path} has {names} scaling: what a call observes is the gradient of its states, and this gradient is not taken of "
-    "them. Write grads, observed = jax.grad(lambda p, s: ..., argnums=(0, 1))(params, states), with states=s in the "
-    "call, and then states = fast.advance(states, observed)"
-)
+_broadcast_max_slot.defvjp(lambda slot, axes: (_broadcast_max_slot(slot, axes), None), _broadcast_max_slot_bwd)
 
 
 def use_inputs_from_states(states: States, weights: Mapping[str, Any]) -> dict[tuple[str, int], UseInputs]:
-    """What each use of a parameter reads and where its observations go.
+    """What each use of a parameter reads and where its stats go.
 
     Args:
         states: by the paths of parameters.
         weights: the parameters of the call.
     """
-    found = {path: _read_scaling(path, tracked, weights.get(path)) for path, tracked in states.items()}
-    return {(path, i): UseInputs(t.state, slots) for path, t in found.items() for i, slots in enumerate(t.slots)}
+    use_inputs: dict[tuple[str, int], UseInputs] = {}
+    for path, scaling in states.items():
+        state, (slots, structure) = scaling.state, jax.tree.flatten(scaling.slots)
+        if slots:
+            # Stats of all operands are gradients of one pytree: one slot stands for all.
+            stored = ParameterState(scaling.linear, state=state, stats=ScalingStats(dy=slots[0]))
+            read = read_in_call(stored, weights.get(path), path or "the parameter", training.TRANSFORM)
+            assert read.state is not None
+            state, slots = read.state, [read.stats.dy, *slots[1:]]
+        for number, use_slots in enumerate(jax.tree.unflatten(structure, slots)):
+            use_inputs[path, number] = UseInputs(state, use_slots)
+    return use_inputs
 
 
-def _read_scaling(path: str, scaling: TrackedScaling, weight: Any) -> TrackedScaling:
-    """The scaling of a parameter, as it is, read in a call; see `fp8jax.rewrite.training`."""
-    slots, structure = jax.tree.flatten(scaling.slots)
-    if not slots:
-        return scaling
-    names, (slot, *slots) = scaling_names(scaling.linear), slots
-    slot = training.require_statistics(
-        slot, weight, _MISSING_STATS_MESSAGE.format(path=path or "the parameter", names=names)
-    )
-    (state, *other_states), state_structure = jax.tree.flatten(scaling.state)
-    state = training.read_state(state, (weight, slot), path or "the parameter", names, "transform")
-    return dataclasses.replace(
-        scaling,
-        state=jax.tree.unflatten(state_structure, (state, *other_states)),
-        slots=jax.tree.unflatten(structure, (slot, *slots)),
-    )
+def read_in_call(
+    stored: ParameterState,
+    weight: Any,
+    layer: str,
+    interface: training.Interface,
+    record: training.TrainingRecord | None = None,
+    *,
+    is_mutable: bool = True,
+) -> ParameterState:
+    """A record as the products of a call read it, with the errors and warnings of `fp8jax.rewrite.training`.
+
+    Args:
+        stored: the record.
+        weight: the parameter of the call, in any structure.
+        layer: what messages call the layer.
+        interface: of the caller.
+        record: of the model's training, in NNX.
+        is_mutable: whether the caller stores what the call observes.
+    """
+    linear, state, slot = stored.linear, stored.state, stored.stats.dy
+    assert state is not None
+    names, observed = scaling_names(linear), observed_operands(linear)
+    if slot is not None:
+        message = interface.statistics_lost.format(layer=layer, names=names)
+        slot = training.raise_if_trained(slot, weight, message, unless_differentiated=True)
+    if observed:
+        value = getattr(state, observed[0])
+        if not is_mutable:
+            message = interface.not_mutable.format(layer=layer, names=names)
+            value = training.raise_if_trained(value, weight, message)
+        warning = interface.never_advanced(training.ADVANCE, layer, names)
+        value = training.warn_if_trained(value, (weight, slot), warning, training.ADVANCE, record)
+        state = state._replace(**{observed[0]: value})
+    if linear.needs_weight_bounds and state.w is not None and interface.bounds_code:
+        warning = interface.never_advanced(training.BOUNDS, layer, names)
+        state = state._replace(w=training.warn_if_trained(state.w, weight, warning, training.BOUNDS, record))
+    return stored._replace(state=state, stats=stored.stats._replace(dy=slot))
 
 
 def scaling_names(linear: Linear) -> str:
@@ -313,9 +420,9 @@ def scaling_names(linear: Linear) -> str:
 
 
 def stats_as_cotangents(y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:
-    """`y`; in the backward pass what was observed becomes the gradient of the slots."""
+    """`y`; in the backward pass the stats become the gradient of the slots."""
     if slots.x is None and slots.w is None:
-        return y  # itself, so that what is known of its gradient stays known
+        return y  # itself: facts about its gradient are found by its identity
     arrays = [x for x in (*slots, *stats) if x is not None]
     y, *varying = match_varying_axes(y, *arrays)  # type: ignore[assignment]
     varying_iter = iter(varying)

@@ -1,4 +1,4 @@
-"""`fp8jax.transform`: quantization as a transformation of JAX functions."""
+"""`fp8jax.transform`: quantization as a function transformation."""
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,11 +11,11 @@ import numpy as np
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.dispatch import missing_kernels
-from fp8jax.rewrite import training, unplanned
+from fp8jax.rewrite import training
 from fp8jax.rewrite.bounds import with_complete_bounds, with_weight_bounds
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
-from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.explanation import Explanation, list_rows
 from fp8jax.rewrite.frozen_params import as_shape_struct, frozen_info, frozen_leaf_predicate, is_frozen
 from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.planned import CallPlan, Notices, PlannedCall
@@ -31,12 +31,12 @@ from fp8jax.rewrite.states import (
 )
 
 _MAX_PLANS = 64
-# What is traced; other leaves of arguments are settings.
+# Leaves of these types are traced; all others are static settings.
 _ARRAY_TYPES, _NUMBER_TYPES = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic), (int, float, complex)
 
 
 class _Call(NamedTuple):
-    """The arrays of a call, its program, the shapes of what it returns, and where the arrays are in the arguments."""
+    """The arrays of a call, its jaxpr, the shapes of its results, and the arrays' paths in the arguments."""
 
     arrays: list[Any]
     program: Any
@@ -45,10 +45,10 @@ class _Call(NamedTuple):
 
 
 class Transformed:
-    """A function with the products of recipes, as `transform` returns it; called as the function.
+    """A function with the matmuls of a recipe, returned by `transform` and called like the original function.
 
-    It may be differentiated, compiled, mapped, and called in loops, as the function may. A plan is made once for each
-    structure, shape, dtype and sharding of the arguments. Called outside of `jax.jit` it is compiled.
+    It can be differentiated, jitted, mapped, and called in loops, like the original function. It is planned once per
+    structure, shape, dtype and sharding of the arguments. A call outside of `jax.jit` is jitted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Transformed:
         self._notices = Notices()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What makes it; programs that it knows are traced again by a copy."""
+        """The attributes without caches: a copy traces its programs again."""
         return {name: value for name, value in vars(self).items() if name not in ("_calls", "_plans", "_notices")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Transformed:
             args, kwargs: of a call.
 
         Raises:
-            ValueError: as the call, but for a precision that products ask for: there a run raises.
+            ValueError: as in a call, but not for a precision that matmuls ask for: the plan's run raises that.
         """
         call = self._trace(args, kwargs)
         frozen_infos = tuple(map(frozen_info, call.arrays))
@@ -101,7 +101,7 @@ class Transformed:
         if cached is not None:
             return PlannedCall(cached[1], call.arrays)
         call_plan = self._make_plan(call.program, self._param_paths(call.places), call.shapes, frozen_infos)
-        # What closes over values of a trace has a plan for one call.
+        # A program that closes over tracers is valid for one call.
         if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
             while len(self._plans) >= _MAX_PLANS:
                 self._plans.pop(next(iter(self._plans)))
@@ -109,20 +109,22 @@ class Transformed:
         return PlannedCall(call_plan, call.arrays)
 
     def check(self, *args: Any, **kwargs: Any) -> Comparison:
-        """Compares each operation with what it stands for, on the arrays that the function as written gives it.
+        """Compare each quantized operation with the original equations, on the arrays of the original function.
 
-        Its result, and the gradients of its operands for a random gradient of its result, are to be as near to those as
-        written as the formats of the recipe explain. Of loops the first turn is looked at, of conditions each branch;
-        what is in `jax.shard_map` is not. States of scalings are left out: scales are the arrays' own.
+        Compares the result, and the operands' gradients for a random gradient of the result. Covers the first iteration
+        of
+        a loop and each branch of a cond, but nothing in `jax.shard_map`. Scaling states are replaced by current
+        scaling.
 
         Args:
             args, kwargs: of a call.
 
         Returns:
-            A `Comparison`; its `first_failure` is the first operation that is further off, or None. Print it.
+            A `Comparison`; print it. `first_failure` is the first operation with more error than its formats explain,
+            or None.
 
         Raises:
-            ValueError: as the call.
+            ValueError: as in a call, or if a parameter is frozen in 8 bits.
         """
         call = self._trace(args, kwargs)
         if any(map(is_frozen, call.arrays)):
@@ -135,21 +137,22 @@ class Transformed:
         return check(original, planned, entries, call.arrays)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
-        """The states of scalings before the first step, by the paths of parameters; {} where no recipe keeps any.
+        """The scaling states before the first step, by parameter path; {} if no recipe has any.
 
             states = fast.init(params, batch)
             grads, observed = jax.grad(lambda p, s: loss(fast(p, batch, states=s)), argnums=(0, 1))(params, states)
             states = fast.advance(states, observed)
 
-        What a call observes of its operands, such as their largest magnitudes, is the gradient of its states, and so
-        comes through scans, checkpoints, conditions and meshes; a call that is not differentiated observes nothing.
-        Under `jax.vmap` map the states too (or gradients of the batch's elements are summed).
+        The gradient of the states holds the statistics of a call, such as each operand's amax. It passes scans,
+        checkpoints,
+        conds and meshes. A call that is not differentiated collects none. Under `jax.vmap`, map the states too, or the
+        statistics are summed over the batch.
 
         Args:
-            args, kwargs: of a call. Automatic scaling has no bounds then, and measures the parameters in each call.
+            args, kwargs: of a call. Automatic scaling has no bounds yet: it measures the weights in each call.
 
         Raises:
-            ValueError: as the call; or products of one parameter cannot have one state.
+            ValueError: as in a call, or if matmuls of one parameter cannot share a state.
         """
         return self.plan_call(*args, **kwargs).init()
 
@@ -157,42 +160,42 @@ class Transformed:
         """The states after a step.
 
         Args:
-            states: before the step.
-            observed: the gradient of the step's loss by the states; of microbatches the largest (counts summed).
-            axis_name: mesh axes of replicas, where `jax.shard_map` is around the call, whose observations are merged.
+            states: the states before the step.
+            observed: the gradient of the loss with respect to the states; the maximum over microbatches (counts: the
+                sum).
+            axis_name: mesh axes over which to merge the statistics, if the call is inside of `jax.shard_map`.
         """
         training.record_advance(training.ADVANCE)
         return advance(states, observed, axis_name)
 
     def update_weight_amax_bounds(self, states: States, bounds: Mapping[tuple[str, ...], Any]) -> States:
-        """The states with the bounds of weights under automatic scaling: take it after each update of the optimizer.
+        """The states with new weight bounds for automatic scaling; call it after each optimizer update.
 
         Args:
-            states: of `init`.
-            bounds: what `fp8jax.get_weight_amax_bounds` reads from the state of an optimizer of the same parameters.
+            states: from `init`.
+            bounds: from `fp8jax.get_weight_amax_bounds`, for an optimizer of the same parameters.
 
         Raises:
-            ValueError: the optimizer follows other parameters.
+            ValueError: the optimizer has other parameters.
         """
         return with_weight_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """A table of each product, norm and activation, quantized or left as written; nothing is computed.
+        """A table of each matmul, norm and activation, quantized or not; nothing is computed.
 
         Args:
-            args, kwargs: of a call, arrays or `jax.ShapeDtypeStruct`.
+            args, kwargs: of a call; arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            An `Explanation`; print it. It names the line of each part in your code, or else in the library's.
+            An `Explanation`; print it. A row's line is in your code, or else in the library of models that you use.
 
         Raises:
-            ValueError: as the call, but for a precision that products ask for: it lists these.
+            ValueError: as in a call, but not for a precision that matmuls ask for: the table lists those.
         """
-        plan = self.plan_call(*args, **kwargs).plan
-        return Explanation(plan.entries, plan.list_entries(), plan.share.text, missing_kernels.advice())
+        return self.plan_call(*args, **kwargs).plan.explain()
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        """The program of a call."""
+        """The traced program of a call."""
         params = [x for place, x in (*enumerate(args), *kwargs.items()) if place in self._params]
         flat, structure = jax.tree.flatten_with_path((args, kwargs), is_leaf=frozen_leaf_predicate(params))
         settings = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
@@ -206,7 +209,7 @@ class Transformed:
             call = self._calls[key] = _bind_settings(self._fn, structure, len(flat), settings)
         leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in settings]
         arrays = [x for _, x in leaves]
-        # JAX keeps the program: a call like one before is not traced again.
+        # JAX caches the jaxpr: an equal call is not traced again.
         try:
             program, shapes = jax.make_jaxpr(call, return_shape=True)([as_shape_struct(x) for x in arrays])
         except Exception as error:
@@ -215,7 +218,7 @@ class Transformed:
         return _Call(arrays, program, shapes, [path for path, _ in leaves])
 
     def _param_paths(self, places: Sequence[Any]) -> list[str | None]:
-        """For each array its path in the parameters; None for data."""
+        """For each array its parameter path; None for data."""
         arguments = [_argument_of(path) for path in places]
         if unknown := [place for place in self._params if place not in arguments]:
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
@@ -242,12 +245,12 @@ class Transformed:
             return interpreter.run(), interpreter.stats
 
         compiled = jax.jit(run, static_argnames="collect_stats")
-        list_entries = lambda: unplanned.list_entries(graph, graph_schedule, self._rules, call_info, entries)  # noqa: E731
+        rows = functools.partial(list_rows, graph, graph_schedule, self._rules, call_info, entries)
         plan_entries = tuple(entries.values())
-        return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, list_entries, message, unquantized)
+        return CallPlan(plan_entries, uses, tuple(paths), structure, run, compiled, rows, message, unquantized)
 
     def _is_static(self, path: Any, x: Any) -> bool:
-        """Whether a leaf is no array but a setting: of other values, the function is another one."""
+        """Whether a leaf is a static setting: each of its values is a program of its own."""
         argument = _argument_of(path)
         return (
             argument in self._static or isinstance(x, bool) or not (isinstance(x, self._traced_types) or is_frozen(x))
@@ -263,7 +266,7 @@ class Transformed:
 
 
 def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
-    """Raises ValueError where products have no state that their scaling needs."""
+    """Raise ValueError if a matmul lacks the state that its scaling needs."""
     for use, linear in uses.items():
         if not linear.states:
             continue
@@ -279,7 +282,7 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
 
 
 def _hint_static_number(error: Exception, leaves: Sequence[tuple[Any, Any]], params: Sequence[int | str]) -> None:
-    """Adds to an error of a traced array which Python number a function got as one: it may branch on that."""
+    """Add a note to a tracer error: which Python number was traced. The function may branch on it."""
     if "trace" not in str(error).lower():
         return
     for path, x in leaves:
@@ -293,7 +296,7 @@ def _hint_static_number(error: Exception, leaves: Sequence[tuple[Any, Any]], par
 
 
 def _hint_closed_over_arrays(error: ValueError, consts: Sequence[Any]) -> None:
-    """Adds to an error of a function without products that it has matrices of its own: maybe its weights."""
+    """Add a note to an error about missing parameters if the function closes over matrices: maybe its weights."""
     matrix_shapes = [jnp.shape(x) for x in consts if jnp.ndim(x) > 1]
     if matrix_shapes and "no product of data with a parameter" in str(error):
         error.add_note(
@@ -303,12 +306,12 @@ def _hint_closed_over_arrays(error: ValueError, consts: Sequence[Any]) -> None:
 
 
 def _default_call_info(results: Any) -> CallInfo:
-    """Who calls a function that is no method of a model."""
+    """The caller's facts for a plain function."""
     return CallInfo()
 
 
 def _bind_settings(fn: Callable, structure: Any, count: int, settings: dict[int, Any]) -> Callable:
-    """A function of the arrays among the leaves of its arguments."""
+    """A function of the array leaves, with the static leaves of the arguments bound."""
 
     def call(arrays: list[Any]) -> Any:
         array_iter = iter(arrays)
@@ -321,7 +324,7 @@ def _bind_settings(fn: Callable, structure: Any, count: int, settings: dict[int,
 
 
 def _argument_of(path: Any) -> int | str:
-    """Which argument a leaf of (args, kwargs) is part of."""
+    """The position or name of the argument that a leaf of (args, kwargs) belongs to."""
     return path[1].key if path[0].idx == 1 else path[1].idx  # type: ignore[no-any-return]
 
 
@@ -332,65 +335,65 @@ def transform(
     params: int | str | Sequence[int | str] = 0,
     static: int | str | Sequence[int | str] = (),
 ) -> Transformed:
-    """A function whose products of data with parameters are those of a recipe, whatever framework it is written in.
+    """A function with the matmuls of a recipe in place of those between data and parameters, in any framework.
 
         fast = fp8jax.transform(loss_fn, "coat")
         loss, grads = jax.value_and_grad(fast)(params, batch)
         print(fast.explain(params, batch))
 
-    The function is traced, as `jax.jit` does it; its program is read, and operations of the recipe take the place of
-    equations: products of data with a parameter, at any depth of scans, checkpoints, conditions and calls; where the
-    recipe says what is kept of their inputs, or on a GPU makes codes at once, norms (RMSNorm, LayerNorm) and
-    activations (SiLU and GELU, gated or not) before them in any spelling; and what reads flash attention's output
-    keeps no copy of it. Norms and activations are known by their values at probes. Everything else is run as it is
-    written, under its own scopes and lines: what has a derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`),
-    products of data with what is computed from parameters, products of a gradient that the function takes itself,
-    convolutions. `explain` tells of each.
+    The function is traced like under `jax.jit`. The recipe replaces matmuls of data with a parameter, at any depth of
+    scans, checkpoints, conds and calls. If it compresses residuals, or emits codes on a GPU, it also replaces RMSNorm,
+    LayerNorm, SiLU and GELU (gated or not) before them. These are identified by their values at probe points, in any
+    spelling. The input of a matmul after flash attention is not saved twice. All other equations run as written: custom
+    derivatives, convolutions, derivatives inside of the function, and matmuls with values computed from parameters.
+    `explain` lists them.
 
     Args:
-        fn: any function that `jax.jit` can compile. To differentiate, differentiate what this returns.
-        rules: a `Recipe` or a preset's name, for all products but those of embeddings, output heads and routers; or a
-            sequence of `fp8jax.Rule`, the first match wins, after which a recipe may stand for all others. Rules match
-            the path of a parameter in its tree, steps joined by "/", without a last step such as "kernel" or "w":
-            "layers/mlp/up". A head is a product whose result the function returns or takes the softmax of; a router
-            one whose result goes into softmax, top_k, argmax or sort. A recipe that quantizes no product, such as
-            "bf16", leaves all as written.
-        params: the arguments that hold parameters, by place or name. Of several, paths begin with the place or name.
-        static: arguments that are settings, as `static_argnums` of `jax.jit`. Leaves that are no arrays and no numbers,
-            such as booleans, strings and functions, are so in any case.
+        fn: any function that `jax.jit` can compile. Differentiate the result, not `fn`.
+        rules: a `Recipe` or a preset's name, for all matmuls but those of embeddings, output heads and routers. Or a
+            sequence of `fp8jax.Rule`, which such a recipe may follow; the first match wins. A rule matches a
+            parameter's
+            path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of a head is
+            returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A recipe that
+            quantizes no matmul, such as "bf16", changes nothing.
+        params: the arguments with parameters, by position or name. If there are several, paths begin with these.
+        static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
+            numbers, such as booleans, strings and functions, always are.
 
     Returns:
         A `Transformed`.
 
     Raises:
-        ValueError: there are no rules; or from a call, a rule matches nothing, there is no product of data with
-            a parameter, or one asks for a precision that a quantized product cannot give.
+        ValueError: there are no rules. From a call: a rule matches nothing, or there is no matmul of data with a
+            parameter. Or one asks for a precision that no quantized matmul has.
         TypeError: the rules are of another type, or `fn` is no function.
     """
-    return _make_transformed(fn, rules, params, static)
+    return _make_transformed(fn, rules, params, static, (*_ARRAY_TYPES, *_NUMBER_TYPES))
 
 
-def _make_transformed(fn: Callable, rules: Rules, params: Any, static: Any, **keywords: Any) -> Transformed:
+def _make_transformed(
+    fn: Callable, rules: Rules, params: Any, static: Any, traced_types: tuple[type, ...]
+) -> Transformed:
     if not callable(fn):
         raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
     param_arguments, static_arguments = ((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
-    return Transformed(fn, as_rule_set(rules), param_arguments, static_arguments, **keywords)
+    return Transformed(fn, as_rule_set(rules), param_arguments, static_arguments, traced_types=traced_types)
 
 
 def filter_transform(fn: Callable, rules: Rules, *, params: int | str | Sequence[int | str] = 0) -> Transformed:
-    """`transform` of a function of modules that are pytrees, as Equinox's: arrays are traced, all else is a setting.
+    """`transform` for functions of modules that are pytrees, like Equinox's: arrays are traced, all else is static.
 
         fast = fp8jax.filter_transform(loss_fn, "coat")
         loss, grads = equinox.filter_value_and_grad(fast)(model, batch)
 
-    So a model may hold numbers that it branches on, such as a rate of dropout, as `equinox.filter_jit` has it: for each
-    value there is a program of its own. What the function returns are arrays.
+    A model may hold numbers that it branches on, such as a dropout rate, as with `equinox.filter_jit`. Each value is a
+    program of its own. The function must return arrays.
 
     Args:
-        fn: a function of a module, or of a tree with modules.
-        rules: as of `transform`; paths are those of fields: "layers/0/up".
-        params: the arguments that hold modules, as of `transform`.
+        fn: a function of a module, or of a pytree with modules.
+        rules: as in `transform`; paths are those of fields: "layers/0/up".
+        params: the arguments with modules, as in `transform`.
 
-    Returns, raises: as `transform`. A setting that is not hashable raises TypeError.
+    Returns, raises: as `transform`. A static leaf that is not hashable raises TypeError.
     """
-    return _make_transformed(fn, rules, params, (), traced_types=_ARRAY_TYPES)
+    return _make_transformed(fn, rules, params, (), _ARRAY_TYPES)

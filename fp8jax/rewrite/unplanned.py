@@ -1,4 +1,4 @@
-"""Entries of `explain` for what a plan leaves as written: norms, activations and products without a parameter."""
+"""Finds what the rules do not cover: norms, activations and matmuls without a parameter."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -15,7 +15,7 @@ from fp8jax.rewrite.shares import flops
 
 _ROOTS = ("rsqrt", "sqrt", "pow")
 _CURVES = ("logistic", "tanh", "erf", "erfc", "expm1")
-# Functions that programs call by these names.
+# The names of activation functions in `jax.nn` and other libraries.
 _ACTIVATION_NAMES = (
     *("relu", "relu6", "leaky_relu", "silu", "swish", "gelu", "elu", "selu", "celu", "mish", "softplus", "sigmoid"),
     *("hard_tanh", "hard_silu", "hard_swish", "hard_sigmoid", "log_sigmoid", "soft_sign", "squareplus", "logaddexp"),
@@ -35,13 +35,13 @@ _BY_ELEMENT = (
     *IDENTITY_PRIMITIVES,
     *RESHAPES,
 )
-_MAX_DISTANCE = 12  # steps from a statistic, or a curve, to what reads the result
+_MAX_DISTANCE = 12  # steps from a statistic or nonlinear function to a reader of the result
 _NO_CONTEXT_REASON = "no rule's recipe has a context, which says what norms and activations keep"
 _UNREAD_REASON = "no product of a recipe reads its result as it is"
 
 
 class _Program:
-    """A planned program, and who reads what in it."""
+    """A planned program, and the readers of each value."""
 
     def __init__(
         self, graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, quantized_nodes: set[Node]
@@ -62,21 +62,17 @@ class _Program:
 Enclosing = tuple[tuple[Node, Graph], ...]
 
 
-def list_entries(
+def find(
     graph: Graph, schedule: Schedule, rules: RuleSet, call_info: CallInfo, entries: Mapping[Node, PlanEntry]
-) -> tuple[PlanEntry, ...]:
-    """The entries of `explain` for a planned program, in its order.
+) -> dict[Node, PlanEntry]:
+    """The entries of norms, activations and matmuls without a parameter that a plan does not list.
 
     Args:
         graph: the program, planned.
-        schedule: what is run of it.
-        rules: which recipe is whose.
-        call_info: of the program.
-        entries: of the plan.
-
-    Returns:
-        The plan's entries, and what runs as written beside them: norms, activations of what products give, and products
-        of which no operand is a parameter.
+        schedule: the nodes that run.
+        rules: the rules that choose a recipe for each layer.
+        call_info: facts from the caller.
+        entries: the plan's entries.
     """
     program = _Program(
         graph, schedule, rules, call_info, {node for node, entry in entries.items() if entry.is_quantized}
@@ -92,22 +88,12 @@ def list_entries(
         else:
             entry = _activation_entry(program, node)
         if entry is not None:
-            found[node] = entry
-    found |= entries
-    return tuple(found[node] for node in _walk_nested(graph.nodes) if node in found)
-
-
-def _walk_nested(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, calls and what is in them among them."""
-    for node in nodes:
-        yield node
-        yield from _walk_nested(node.inlined or ())
-        for body in node.bodies:
-            yield from _walk_nested(body.nodes)
+            found[node] = entry._replace(is_planned=False)
+    return found
 
 
 def _executed_nodes(schedule: Schedule, enclosing: Enclosing) -> Iterator[tuple[Node, Enclosing]]:
-    """The nodes that run, with what they stand in; of a call that is an activation by its name, the call."""
+    """The nodes that run, with the nodes around them; a call with the name of an activation is one node."""
     for node in schedule.nodes:
         yield from _expand_node(node, schedule, enclosing)
 
@@ -127,7 +113,7 @@ def _expand_node(node: Node, schedule: Schedule | None, enclosing: Enclosing) ->
 
 
 def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
-    """The entry of the norm whose square root a node is; None if it belongs to no norm."""
+    """The entry of the norm whose square root is `node`; None if there is no such norm."""
     root = node.operands[0]
     if not root.is_data or root.aval.ndim < 1 or root.aval.size < 2:
         return None
@@ -160,8 +146,7 @@ def _norm_entry(program: _Program, node: Node) -> PlanEntry | None:
 
 
 def _norm_consumers(program: _Program, value: Value) -> tuple[str, bool, bool, bool]:
-    """The path of a norm's parameter, whether data scale or shift the result, whether a product of a recipe reads it,
-    and whether some of what is computed of it is a norm as fp8jax knows them."""
+    """A norm's parameter path, and whether data modulate its result, a quantized matmul reads it, its form is known."""
     path, is_modulated, is_read_by_recipe, is_known = "", False, False, False
     upstream = set(_upstream(value))
     for reader, operand in _downstream(program, value):
@@ -174,12 +159,12 @@ def _norm_consumers(program: _Program, value: Value) -> tuple[str, bool, bool, b
             if weight is not None:
                 path = path or program.call_info.layer_paths(weight.path)[0]
             elif reader.kind in ("mul", "div") and factor.is_data and not factor.is_closure_data:
-                is_modulated |= upstream.isdisjoint(_upstream(factor))  # else it is the norm itself
+                is_modulated |= upstream.isdisjoint(_upstream(factor))  # unless it is the norm itself
     return path, is_modulated and is_read_by_recipe, is_read_by_recipe, is_known
 
 
 def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
-    """The entry of the activation that a node is part of; None if it belongs to none."""
+    """The entry of the activation that a node is part of; None if there is none."""
     name = primitives.function_name(node.eqn)
     is_named = name in _ACTIVATION_NAMES and (node.inlined is not None or node.has_custom_rule)
     is_relu = node.kind == "max" and any(operand.constant == 0 for operand in node.operands)
@@ -211,12 +196,12 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
 
 
 def _is_statistic(program: _Program, value: Value) -> bool:
-    """Whether a value is a variance, or what a softmax subtracts, and no activation."""
+    """Whether a value is a variance or a softmax's maximum, and no activation."""
     return any(v.kind in ("reduce_sum", "reduce_max") for v in _ancestors(value, 4))
 
 
 def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanEntry | None:
-    """The entry of a product of which no operand is a parameter; None if it contracts nothing."""
+    """The entry of a matmul without a parameter; None if it contracts nothing."""
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return None
     operands = node.operands[:2]
@@ -235,7 +220,7 @@ def _product_entry(program: _Program, node: Node, enclosing: Enclosing) -> PlanE
 
 
 def _adapter_path(program: _Program, value: Value) -> str:
-    """The path of the adapter's array that a value is, up to layouts and casts; "" of anything else."""
+    """The path of the LoRA factor that a value is, up to layouts and casts; else ""."""
     if not program.call_info.adapter_paths:
         return ""
     value = strip_layout(value)
@@ -246,7 +231,7 @@ def _adapter_path(program: _Program, value: Value) -> str:
 
 
 def _downstream(program: _Program, value: Value) -> Iterator[tuple[Node, Value]]:
-    """The readers of a value, and of values computed from it element by element, each with the value that it reads."""
+    """The readers of a value, and of values computed from it elementwise, each with the value that it reads."""
     visited, frontier = {value}, [value]
     for _ in range(_MAX_DISTANCE):
         values, frontier = frontier, list[Value]()
@@ -277,7 +262,7 @@ def _ancestors(value: Value, max_depth: int = 10) -> list[Value]:
 
 
 def _upstream(value: Value) -> list[Value]:
-    """A value and what it is computed from, up to products and norms before it."""
+    """A value and the values that it is computed from, up to matmuls and norms before it."""
     kinds = (*_STATISTICS, *_BY_ELEMENT, "reduce_sum", *_ROOTS)
     return _search(value, lambda v: _operands(v, kinds), _MAX_DISTANCE)
 
@@ -287,7 +272,7 @@ def _strip_identities(value: Value) -> Value:
 
 
 def _squared_value(value: Value) -> Value | None:
-    """The value whose square this is; None if it is no square."""
+    """The value x if a value is x * x or x ** 2; else None."""
     value = _strip_identities(value)
     node = value.node
     if node is None or node.operation is not None:

@@ -1,9 +1,9 @@
-"""Calls of Mosaic GPU kernels, each lowered once in a process, however many products of a program are alike.
+"""Calls of Mosaic GPU kernels, lowered once per process for each kernel and shape.
 
-Pallas lowers a kernel in Python, which takes half a second for a product. JAX shares that among equal calls of a
-module. But XLA's partitioner asks for a module for each call: a model of 16 layers took minutes to compile for two
-GPUs, and each of its kernels was compiled anew. So the first lowering is recorded, which is a custom call with its
-attributes, and later calls repeat it.
+Arrays and hardware are those of the kernel; its results do not change.
+
+Pallas lowers a kernel in Python. XLA's partitioner asks for a separate module per call, so that JAX's own cache of
+lowerings does not help. The first lowering is therefore recorded as a custom call, which later calls repeat.
 """
 
 import functools
@@ -20,8 +20,8 @@ class CustomCall(NamedTuple):
     """A custom call as Pallas lowers it.
 
     Attributes:
-        target: its name.
-        attributes: its backend configuration, by name; strings as bytes, which need not be UTF-8.
+        target: name of the call target.
+        attributes: backend configuration by name; strings are bytes, not necessarily UTF-8.
     """
 
     target: str
@@ -29,11 +29,11 @@ class CustomCall(NamedTuple):
 
 
 class Kernel:
-    """A kernel as a primitive's parameter, equal to others that are compiled for the same.
+    """A kernel as a parameter of the primitive; equal to every kernel with the same key.
 
     Attributes:
-        key: all that it is compiled for.
-        program: as Pallas traces it.
+        key: static facts for which the kernel is compiled.
+        program: jaxpr that Pallas traces.
     """
 
     def __init__(self, key: Hashable, program: Any) -> None:
@@ -41,7 +41,7 @@ class Kernel:
 
     @functools.cached_property
     def lowered(self) -> CustomCall | None:
-        """As Pallas lowers it; None where that is more than a custom call of all operands."""
+        """The custom call; None if the lowering is more than one custom call of all operands."""
         return _extract_custom_call(jaxpr_as_fun(self.program), self.program.in_avals)
 
     def __eq__(self, other: object) -> bool:
@@ -61,14 +61,14 @@ _call = Primitive("mosaic_call")
 def call(
     name: str, kernel: Callable[..., Array], operands: Sequence[Array], out: jax.ShapeDtypeStruct, static_key: Hashable
 ) -> Array:
-    """Runs a kernel of one matrix.
+    """Return the result of a kernel, an array like `out`.
 
     Args:
-        name: of the kernel, by which reports of compiled programs know it.
-        kernel: of the operands; a `plgpu.kernel`.
-        operands: arrays, the first one a matrix, which no `jax.shard_map` that checks what varies knows to vary.
+        name: name of the kernel in the compiled program.
+        kernel: a `plgpu.kernel`, called with the operands.
+        operands: arrays, the first a matrix. None varies over a mesh axis of a `jax.shard_map` that checks it.
         out: shape and dtype of the result.
-        static_key: all that the kernel is compiled for, beside the shapes and dtypes of the operands and the result.
+        static_key: what the kernel is compiled for, apart from the shapes and dtypes of operands and result.
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     key = name, static_key, tuple((x.shape, str(x.dtype)) for x in (*shapes, out))
@@ -83,7 +83,7 @@ def call(
 @_call.def_impl
 @functools.partial(jax.jit, static_argnames="kernel")
 def _call_impl(*operands: Array, kernel: Kernel) -> Array:
-    """The kernel outside of any program: one of its own."""
+    """Return the result of a kernel that is called outside of `jax.jit`."""
     result: Array = _call.bind(*operands, kernel=kernel)
     return result
 
@@ -91,7 +91,7 @@ def _call_impl(*operands: Array, kernel: Kernel) -> Array:
 @_call.def_abstract_eval
 def _call_abstract_eval(first: Any, *other_operands: Any, kernel: Kernel) -> Any:
     (out,) = kernel.program.out_avals
-    # So that it lies on the mesh of the operands.
+    # `update` keeps the mesh of the operand.
     return first.update(shape=out.shape, dtype=out.dtype, weak_type=False)
 
 
@@ -106,13 +106,13 @@ mlir.register_lowering(_call, _call_lowering, platform="cuda")
 
 
 def _extract_custom_call(kernel: Callable[..., Any], operands: Sequence[Any]) -> CustomCall | None:
-    """The custom call that a kernel is lowered to; None where it is not one of these operands, in order, alone."""
+    """Return the custom call of a kernel's lowering; None if there is more than one call of all operands in order."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     module: Any = jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
     (main,) = (x for x in module.body.operations if getattr(x, "name", None) and x.name.value == "main")
     (block,) = main.regions[0].blocks
     calls = [x for x in block.operations if x.operation.name == "stablehlo.custom_call"]
-    # Beside it stands the return alone.
+    # The only other operation is the return.
     if len(calls) != 1 or len(list(block.operations)) != 2 or [*calls[0].operands] != [*block.arguments]:
         return None
     attributes = calls[0].attributes

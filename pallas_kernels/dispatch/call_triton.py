@@ -1,10 +1,8 @@
-"""Calls of Triton kernels from JAX: the same with jax-triton before and since 0.4.
+"""Calls of Triton kernels from JAX, with jax-triton before and since 0.4.
 
-XLA launches the kernels itself where it can (`launch_triton`). Where it cannot, jax-triton's own calls stay. Since 0.4
-XLA can record those, with all kernels around them, into a command buffer (a CUDA graph), which starts them without the
-host. Before, it cannot, and every kernel of a program then waits for its own launch, which small layers spend more time
-with than with their work. Here 0.3 makes calls as 0.4 does. (For `jax.export` all are custom calls whose check has to
-be disabled, by the name `__gpu$xla.gpu.ptx` or `triton_kernel_call_ffi`.)
+XLA launches the kernels itself if it can (`launch_triton`); otherwise they are jax-triton's calls. Calls of 0.3 are
+rewritten to the form of 0.4, which XLA can record into a command buffer (a CUDA graph). For `jax.export`, disable the
+check of the custom call `__gpu$xla.gpu.ptx` or `triton_kernel_call_ffi`.
 """
 
 import functools
@@ -41,27 +39,24 @@ def call(
     num_stages: int = 1,
     **constexprs: Any,
 ) -> Sequence[Array]:
-    """Runs a kernel.
+    """Return the results of a Triton kernel.
 
     Args:
-        inputs: arrays, and integers for arguments that the kernel is not compiled for.
+        inputs: arrays, and integers for the parameters that are not compile-time constants.
         kernel: function under `triton.jit`; its parameters are the inputs, then the results.
-        out_shapes: shapes and dtypes.
-        num_programs: their number.
-        num_warps: of a program.
-        compute_capability: of the GPU, as 90; None asks the one there is.
-        aliases: by input the result that takes its place in memory; these are the first results.
-        num_stages: of the pipelines that loops of loads and products become.
-        static: what the kernel is compiled for.
-
-    Returns:
-        The results.
+        out_shapes: shapes and dtypes of the results.
+        num_programs: size of the one-dimensional grid.
+        num_warps: warps of a program.
+        compute_capability: GPU architecture, such as 90; None for that of the present GPU.
+        aliases: index of an input -> index of the result that reuses its memory. These results come first.
+        num_stages: stages of software pipelining.
+        constexprs: compile-time constants of the kernel.
     """
-    # As jax-triton 0.3 and Triton 3.6 do. Triton 3.10 will round products before sums; 3.9 writes PTX for an assembler
-    # of its own, of CUDA 13.4, and XLA's, which gets it, may be older.
+    # These are the options of jax-triton 0.3 and Triton 3.6. Triton 3.10 will round products before sums. Triton 3.9
+    # writes PTX for CUDA 13.4, which XLA's assembler may not read.
     options = {"enable_fp_fusion": True, "ptx_version": 87 if (compute_capability or 0) < 100 else 88}
     version_options: dict[str, Any] = {"out_type": out_shapes, "backend_options": options}
-    # Since 0.4, a result that takes the place of an input is no parameter.
+    # Since 0.4, an aliased result has no parameter of its own.
     alias_placeholders = [1] * len(aliases or {})
     if IS_BEFORE_04:
         version_options, alias_placeholders = (
@@ -101,9 +96,10 @@ def _run_add(x: Array, compute_capability: int | None) -> Sequence[Array]:
 
 
 def check(compute_capability: int) -> None:
-    """Lowers a small program with a kernel for CUDA; raises what the installed packages raise, if they do.
+    """Lower a small program with a kernel for CUDA, and on a GPU also try whether XLA can launch it.
 
-    On a GPU it is tried there, too, whether XLA launches such kernels.
+    Raises:
+        Exception: any error of the installed packages.
     """
     x = jax.ShapeDtypeStruct((32,), jnp.float32)
 
@@ -118,14 +114,14 @@ def check(compute_capability: int) -> None:
 
 
 def _run_small_kernel() -> None:
-    """Runs a small kernel on this process's first GPU; raises what JAX raises, and where its results are wrong."""
+    """Run a small kernel on the first local GPU; raise JAX's error, or AssertionError for a wrong result."""
     x = jax.device_put(np.arange(32, dtype=np.float32), jax.local_devices()[0])
     for result in jax.jit(lambda x: _run_add(x, None))(x):
         np.testing.assert_array_equal(result, np.arange(32) + 3, "of a kernel that adds 3")
 
 
 def _lower_call(lowering_rule: Callable[..., Any], context: Any, *operands: Any, **parameters: Any) -> Any:
-    """A call as XLA's own where it is ours, else, or where that cannot be, as jax-triton's, made as 0.4 makes it."""
+    """Lower a call: to XLA's own for our kernels if possible, otherwise to jax-triton's in the form of 0.4."""
     lower = functools.partial(lowering_rule, context, *operands, **parameters)
     if parameters["name"] != launch_triton.NAME:
         return lower()
@@ -135,7 +131,7 @@ def _lower_call(lowering_rule: Callable[..., Any], context: Any, *operands: Any,
 
 
 def _as_ffi_call(results: Any) -> Any:
-    """The results of a call of jax-triton 0.3 named `_TARGET`, whose convention it does not know, in that one."""
+    """Return the results of a call of jax-triton 0.3, converted to the typed FFI convention of `_TARGET`."""
     from jax.extend.mlir import ir
 
     attributes = results[0].owner.attributes
@@ -145,20 +141,18 @@ def _as_ffi_call(results: Any) -> Any:
 
 
 def _dce_rule(used_outputs: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Which operands an equation that calls a kernel needs, and the equation; None where nobody reads its results.
-
-    As every other equation of JAX. jax-triton 0.4 keeps all, by a rule of two arguments; since 0.12 JAX passes three.
-    """
+    """Return which operands a kernel call needs, and the equation; None for the equation if no result is used."""
     equation = rest[-1]
     is_needed = any(used_outputs) or bool(equation.effects) or bool(equation.params.get("has_side_effect"))
     return [is_needed] * len(equation.invars), equation if is_needed else None
 
 
+# jax-triton 0.4 keeps every call, by a rule of two arguments; JAX passes three since 0.12.
 _jax_triton_dce_rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
 if _jax_triton_dce_rule is not None and len(inspect.signature(_jax_triton_dce_rule).parameters) == 2:
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _dce_rule
 
-# What answers to jax-triton's calls of this kind is in jaxlib 0.11; 0.4 needs that, too.
+# jaxlib has registered this call target since 0.11; jax-triton 0.4 needs it too.
 USES_FFI_CALLS = IS_BEFORE_04 and jax.__version_info__ >= (0, 11)
 _target = triton_lib.get_cuda_backend if IS_BEFORE_04 else triton_lib.make_cuda_target
 _original_lowering = functools.partial(triton_lib.triton_kernel_call_lowering, _target)

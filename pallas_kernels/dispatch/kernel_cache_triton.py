@@ -1,15 +1,11 @@
-"""Compiled Triton kernels on disk: a program that starts anew compiles none that was compiled before.
+"""A cache of compiled Triton kernels on disk, shared by processes.
 
-jax-triton compiles a kernel for each process that lowers it. Here what it made is kept in a file, named by a hash of
-all that it depends on: the kernel's source with that of the functions and constants it uses, the types of its arguments
-and what they are specialized for, compile-time constants, options, the GPU's architecture, and the versions of Triton,
-jax-triton and jaxlib. Files are written in one step; one that is damaged is made again.
+The file name is a hash of everything that a compilation depends on: sources, argument types, constants, options, GPU
+architecture and versions. Files are written atomically; a damaged one is replaced. Only PTX is stored, without debug
+information or Triton IR: jaxlib hashes and compares all bytes of each call before each run of a program, on the host.
 
-A compiled kernel travels as PTX alone, without the lines of its source and Triton's own code: jaxlib hashes and
-compares all bytes of each call before each run of a program, on the host: milliseconds for a step of a thousand calls.
-
-The folder is the environment variable FP8JAX_KERNEL_CACHE (where that is empty, nothing is kept), else `fp8jax-triton`
-in JAX's compilation cache if that has a folder, else `fp8jax/triton` in XDG_CACHE_HOME or ~/.cache.
+The folder is the environment variable FP8JAX_KERNEL_CACHE; an empty value disables the cache. If it is unset, the
+folder is `fp8jax-triton` in JAX's compilation cache, or else `fp8jax/triton` in XDG_CACHE_HOME or ~/.cache.
 """
 
 import hashlib
@@ -34,7 +30,7 @@ _LOGGER = logging.getLogger("fp8jax")
 
 
 def cache_folder() -> pathlib.Path | None:
-    """Where compiled kernels are kept, or None."""
+    """Return the folder of the cache, or None if it is disabled."""
     path = os.environ.get(VARIABLE)
     if path is not None:
         return pathlib.Path(path).expanduser() if path else None
@@ -45,11 +41,11 @@ def cache_folder() -> pathlib.Path | None:
 
 
 def load_or_compile(key: Any, compile_kernel: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `compile_kernel` returns, from the file for these parts, or made now and written there.
+    """Return the result of `compile_kernel`, read from the cache if it holds the key, and written to it otherwise.
 
     Args:
-        key: all that the result depends on, by their `repr`.
-        compile_kernel: returns what JSON can hold.
+        key: everything that the result depends on; its `repr` is hashed.
+        compile_kernel: function of no arguments that returns JSON data.
     """
     folder_path = cache_folder()
     if folder_path is None:
@@ -96,18 +92,18 @@ def _digest(kernel: dict[str, Any]) -> str:
 
 
 _TRITON_KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
-# Lines `.loc` and `.file`, sections for debuggers, and comments. Labels stay: they bound what the assembler reorders.
+# Matches `.loc` and `.file` lines, debug sections and comments. Labels stay: the assembler reorders between them only.
 _DEBUG_LINES = re.compile(
     r"""^[ \t]*\.(?:loc|file)\b.*\n | ^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}[ \t]*\n?
     | ^[ \t]*//.*\n | [ \t]*//.*$ | ^[ \t]+""",
     re.MULTILINE | re.VERBOSE,
 )
-# Compiled kernels of this process by their identity, each with what it was made of.
+# Kernel and constructor arguments of each compiled kernel of this process, by `id`.
 _parts_by_id: dict[int, tuple[Any, list[Any]]] = {}
 
 
 def _compile_and_record(*arguments: Any) -> Any:
-    """Makes a compiled kernel, as jax-triton does but of bare PTX and without Triton's code, and notes of what."""
+    """Return jax-triton's compiled kernel with bare PTX and without Triton IR, and record its constructor arguments."""
     name, warps, clusters, shared, binary, _, *other_arguments = arguments
     return _make_kernel([name, warps, clusters, shared, strip_debug_info(binary), "", *other_arguments])
 
@@ -119,18 +115,18 @@ def _make_kernel(parts: list[Any]) -> Any:
 
 
 def kernel_parts(kernel: Any) -> list[Any]:
-    """What a compiled kernel was made of: name, warps, clusters, bytes of shared memory, bare PTX, and the rest."""
+    """Return a kernel's constructor arguments: name, warps, clusters, shared-memory bytes, bare PTX, and the rest."""
     return _parts_by_id[id(kernel)][1]
 
 
 def strip_debug_info(ptx: str) -> str:
-    """PTX without comments, indents and what tells the lines of its source; it becomes the same machine code."""
+    """Return PTX without comments, indents and line information; the machine code is the same."""
     return _DEBUG_LINES.sub("", ptx).replace(" \t", " ").replace("\t", " ")
 
 
 def install() -> None:
-    """Makes jax-triton keep what it compiles."""
-    # The class lies in a module of jaxlib, which others use: ours stands in jax-triton's view of that alone.
+    """Patch jax-triton so that it uses this cache."""
+    # The patched view belongs to jax-triton alone: other users of the jaxlib module keep the original class.
     module_view = vars(triton_lib.triton_kernel_call_lib) | {"TritonKernel": _compile_and_record}
     triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**module_view)
     if hasattr(triton_lib, "TritonFunction"):
@@ -183,7 +179,7 @@ def _cached_before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
             }
 
         options["metaparams"] = dict(sorted(options["metaparams"].items()))
-        # A scalar is in the program, not in the kernel, but for None and 1, which it is compiled for.
+        # A kernel is specialized only for the scalars None and 1; other values belong to the calling program.
         specialized_scalars = [(i, kind, value if value is None or value == 1 else ...) for i, kind, value in scalars]
         key_parts = (fn.cache_key, platform, kinds, specialized_scalars, compute_capability, sorted(options.items()))
         if (key := repr(key_parts)) not in kernels:

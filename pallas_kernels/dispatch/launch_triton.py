@@ -1,20 +1,17 @@
 """Triton kernels as kernels that XLA launches itself.
 
-jax-triton's calls carry a kernel in a string that jaxlib hashes and compares before each run of a program, and XLA
-records them into a command buffer (a CUDA graph) by running them into a stream, again whenever an address has changed:
-milliseconds of a step during which the GPU waits if the host reads each loss. XLA's own call of PTX is taken apart when
-a program is compiled. It is launched and recorded as XLA's own kernels are.
+A call of jax-triton carries its kernel in a string, which jaxlib hashes and compares before each run. XLA records such
+a call into a command buffer (a CUDA graph) again after each change of an address. XLA's own call of PTX is parsed once,
+at compile time.
 
-Such a kernel is given the addresses of the call's operands and then of its results, and nothing else. Parameters are
-therefore declared anew: integers lie in an array, one more operand, where the kernel reads them; what Triton adds and
-the kernel never reads is left out; a result that takes the place of an operand has a parameter. The instructions, and
-so the bits, are those that jax-triton's call runs.
+XLA passes only the addresses of operands and results. The PTX parameters are therefore declared again: integers move
+into one more operand, an array; unused parameters of Triton are removed; an aliased result gets a parameter. The
+instructions, and therefore the bits, stay the same.
 
-The GPU's driver assembles PTX when a program is loaded, each kernel once, and keeps what it made in its own cache
-(~/.nv/ComputeCache, or CUDA_CACHE_PATH). The environment variable FP8JAX_KERNEL_CALLS says who launches: `xla`,
-`triton` (jax-triton's call), or, unset, XLA where it can and jax is 0.11 or newer; before, that was not tried on a GPU.
-It cannot where the driver keeps nothing, or where a small kernel of the same kind, launched once, fails; then
-jax-triton's calls are taken and a warning says why.
+The GPU driver assembles each kernel once, when a program is loaded, and caches it (~/.nv/ComputeCache or
+CUDA_CACHE_PATH). The environment variable FP8JAX_KERNEL_CALLS selects the launcher: `xla`, `triton` (jax-triton), or,
+if unset, XLA with jax 0.11 or newer. The default falls back to jax-triton, with a warning, if the driver has no cache
+or a small test kernel fails.
 """
 
 import dataclasses
@@ -37,7 +34,7 @@ from pallas_kernels.dispatch import kernel_cache_triton
 
 VARIABLE = "FP8JAX_KERNEL_CALLS"
 TARGET = "__gpu$xla.gpu.ptx"
-NAME = "fp8jax"  # of our calls, among those of others
+NAME = "fp8jax"  # marks our calls
 _LOGGER = logging.getLogger("fp8jax")
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _ARRAY_KIND = "array"
@@ -45,7 +42,7 @@ _ARRAY_KIND = "array"
 
 @dataclasses.dataclass(frozen=True)
 class KernelParameter:
-    """A kernel's parameter: an array, or an integer of a type as `i32`."""
+    """A parameter of a kernel: an array, or an integer with its type, such as `i32`."""
 
     kind: str
     value: int = 0
@@ -53,7 +50,7 @@ class KernelParameter:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What jax-triton is about to call: a compiled kernel, its grid and its parameters, without those Triton adds."""
+    """A launch by jax-triton: compiled kernel, grid and parameters, without those that Triton adds."""
 
     kernel: Any
     x: int
@@ -66,7 +63,7 @@ class Launch:
 
 
 class _LaunchCaptured(Exception):
-    """Carries a launch out of jax-triton's lowering, before it writes a call."""
+    """Carries a launch out of jax-triton's lowering before a call is emitted."""
 
 
 _capture = threading.local()
@@ -77,7 +74,7 @@ def _intercept(original: Callable[..., Any], replacement: Callable[..., Any]) ->
 
 
 def install() -> None:
-    """Lets `capture_launch` see what jax-triton's lowering makes; calls of others are made as before."""
+    """Patch jax-triton for `capture_launch`. Calls without it stay as they are."""
     jaxlib_module = triton_lib.triton_kernel_call_lib
     replacements: dict[str, Any] = {
         "create_array_parameter": lambda *_: KernelParameter(_ARRAY_KIND),
@@ -91,14 +88,14 @@ def install() -> None:
 
 
 def capture_launch(lower: Callable[[], Any]) -> Launch | None:
-    """What jax-triton would call, from its lowering of a kernel's call; None, which is told, where that is not seen."""
+    """Return the launch of jax-triton's lowering of a call; None, with a warning, if none can be captured."""
     _capture.on = True
     try:
         lower()
         reason = "its lowering makes no single launch"
     except _LaunchCaptured as seen:
         return seen.args[0]  # type: ignore[no-any-return]
-    except Exception as error:  # Of jax-triton's own, if it is wrong by itself: it comes again where the call is made.
+    except Exception as error:  # jax-triton's own errors are raised again by its call
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     finally:
         _capture.on = False
@@ -107,13 +104,13 @@ def capture_launch(lower: Callable[[], Any]) -> Launch | None:
 
 
 def call(context: Any, operands: Sequence[Any], aliases: dict[int, int], lower: Callable[[], Any]) -> Any:
-    """The results of a kernel's call as XLA's, or None where it has to stay jax-triton's.
+    """Lower a kernel call to XLA's own; return its MLIR results, or None if it must stay jax-triton's.
 
     Args:
-        context: of the lowering rule.
-        operands: values in MLIR, the arrays.
-        aliases: by operand the result that takes its place.
-        lower: jax-triton's lowering of it.
+        context: context of the lowering rule.
+        operands: MLIR values of the array operands.
+        aliases: index of an operand -> index of the result that reuses its memory.
+        lower: jax-triton's lowering of the call.
     """
     if get_launcher() == "triton" or _failure_reasons or (captured := capture_launch(lower)) is None:
         return None
@@ -147,7 +144,7 @@ def call(context: Any, operands: Sequence[Any], aliases: dict[int, int], lower: 
 
 
 def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
-    """A kernel's integers, each at a place that its size divides, as words of 32 bits."""
+    """Return the integer parameters as an int32 array, each aligned to its own size."""
     content = bytearray()
     for p in parameters:
         if p.kind != _ARRAY_KIND:
@@ -159,7 +156,7 @@ def pack_integers(parameters: Sequence[KernelParameter]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class RedeclaredKernel:
-    """PTX whose parameters are a call's operands, its integers if it reads any (`has_integers`), and results."""
+    """PTX whose parameters are operands, the array of integers (if `has_integers`), then results."""
 
     code: str
     has_integers: bool
@@ -172,15 +169,15 @@ _ENTRY_POINT = re.compile(r"^\.visible \.entry (\w+)\(\n?([^)]*)\)", re.MULTILIN
 def redeclare_parameters(
     code: str, threads: int, kinds: tuple[str, ...], num_operands: int, is_in_place: tuple[bool, ...]
 ) -> RedeclaredKernel | None:
-    """A kernel's code with its parameters declared anew; None where it is not of the form known here.
+    """Return the PTX of a kernel with new parameter declarations; None if its form is unknown.
 
     Args:
-        code: PTX of one kernel, as `kernel_cache_triton.strip_debug_info` makes it.
-        threads: of a program.
-        kinds: of the parameters, without those that Triton adds.
-        num_operands: the number of arrays that the call is given.
-        is_in_place: for each result whether it takes an operand's place. It has a parameter of its own in kernels of
-            jax-triton 0.3, none since 0.4.
+        code: PTX of one kernel, after `kernel_cache_triton.strip_debug_info`.
+        threads: threads of a program.
+        kinds: kinds of the parameters, without those that Triton adds.
+        num_operands: number of array operands.
+        is_in_place: for each result, whether it is an alias of an operand. An aliased result has its own parameter in
+            jax-triton 0.3, but none since 0.4.
     """
     entry, block_size = _ENTRY_POINT.search(code), re.search(r"^\.reqntid (\d+)\b", code, re.MULTILINE)
     if entry is None or block_size is None or int(block_size[1]) != threads:
@@ -224,10 +221,10 @@ def redeclare_parameters(
 
 
 def get_launcher() -> str:
-    """Who launches kernels, by the environment: `xla` or `triton`.
+    """Return the launcher that the environment selects: `xla` or `triton`.
 
     Raises:
-        ValueError: the variable says something else.
+        ValueError: the variable has another value.
     """
     value = os.environ.get(VARIABLE) or ("xla" if jax.__version_info__ >= (0, 11) else "triton")
     if value not in ("xla", "triton"):
@@ -239,9 +236,9 @@ _failure_reasons: list[str] = []
 
 
 def check_launch(run_small_kernel: Callable[[], None]) -> None:
-    """Takes jax-triton's calls from now on, and warns, where XLA's would be slow or fail; tries `run_small_kernel`.
+    """Select jax-triton's calls, with a warning, if XLA's own would be slow or `run_small_kernel` fails.
 
-    Nothing is tried where the environment variable is set: what it says holds.
+    An explicit environment variable is not tested.
     """
     if os.environ.get(VARIABLE) or get_launcher() == "triton" or _failure_reasons:
         return
@@ -249,7 +246,7 @@ def check_launch(run_small_kernel: Callable[[], None]) -> None:
     if reason is None:
         try:
             run_small_kernel()
-        except Exception as error:  # XLA's errors are of many kinds; any means that its call is not for here.
+        except Exception as error:  # XLA raises many types; any of them rules its call out
             reason = f"XLA's own calls of PTX fail ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     if reason is not None:
         _failure_reasons.append(reason)
@@ -257,7 +254,7 @@ def check_launch(run_small_kernel: Callable[[], None]) -> None:
 
 
 def missing_driver_cache() -> str | None:
-    """Why the GPU's driver keeps no assembled kernels, and would assemble one for each of its calls; or None."""
+    """Return why the GPU driver has no cache of assembled kernels, or None if it has one."""
     if os.environ.get("CUDA_CACHE_DISABLE", "0") not in ("", "0"):
         return "CUDA_CACHE_DISABLE is set, so that the driver would assemble a kernel again for each of its calls"
     folder = pathlib.Path(os.environ.get("CUDA_CACHE_PATH") or os.path.expanduser("~/.nv/ComputeCache"))

@@ -1,4 +1,8 @@
-"""Softmax cross-entropy of logits in two passes over them: sums of exponentials, and codes of the loss's cotangents."""
+"""Softmax cross-entropy of logits: row maxima and sums of exponentials, then quantized cotangents.
+
+In: logits (M, N) fp32, bf16 or fp16; labels and weights (M,). Out: fp32 (M,) statistics; FP8 codes (M, N) and (N, M).
+Hardware: Ada or newer for FP8 codes. Reference: the XLA paths of `fp8jax/ops/losses/logits.py`.
+"""
 
 from collections.abc import Sequence
 
@@ -18,7 +22,7 @@ from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
 from pallas_kernels.quantization.scaling_triton import Coding
 
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
-_BLOCK_M, _BLOCK_N = 4, 2048  # of a program that sums exponentials
+_BLOCK_M, _BLOCK_N = 4, 2048  # tile of `_exponentials`
 
 
 @triton.jit
@@ -26,7 +30,7 @@ def _exponentials(
     z_ptr: tl.tensor, max_ptr: tl.tensor, sums_ptr: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of BLOCK_N columns of BLOCK_M rows the largest logit of each row, and the sum of exponentials below that."""
+    """Write the row maxima, and the row sums of exp(z - maximum), of a tile of (BLOCK_M, BLOCK_N)."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -38,7 +42,7 @@ def _exponentials(
     if MASKED:
         z = tl.where(scaling.tile_mask(m, n, M, N), z, float("-inf"))
     largest = tl.reduce(z, 1, operations.larger_or_nan)
-    # NaN and infinities come out as they do where nothing is subtracted.
+    # Subtract nothing from rows with a non-finite maximum: NaN and Inf then propagate.
     finite_max = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
     total = tl.sum(tl.exp(z - finite_max[:, None]), 1)
     part_offsets = m * TILES_N + program % TILES_N
@@ -47,13 +51,9 @@ def _exponentials(
 
 
 def max_and_sum_exp(z: Array, *, compute_capability: int | None = None) -> tuple[Array, Array]:
-    """The largest logit of each row, or NaN, and the sum of exponentials of what the row's logits are below it.
+    """Return the maximum of each row of logits, and its sum of exp(z - maximum), two fp32 (M,).
 
-    Args:
-        z: (M, N), fp32, bf16 or fp16. compute_capability: of the GPU to compile for, as 90; None asks the GPU.
-
-    Returns:
-        Two fp32 (M,); below a largest one that is not finite nothing is subtracted.
+    The maximum is NaN if the row has a NaN. A non-finite maximum is not subtracted. `z` is (M, N), fp32, bf16 or fp16.
     """
     m, n = z.shape
     tiles_n = -(-n // _BLOCK_N)
@@ -75,7 +75,7 @@ def _cotangents(
     COLUMN_CODING: tl.constexpr, DTYPE: tl.constexpr, TWO_Z_LOSS: tl.constexpr, LABEL_WEIGHT: tl.constexpr,
     OTHER_WEIGHT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of BLOCK_M rows, every fourth of which a slice has, as when quantizing, and BLOCK_N columns."""
+    """Write the codes of a tile (BLOCK_M, BLOCK_N), which is read as four slices of every fourth row."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -124,19 +124,20 @@ def quantize_cotangents(
     other_weight: float = 0.0,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
-    """Codes of the cotangents of logits, rounded to the dtype of `z` before.
+    """Return the quantized cotangents of logits, rounded to the dtype of `z` before they are encoded.
 
-    They are weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight).
+    The cotangents are weights * (exp(z - lse) * (1 + two_z_loss * lse) - label_weight * [label] - other_weight).
 
     Args:
-        z: logits (M, N), fp32, bf16 or fp16. lse: fp32 (M,). labels: int32 (M,); one outside of [0, N) is no column's.
-        weights: fp32 (M,); 0 makes zeros, whatever else the row holds.
-        rows, columns: of the kind "tensor", FP8, to nearest; how codes are made, and those of the transposed copy.
-        scales: fp32 scalars, positive, of both.
-        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        z: logits (M, N), fp32, bf16 or fp16.
+        lse: fp32 (M,).
+        labels: int32 (M,); a label outside of [0, N) matches no column.
+        weights: fp32 (M,); a row of weight 0 has zero cotangents, even with NaN logits.
+        rows, columns: coding of the codes and of their transposed copy: kind "tensor", FP8, round to nearest.
+        scales: positive fp32 scalars, one per coding.
 
     Returns:
-        Codes (M, N) and (N, M) in their dtypes.
+        Codes (M, N) and (N, M), in the dtypes of the codings.
     """
     launch, (m, n) = quantize_triton.QuantizeLaunch(128, 64, 4), z.shape
     codes = quantize_triton.call(

@@ -1,14 +1,12 @@
-"""The part that every Hopper matrix product shares: tiles, loads, the K loop and the epilogue.
+"""The driver of every Hopper matrix product: tiles, loads, K loop and epilogue.
 
-A kernel launches one thread block per multiprocessor. Each block walks over output tiles; one warp streams 128-deep
-slices of both operands into a ring of shared-memory stages by TMA, and two compute warpgroups multiply them
-and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
-epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which
-accumulators it hands to the epilogue.
+In: a (M, K) and b (N, K), FP8 or int8, K-major. Out: (M, N) bf16 or fp32. Hardware: Hopper. The references are those of
+the products `matmul_*_mosaic.py`, which differ only in their `compute` function.
 
-Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
-need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the
-output is written in whole multiples of 8 rows and 128 bytes and sliced.
+One thread block per multiprocessor walks over output tiles. One warp streams 128-deep slices of both operands into a
+ring of shared-memory stages by TMA; two compute warpgroups multiply them and write the tile. The ring continues across
+tiles: the loads of the next tile overlap the epilogue of this one. M, N and K are arbitrary: TMA pads loads with zeros
+and drops stores outside of the output.
 """
 
 import functools
@@ -37,20 +35,20 @@ from pallas_kernels.matmul.hopper_pipeline import Tile as Tile
 from pallas_kernels.matmul.hopper_pipeline import choose_cluster as choose_cluster
 from pallas_kernels.matmul.hopper_pipeline import covered_size as covered_size
 
-# Of a thread of the memory warpgroup and of the others; together a multiprocessor has 65536.
+# Registers per thread of the memory warpgroup and of the compute warpgroups; a multiprocessor has 65536.
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 Interpret = plgpu.InterpretGPUParams | None
 
 
-# How many multiprocessors kernels leave to others, within `with reserved_sms(count):`; JAX traces anew where it is
-# another.
+# Number of multiprocessors that kernels leave free, inside of `with reserved_sms(count):`. Another value causes a
+# retrace.
 reserved_sms: Any = jax.make_user_context(0)
 
 
 def available_sms() -> int:
-    """Multiprocessors of the device compiled for, the mesh's, the default GPU's or an H200's, less `reserved_sms`."""
+    """Return the multiprocessor count of the target device (132 if unknown), minus `reserved_sms`."""
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
         count = int(abstract.num_cores or 132)
     else:
@@ -60,17 +58,17 @@ def available_sms() -> int:
 
 
 def mean_tiles_per_sm(m: int, n: int, tile: Tile) -> float:
-    """How many tiles of an (M, N) output a multiprocessor computes, in the mean."""
+    """Return the mean number of tiles of an (M, N) output per multiprocessor."""
     return ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols) / available_sms()
 
 
 def num_waves(m: int, n: int, tile: Tile) -> int:
-    """How many tiles the busiest multiprocessor computes of an (M, N) output."""
+    """Return the number of tiles of an (M, N) output on the busiest multiprocessor."""
     return math.ceil(mean_tiles_per_sm(m, n, tile))
 
 
 def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any, dtypes: Sequence[Any] = FP8_DTYPES) -> None:
-    """Raises TypeError or ValueError, naming the value and the fix, unless a (M, K) and b (N, K) can be multiplied."""
+    """Raise TypeError or ValueError unless a (M, K) and b (N, K) can be multiplied; the message has the fix."""
     if jax.__version_info__ < (0, 11):
         raise NotImplementedError(f"Mosaic GPU kernels need jax >= 0.11, found {jax.__version__}; use impl='xla'")
     for name, x in (("a", a), ("b", b)):
@@ -105,18 +103,18 @@ def pipelined_matmul(
     static_key: Hashable = (),
     interpret: Interpret = None,
 ) -> Any:
-    """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
+    """Return the product of a (M, K) and b (N, K) transposed, (M, N) in `out_dtype`.
 
     Args:
-        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish)`;
-            it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
-            with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the
-            same rows from left to right.
-        streams: scales that travel with the operands; `WarpgroupPipeline.load_scales` reads them.
-        use_inline_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two
-            dimensions. Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
-        second_operand: a second left operand, some slices of which are multiplied as well.
-        static_key: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
+        compute: called by each compute warpgroup for each of its tiles, as `compute(pipeline, finish)`. It must wait
+            for and release each 128-deep slice of K once, in order. It then calls `finish(parts)` with accumulators
+            (first row, first column, fp32 or int32 array). They cover its part of the tile, from left to right in each
+            row.
+        streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
+        use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
+            four.
+        second_operand: a second left operand, for which some slices are multiplied as well.
+        static_key: static arguments of `compute` and `streams`, apart from name, tile and shapes.
     """
     if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
@@ -126,7 +124,8 @@ def pipelined_matmul(
     out_bytes = jnp.dtype(out_dtype).itemsize
     swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
     store_shape = 64, swizzle // out_bytes
-    # Two swizzles wide at least: Mosaic drops a dimension of one tile, and with it where a store beside it would go.
+    # The output is at least two swizzles wide: Mosaic drops dimensions of one tile, and with them the offset of a
+    # store.
     out_shape = round_up(m, 8), max(round_up(n, store_shape[1]), 2 * store_shape[1])
     rows, cols = (
         covered_size(m, tile.block_rows, tile.cluster == "M"),
@@ -138,7 +137,7 @@ def pipelined_matmul(
     needs_fence = tile.cluster is not None or interpret is not None
     num_blocks = 2 if interpret is not None else available_sms() // (1 + (tile.cluster is not None))
 
-    # Maps of four dimensions see a matrix in tiles of 8 rows and a swizzle of columns, and have to have whole ones.
+    # TMA maps of four dimensions need whole tiles of 8 rows and one swizzle of columns.
     padded_k = k_steps * K_STEP
     a = pad_axis(pad_axis(a, 1, padded_k), 0, max(round_up(m, 8), tile.block_rows))
     b = pad_axis(pad_axis(b, 1, padded_k), 0, max(round_up(n, 8), tile.block_cols))
@@ -183,7 +182,7 @@ def pipelined_matmul(
     for n_stream, stream in enumerate(streams):
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.num_stages, *stream.window), stream.array.dtype)
     if tile.lead_slices and k_steps > tile.num_stages:
-        shared["lead_barrier"] = plgpu.Barrier()
+        shared["advance_barrier"] = plgpu.Barrier()
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * num_slots)
 
@@ -191,7 +190,7 @@ def pipelined_matmul(
     operands += [] if residual is None else [residual]
     num_plain_operands = len(operands)
     operands += second_operand_arrays
-    # The kernel closes over no array: what is remembered of it would keep them.
+    # The kernel must not close over arrays: the cache of `call_mosaic` would keep them alive.
     has_second_operand, has_residual, vector_names, stream_windows = (
         second_operand is not None,
         residual is not None,
@@ -208,7 +207,7 @@ def pipelined_matmul(
         epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
         residual_ref = other_refs[-1] if has_residual else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
-        lead_barrier = scratch_refs.pop("lead_barrier", None)
+        lead_barrier = scratch_refs.pop("advance_barrier", None)
         stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(stream_windows))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
@@ -216,7 +215,7 @@ def pipelined_matmul(
         whole_rounds, tiles_in_last_round = divmod(tiles_m * tiles_n, num_blocks)
 
         def block_position(round_index: Any) -> jax.Array:
-            """Which tile of a turn a block takes: every other turn of a walk goes backwards, from the longest tiles."""
+            """Return the tile of a round for this block; with a second operand, odd rounds run backwards."""
             return (
                 lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if has_second_operand else block
             )
@@ -254,7 +253,7 @@ def pipelined_matmul(
                 def fetch_slice(_: jax.Array, state: Any) -> Any:
                     slot, slice_position, second_scale = state
                     next_slice = slice_position.next_position(second_scale)
-                    # Read one slice ahead, so that its latency passes in the wait below.
+                    # Read one slice ahead: the wait below hides the latency.
                     second_scale = get_second_scale(row, next_slice.k_index)
                     full_barrier = full.at[barrier_base + slot]
                     k_window = pl.ds(slice_position.k_index * K_STEP, K_STEP)
@@ -291,11 +290,11 @@ def pipelined_matmul(
 
             def fetch_all() -> None:
                 lax.fori_loop(0, num_tiles, fetch, jnp.int32(0))
-                # A block must not exit before its last stages were released: its peer may still multicast into it.
+                # A block must not exit before its last stages are released: its peer may still multicast into it.
                 for slot in range(tile.num_stages):
                     plgpu.barrier_wait(empty.at[slot])
 
-            # Four warps would synchronise before each copy, which then starts too late to hide its latency.
+            # Four warps would synchronise before each copy, too late to hide its latency.
             if use_one_warp:
                 plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
             else:
@@ -341,7 +340,7 @@ def pipelined_matmul(
 
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
-    # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
+    # `warp_map` fails in a shard_map that checks varying axes, and does not exist in every jax 0.11.
     use_one_warp = hasattr(plgpu, "warp_map") and not any(_varies_over_devices(x) for x in operands)
     out_type = jax.ShapeDtypeStruct(out_shape, out_dtype)
     run = plgpu.kernel(
@@ -374,7 +373,7 @@ def pipelined_matmul(
 
 
 def _varies_over_devices(x: jax.Array) -> bool:
-    """Whether the `jax.shard_map` around knows an array to vary over devices."""
+    """Return whether an array varies over a manual mesh axis of an enclosing `jax.shard_map`."""
     kind = jax.typeof(x)
     return bool(getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(kind, "vma", None))
 

@@ -1,4 +1,4 @@
-"""The end of every Hopper matrix product: what happens to the accumulators, and how they reach device memory."""
+"""The epilogue of every Hopper matrix product: fp32 scales, bias and residual, then stores to device memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,11 +17,10 @@ COLUMN_LAYOUT = plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What happens to the accumulator in fp32: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
+    """Operands of out = acc * scale * row_scale[:, None] * column_scale[None, :] + bias + residual, in fp32.
 
     Attributes:
-        scale: fp32, shape (). row_scale: fp32 (M,). column_scale: fp32 (N,). bias: (N,). residual: (M, N). None leaves
-            a term out.
+        scale: fp32 (). row_scale: fp32 (M,). column_scale: fp32 (N,). bias: (N,). residual: (M, N). None omits a term.
     """
 
     scale: jax.Array | None = None
@@ -32,7 +31,7 @@ class Epilogue:
 
 
 def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
-    """Raises unless the optional array `x` has this shape and one of these dtypes."""
+    """Raise TypeError or ValueError unless the optional array `x` has this shape and one of these dtypes."""
     if x is None:
         return
     if x.dtype not in dtypes:
@@ -50,23 +49,22 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
 
 
 def swizzle_transforms(swizzle: int) -> tuple[Any, ...]:
-    """Those of a matrix as wide as the swizzle: it lies as with `tiling_transforms`, but TMA sees plain rows."""
+    """Return the transforms of a matrix one swizzle wide: the layout of `tiling_transforms`, but plain rows for TMA."""
     transforms: Any = plgpu
     return (transforms.SwizzleTransform(swizzle),)
 
 
 def tiling_transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
-    """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
+    """Return the shared-memory transforms of a matrix whose rows have swizzles of this many bytes."""
     transforms: Any = plgpu
     return transforms.TilingTransform((8, swizzle // itemsize)), transforms.SwizzleTransform(swizzle)
 
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """Writes one warpgroup's accumulators: fp32 epilogue, then shared-memory slots in turn and TMA stores.
+    """Writes the accumulators of one warpgroup: fp32 epilogue, then shared-memory slots in rotation and TMA stores.
 
-    A tile is written in pieces: of 64 rows and 128 bytes, or whole. With a residual, a slot first receives the
-    residual's piece.
+    A piece is 64 rows of 128 bytes, or a whole tile.
     """
 
     out_ref: Any
@@ -93,7 +91,7 @@ class Writer:
         return pl.ds(self.pipeline.row + i, height), pl.ds(self.pipeline.col + j, width)
 
     def prefetch(self) -> tuple[Any, Any]:
-        """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
+        """Return the scales, and start to load the first residual pieces, before the K loop hides their latency."""
         if self.residual_ref is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(self.slot_count):
@@ -115,7 +113,7 @@ class Writer:
         return plgpu.load(self.epilogue_refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
 
     def write(self, factors: tuple[Any, Any], accumulators: Sequence[tuple[int, int, jax.Array]]) -> None:
-        """Writes the tile, given as accumulators (first row, first column, array), from left to right."""
+        """Write the tile from accumulators (first row, first column, array), ordered from left to right."""
         scale, row = factors
         if row is not None and scale is not None:
             row = row * scale
@@ -138,7 +136,7 @@ class Writer:
     def _scaled_piece(
         self, accumulators: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, j: int
     ) -> jax.Array:
-        """64 rows from `i` on and a piece's columns from `j` on, scaled and with their bias, in fp32."""
+        """Return 64 rows from `i` on, of a piece's columns from `j` on, with scales and bias, in fp32."""
         width = self.piece_shape[1]
         columns = [
             x[i - top : i - top + 64, max(j - first, 0) : j - first + width]
@@ -157,6 +155,6 @@ class Writer:
         return value
 
     def _pending_stores(self, piece: int) -> int:
-        """Stores issued since the last one from a piece's slot, which may be of the tile before."""
+        """Return the number of stores since the last one from the slot of a piece, in this tile or the previous one."""
         slots = self.slot_count
         return slots - 1 if piece >= slots else piece + (len(self.pieces) - 1 - piece) % slots

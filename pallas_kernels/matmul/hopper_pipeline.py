@@ -1,4 +1,4 @@
-"""What the warpgroups of a Hopper product share: the tile they cut, the ring of stages, and the order among them."""
+"""The shared state of the warpgroups of a Hopper product: the tile, the ring of stages, and their synchronisation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 K_STEP = 128
-WARPGROUPS = 2  # that multiply
+WARPGROUPS = 2  # compute warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is cut: tuning only, never the result.
+    """Tiling of a product: tuning only, never the result.
 
     Attributes:
         rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 32 up to 256.
-        split: the dimension along which the warpgroups divide a block's tile. None: two take turns, each with a whole
-            tile of its own, so that one multiplies while the other writes.
+        split: the dimension along which two warpgroups divide a tile. None: they alternate between whole tiles, and one
+            multiplies while the other writes.
         num_stages: depth of the shared-memory ring, at least 2.
-        band_width: width of the band of tiles, along N, that blocks walk together (locality in L2).
-        cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
-        lead_slices: slices of K by which the second of two warpgroups that share a tile starts it after the first, so
-            that what one does beside its products (promotions, the epilogue) meets products of the other.
-        store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
-            A tile of no more pieces, without residual or groups, is stored at once.
+        band_width: width along N of the band of tiles that blocks walk together, for locality in L2.
+        cluster: dimension along which the two blocks of a cluster lie; they share the other operand by multicast.
+        lead_slices: slices of K by which the first of two warpgroups that share a tile leads the second. The promotions
+            and the epilogue of one then overlap products of the other.
+        store_slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that may wait for their store. A tile of no
+            more pieces, without a residual, is stored at once.
     """
 
     rows: int = 64
@@ -60,22 +60,22 @@ class Tile:
 
     @property
     def warpgroups_per_tile(self) -> int:
-        """Compute warpgroups that work on one tile."""
+        """The number of compute warpgroups that share one tile."""
         return 1 if self.split is None else WARPGROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpgroupPipeline:
-    """One warpgroup's part of a tile, and the ring of stages through which its operands pass.
+    """One warpgroup's part of a tile, and the ring of stages with its operands.
 
     Attributes:
-        row, col: where the part starts in the product. group: the warpgroup's index.
-        first_slice: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the
-            compiler but where a walk says how many there are.
-        needs_fence: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases
-            the stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
-            interpreter knows only fences between a read and a write by TMA.
-        lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None where neither waits.
+        row, col: position of the part in the product. group: index of the warpgroup.
+        first_slice: number of slices in the ring before this tile.
+        k_steps: number of slices of this tile; a traced value with a second operand.
+        needs_fence: whether reads of scales need a fence before the stage is released. Without a cluster, every thread
+            releases the stage after its own reads; in a cluster, one thread per block does it for the warpgroup. The
+            interpreter supports only fences between a read and a TMA write.
+        lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None without a lead.
     """
 
     row: jax.Array
@@ -95,13 +95,13 @@ class WarpgroupPipeline:
     lead_barrier: Any = None
 
     def wait_for_lead(self) -> None:
-        """Blocks the second warpgroup at the start of a tile until the first one leads."""
+        """Block the second warpgroup at the start of a tile until the first one leads."""
         if self.lead_barrier is not None:
             pl.when(self.group == 1)(lambda: plgpu.barrier_wait(self.lead_barrier))
 
     @property
     def first_stage(self) -> jax.Array:
-        """Where the tile's first slice arrives."""
+        """The stage of the tile's first slice."""
         return lax.rem(self.first_slice, jnp.int32(self.tile.num_stages))
 
     def loop_over_k(
@@ -111,11 +111,11 @@ class WarpgroupPipeline:
         unroll: int = 1,
         with_next: bool = False,
     ) -> Any:
-        """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
+        """Return the carry of `carry = body(i, slots, carry)` over K, `unroll` slices at a time, then the rest.
 
-        `slots` are the stages of slices i, i + 1, and so on; with `with_next` also that of the slice which follows
-        them, or None after the last. They are carried from slice to slice: a stage derived from `i` makes the compiler
-        keep every stage's addresses in registers, which an unrolled body does not have.
+        `slots` are the stages of slices i, i + 1 and so on. With `with_next`, the stage of the following slice is
+        appended, or None at the end. Stages are carried: derived from `i`, they would keep all stage addresses in
+        registers.
         """
         count = self.k_steps - with_next
         num_iterations, remaining_slices = divmod(count, unroll) if isinstance(count, int) else (count, 0)
@@ -137,48 +137,48 @@ class WarpgroupPipeline:
         return body(jnp.asarray(self.k_steps - 1, jnp.int32), [slot, None], carry) if with_next else carry
 
     def wait(self, slot: Any) -> None:
-        """Blocks until the slice of this stage has arrived."""
+        """Block until the slice of this stage has arrived."""
         base = 0 if self.tile.split is not None else self.group * self.tile.num_stages
         plgpu.barrier_wait(self.full.at[base + slot])
 
     def release(self, slot: Any, slice_count: jax.Array | int) -> None:
-        """Hands the stage of slice number `slice_count` back to the memory warpgroup: nothing reads it any more."""
+        """Return the stage of slice number `slice_count` to the memory warpgroup; it must not be read afterwards."""
         plgpu.barrier_arrive(self.empty.at[slot])
         if self.lead_barrier is not None:
             leads = (self.group == 0) & (slice_count == self.tile.lead_slices)
             pl.when(leads)(lambda: plgpu.barrier_arrive(self.lead_barrier))
 
     def load_scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
-        """Values of a stream that came with this stage; call `fence_scale_reads` before the stage is released."""
+        """Return values of a stream from this stage; call `fence_scale_reads` before the stage is released."""
         window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
         return plgpu.load(window, layout=layout, optimized=False)
 
     def load_slice_scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
-        """The scale of a stream of rows for slice `i`; call `fence_scale_reads` before the stage is released."""
+        """Return a scale of a stream of rows for slice `i`; call `fence_scale_reads` before the stage is released."""
         return self.streams[stream][slot, row, lax.rem(i, 4)]
 
     def fence_scale_reads(self) -> None:
-        """Orders the reads of `load_scales` before the TMA write that follows the stage's release."""
+        """Order the reads of `load_scales` before the TMA write that follows the release of the stage."""
         if self.needs_fence:
             plgpu.commit_smem()
 
     def a(self, slot: Any, first_row: int = 0, rows: int | None = None) -> Any:
-        """The part's rows of a, or `rows` of them from the `first_row` on, (rows, 128), in shared memory."""
+        """Return `rows` rows of a in shared memory, (rows, 128), from `first_row` of the part on; by default all."""
         return self.a_ring.at[slot, pl.ds(self.stage_row + first_row, rows or self.tile.rows)]
 
     def b(self, slot: Any, transposed: bool = True) -> Any:
-        """The part's columns of b, as (128, cols) or as they lie, in shared memory."""
+        """Return the part's columns of b in shared memory, as (128, cols), or (cols, 128) without `transposed`."""
         columns = self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols)]
         return columns.transpose((1, 0)) if transposed else columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Scales loaded with each stage: a window of an array of 4-byte values.
+    """Scales that are loaded with each stage: a window of an array of 4-byte values.
 
-    `start(i, row, col)` is where the window begins, for slice `i` of the tile at this row and column of the product.
-    The window's last side is a multiple of 32, no longer than the array's, and starts at a multiple of 4: starts off
-    the 16-byte grid ended in an illegal instruction on an H200.
+    `start(i, row, col)` is the start of the window, for slice `i` of the tile at this row and column. The window's last
+    side is a multiple of 32, at most that of the array. It must start at a multiple of 4: other starts end in an
+    illegal instruction.
     """
 
     array: jax.Array
@@ -187,34 +187,34 @@ class Stream:
 
     @property
     def window_slices(self) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
-        """From `i`, `row` and `col` to the window's slices; it closes over no array."""
+        """A function from `i`, `row` and `col` to the window's slices, without a reference to the array."""
         start, window = self.start, self.window
         return lambda i, row, col: tuple(map(pl.ds, start(i, row, col), window))
 
     @staticmethod
     def from_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
-        """`size` values for each slice, of scales (width, steps of K); the quantize kernel's already lie transposed."""
+        """Return a stream of `size` values per slice from scales (width, steps of K), which are stored transposed."""
         array = pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size))
         return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
 
     @staticmethod
     def from_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
-        """Of `rows` rows of scales (rows, steps of K): the slice's are at `i % 4`, then come those of slices after."""
+        """Return a stream of `rows` rows of scales (rows, steps of K); those of slice `i` are at column `i % 4`."""
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
         return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
 
 
 class SecondOperand(NamedTuple):
-    """A second left operand, some of whose slices are multiplied as well, each after that of the first.
+    """A second left operand, for which some slices are multiplied as well, each after that of the first.
 
-    Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `row_order`, the
-    longest first, and every other turn of the thread blocks takes them backwards.
+    Rows of tiles have different numbers of slices. They are assigned in `row_order`, the longest first, and every other
+    round of the thread blocks runs backwards.
 
     Attributes:
-        codes: the operand, of the shape of the first.
-        scale: fp32 (rows of tiles, slices of K): not zero where the slice of the second is multiplied.
-        slice_counts: int32 (rows of tiles,): how many slices of both there are.
-        row_order: int32 (rows of tiles,): the rows in the order in which they are computed.
+        codes: array of the first operand's shape.
+        scale: fp32 (rows of tiles, slices of K); non-zero if the slice of `codes` is multiplied.
+        slice_counts: int32 (rows of tiles,), slices of both operands.
+        row_order: int32 (rows of tiles,), the order of computation.
     """
 
     codes: jax.Array
@@ -224,13 +224,13 @@ class SecondOperand(NamedTuple):
 
 
 class SlicePosition(NamedTuple):
-    """Where a walk is: a slice's place along K, and 1 where it is of the second operand, else 0; int32."""
+    """A position in the K loop: index of the slice, and 1 for the second operand, otherwise 0; int32."""
 
     k_index: jax.Array
     is_second: jax.Array
 
     def next_position(self, scale: jax.Array) -> "SlicePosition":
-        """The step after, where `scale` is this part's."""
+        """Return the next position; `scale` is the second operand's scale at this slice."""
         is_second_next = ((scale != 0) & (self.is_second == 0)).astype(jnp.int32)
         return SlicePosition(self.k_index + 1 - is_second_next, is_second_next)
 
@@ -244,12 +244,12 @@ def round_up(a: int, b: int) -> int:
 
 
 def covered_size(size: int, block: int, clustered: bool) -> int:
-    """Rows or columns that whole tiles cover, at least `size`."""
+    """Return the number of rows or columns in whole tiles that cover `size`."""
     return round_up(size, block * (2 if clustered else 1))
 
 
 def choose_cluster(size: int, block: int, axis: Literal["M", "N"] = "M") -> Literal["M", "N"] | None:
-    """Clusters along an axis of this size where that leaves no block idle."""
+    """Return `axis` if clusters along it leave no block idle, otherwise None."""
     return axis if ceil_div(size, block) % 2 == 0 else None
 
 

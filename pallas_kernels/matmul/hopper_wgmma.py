@@ -1,9 +1,10 @@
-"""Tensor-core products that know the registers of their sums, and of 32 of K out of a 128-deep stage.
+"""Tensor-core products with explicit accumulator registers, over parts of 32 of K.
 
-Pallas gives every product fresh registers, set to zero, and multiplies whole swizzles. Where the sums of the product
-before are given, which have been read by then, the assembler has no other registers for the new ones: it cannot start a
-product before it has added the sums of the one before, for which 232 registers a thread were too few. And the hardware
-reads 32 of K from a 128-byte swizzle as well; products of 32 took 8 % fewer cycles so on an H200.
+In: FP8 or int8 stages in shared memory. Out: fp32 or int32 sums in registers. Hardware: Hopper. Pallas's own
+`plgpu.wgmma` computes the same.
+
+Pallas assigns fresh, zeroed registers to every product, and multiplies whole swizzles. Here a product reuses the
+registers of sums that have been read: otherwise it cannot start before the previous sums are added.
 """
 
 import importlib
@@ -25,7 +26,7 @@ from pallas_kernels.matmul.hopper_pipeline import K_STEP, WarpgroupPipeline
 
 K_PART = 32
 ALL_K_PARTS = tuple(range(K_STEP // K_PART))
-# The upper half of a descriptor: groups of 8 rows lie 1024 bytes apart, in swizzles of 128 bytes.
+# The upper half of a descriptor: groups of 8 rows, 1024 bytes apart, in swizzles of 128 bytes.
 DESCRIPTOR_HIGH = 64 | 1 << 30
 PTX_TYPES = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "i8": "s8"}
 fragmented_array: Any = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
@@ -34,16 +35,16 @@ fragmented_array: Any = importlib.import_module("jax.experimental.mosaic.gpu.fra
 def start_product(
     a: Any, b: Any, k_parts: Sequence[int] = ALL_K_PARTS, reused_sums: jax.Array | None = None
 ) -> jax.Array:
-    """Starts `a[:, at] @ b[:, at].T` over `k_parts` of 32 of K, and returns the sums before they are there.
+    """Start `a[:, at] @ b[:, at].T` over `k_parts` of 32 of K, and return its unfinished sums.
 
     Args:
         a: (64, 128) 8-bit reference in shared memory, of a ring for `use_inline_wgmma`: FP8 or int8.
-        b: (cols, 128), likewise; cols a multiple of 8 up to 256; int8 where a is.
+        b: (cols, 128), likewise; cols a multiple of 8 up to 256; int8 if a is int8.
         k_parts: which of the four parts of K to add.
-        reused_sums: (64, cols) as returned, of any values, not needed any more: gives its registers.
+        reused_sums: (64, cols) earlier sums that are no longer needed; their registers are reused.
 
     Returns:
-        (64, cols) float32, of int8 int32, in the wgmma layout: only `finish_product` may read it.
+        (64, cols) float32, or int32 for int8, in the wgmma layout. Only `finish_product` may read it.
     """
     shape = (a.shape[0], b.shape[0])
     if shape[0] != 64:
@@ -55,7 +56,7 @@ def start_product(
     @plgpu.inline_mgpu(arg_types=(stage, stage, *([layout] if reused_sums is not None else [])), return_type=result)
     def start(_: Any, a: Any, b: Any, *reused: Any) -> Any:
         kinds = ".".join(PTX_TYPES[str(ir.MemRefType(x.type).element_type)] for x in (a, b))
-        acc_layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT  # LLVM keeps the registers of the other layout in pairs
+        acc_layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT  # LLVM pairs the registers of the other layout
         accumulators = [r for x in reused for r in x.to_layout(acc_layout).registers.flat]
         grid = acc_layout.registers_shape(shape)
         kind = ir.IntegerType.get_signless(32) if is_int8 else ir.F32Type.get()
@@ -69,7 +70,7 @@ def start_product(
                 lines.append(
                     f"add.u32 low, {address}, {part * K_PART >> 4}; mov.b64 {descriptor}, {{low, {DESCRIPTOR_HIGH}}};"
                 )
-            lines.append(f"setp.ne.u32 more, {min(i, 1)}, 0;")  # the first adds to nothing
+            lines.append(f"setp.ne.u32 more, {min(i, 1)}, 0;")  # the first part overwrites the sums
             product = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{K_PART}.{sum_type}.{kinds}"
             lines.append(f"{product} {sums}, da, db, more{signs};")
         lines.append("wgmma.commit_group.sync.aligned; }")
@@ -86,21 +87,21 @@ def start_product(
 
 
 def _address(reference: Any) -> Any:
-    """Where a reference begins in shared memory, in 16 bytes, as a descriptor's lower half has it."""
+    """Return the address of a reference in shared memory in units of 16 bytes: the lower half of a descriptor."""
     i32 = ir.IntegerType.get_signless(32)
     four = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 4)).result
     return llvm.lshr(llvm.ptrtoint(i32, utils.memref_ptr(reference)), four)
 
 
 def finish_product(sums: jax.Array, in_flight: int = 0) -> jax.Array:
-    """The sums of a started product, when no more than `in_flight` products that were started later are unfinished."""
+    """Return the sums of a started product, once at most `in_flight` later products are unfinished."""
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def finish(_: Any, sums: Any) -> Any:
         text = f"wgmma.wait_group.sync.aligned {in_flight};"
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-        return mgpu.optimization_barrier(sums)  # or LLVM might read the sums before
+        return mgpu.optimization_barrier(sums)  # keeps LLVM from reading the sums earlier
 
     return finish(sums)
 
@@ -114,18 +115,15 @@ def multiply_rows(
     *,
     is_interpreted: bool,
 ) -> tuple[jax.Array, Any]:
-    """Products of 64 rows of a slice, and what `run_meanwhile` returns, called while they are computed.
+    """Return the product of 64 rows of a slice, (64, cols) sums, and the result of `run_meanwhile`, which overlaps it.
 
     Args:
         pipeline: the warpgroup's part of a tile.
-        slot: the stage where the slice lies.
-        first_row: the first of the rows, within the part.
-        reused_sums: (64, cols) sums of earlier products, which have been read: gives its registers and its dtype.
-        run_meanwhile: what is read and awaited meanwhile.
-        is_interpreted: whether Pallas's interpreter runs, which knows no registers.
-
-    Returns:
-        (64, cols) sums of 128 products, and what `run_meanwhile` returned.
+        slot: stage of the slice.
+        first_row: first of the rows, within the part.
+        reused_sums: (64, cols) earlier sums that are no longer needed: registers and dtype of the result.
+        run_meanwhile: called after the start of the product.
+        is_interpreted: whether Pallas's interpreter runs, which has no registers.
     """
     a = pipeline.a(slot, first_row, 64)
     if not is_interpreted:

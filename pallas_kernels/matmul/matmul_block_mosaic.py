@@ -1,4 +1,8 @@
-"""Block-scaled FP8 matrix product for Hopper: 1x128 by 128x128 and 1x128 by 1x128, promoted to fp32 every 128 of K."""
+"""Block-scaled FP8 matrix product: 1x128 by 128x128 or 1x128 by 1x128, promoted to fp32 every 128 of K.
+
+In: FP8 codes (M, K) and (N, K) with fp32 scales. Out: (M, N) bf16 or fp32. Hardware: Hopper. Reference: `_reference` in
+fp8jax/ops/matmul/matmul.py.
+"""
 
 import math
 from typing import Any
@@ -25,27 +29,20 @@ def matmul_block(
     tile: Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """`dequantize(a) @ dequantize(b).T + bias + residual` with a scale for every 128 of K, promoted to fp32 every 128.
+    """Return `dequantize(a) @ dequantize(b).T + bias + residual`, with a scale for every 128 of K.
 
-    The tensor cores add 128 products with about 14 bits; each partial sum then enters an fp32 accumulator times its two
-    scales, while products of the other warpgroup are in flight. The error on normal data is the output's own rounding
-    (1.7e-3 in bfloat16). NaN of a code or scale reaches its row or column. Works under jit, scan, vmap, shard_map and
-    jax.export; has no derivative. The scheme is DeepSeek-V3's (arXiv 2412.19437, section 3.3).
+    The tensor cores add 128 products with about 14 bits. Each partial sum, times its two scales, is added to an fp32
+    accumulator. NaN of a code or scale propagates to its row or column. The scheme is DeepSeek-V3's (arXiv 2412.19437,
+    section 3.3). Transformations, copies and errors are those of `matmul_mosaic.matmul`.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major. Mixed types may meet.
-        a_scale: (M, ceil(K / 128)) float32, one for each row and 128 of K (1x128).
+        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major. The two types may differ.
+        a_scale: (M, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
-        bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
-        out_dtype: bfloat16 or float32.
-        tile: tuning; None chooses it by the shape.
-        interpret: interpreter parameters, to run on CPU.
+        bias, residual, out_dtype, tile, interpret: as in `matmul_mosaic.matmul`.
 
     Returns:
-        (M, N) in `out_dtype`; copies for odd K and N as in `matmul_mosaic.matmul`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
+        (M, N) in `out_dtype`.
     """
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
@@ -61,7 +58,7 @@ def matmul_block(
     if has_column_scales:
         streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda _, col: col))
     else:
-        # A tile that starts within a block reaches into one more.
+        # A tile that starts inside of a block extends into one more.
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
         streams.append(hopper.Stream.from_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
     return hopper.pipelined_matmul(
@@ -72,14 +69,12 @@ def matmul_block(
 
 
 def _make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> Any:
-    """Products of 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
+    """Return the `compute` function: 64 rows at a time, so that the sums of only one pass need registers.
 
-    Between two passes a warpgroup's tensor cores idle. So a pass reads its scales, and the last one awaits the next
-    slice, while products are in flight; only the scales of single columns would take too many registers.
+    Tensor cores idle between two passes. Each pass therefore loads its scales, and the last one waits for the next
+    slice, while products are in flight. Scales of single columns would need too many registers for that.
     """
-    width = math.gcd(
-        tile.cols, 64 if has_column_scales else 128
-    )  # columns scaled at a time; those of a block share a scale
+    width = math.gcd(tile.cols, 64 if has_column_scales else 128)  # columns scaled at a time
     row_starts, column_starts = range(0, tile.rows, 64), range(0, tile.cols, width)
 
     def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
@@ -148,12 +143,9 @@ def _make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> 
 
 
 def best_tile(m: int, n: int) -> Tile:
-    """The tile with the least estimated time: tiles a multiprocessor times a tile's cost, as measured on an H200.
+    """Return the tile of least estimated cost: tiles per multiprocessor times the relative cost of a tile.
 
-    What multiprocessors idle in the last wave counts half: at its power limit the GPU then clocks the others higher. A
-    tile of 112 columns, which kept 97 % of them busy and not 85 %, was no faster; two passes, which load and store
-    least, mostly lead. Not better: clusters, even where each warp releases a stage by itself; two warpgroups side by
-    side, starting products in turns or not. Slower: passes of 64 columns, each beside the next, with a in registers.
+    Idle multiprocessors of the last wave count half: at its power limit, the GPU clocks the busy ones higher.
     """
     choices = (2.0, Tile(128, 128, num_stages=3, store_slots=4, band_width=16)), (1.08, Tile(64, 128, num_stages=5))
 

@@ -1,4 +1,8 @@
-"""INT8 matrix product in blocks of 128x128 for Hopper; blocks of the left operand may have a residual."""
+"""INT8 matrix product in blocks of 128x128 with a residual for fallback blocks of the left operand.
+
+In: int8 codes (M, K) and (N, K) with fp32 block scales. Out: (M, N) bf16 or fp32. Hardware: Hopper. Reference:
+`_reference` in fp8jax/ops/matmul/matmul.py, for the base and for the masked residual.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -16,12 +20,11 @@ BLOCK = 128
 
 
 class FallbackResidual(NamedTuple):
-    """What the blocks of a left operand that fall back add to it.
+    """The residual of the fallback blocks of a left operand.
 
     Attributes:
-        codes: int8, of the operand's shape; those of other blocks are not read.
-        scale: fp32, one for each block, of those that fall back.
-        is_fallback: bool, one for each block: whether it falls back.
+        codes: int8, of the operand's shape. scale: fp32, one per block. Other blocks are not used.
+        is_fallback: bool, one per block.
     """
 
     codes: jax.Array
@@ -40,25 +43,21 @@ def matmul_int8_block(
     tile: Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """`(dequantize(a) + used * dequantize(residual)) @ dequantize(b).T`, every block under its own scale.
+    """Return `(dequantize(a) + is_fallback * dequantize(residual)) @ dequantize(b).T`, with one scale per block.
 
-    Algorithm 1 of arXiv 2503.08040. Sums of 128 products are exact, in int32, and enter an fp32 accumulator times their
-    two scales. A block that falls back is multiplied twice, the second time its residual; other residual blocks are not
-    loaded. Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+    Algorithm 1 of arXiv 2503.08040. Sums of 128 products are exact in int32. Times their two scales, they are added to
+    an fp32 accumulator. A fallback block is multiplied twice, the second time with its residual; other residual blocks
+    are not loaded. Transformations and errors are those of `matmul_mosaic.matmul`.
 
     Args:
         a: (M, K) int8. b: (N, K) int8, K-major.
         a_scale: (ceil(M / 128), ceil(K / 128)) float32. b_scale: (ceil(N / 128), ceil(K / 128)) float32.
-        residual: of a; None multiplies a alone.
-        out_dtype: bfloat16 or float32.
-        tile: tuning; None chooses it by the shape. It computes 128 rows.
-        interpret: interpreter parameters, to run on CPU.
+        residual: residual of a, or None.
+        tile: tuning, with 128 rows per block; None selects it by shape.
+        out_dtype, interpret: as in `matmul_mosaic.matmul`.
 
     Returns:
         (M, N) in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
     """
     hopper.check_operands(a, b, out_dtype, (jnp.int8,))
     (m, k), n = a.shape, b.shape[0]
@@ -68,7 +67,7 @@ def matmul_int8_block(
     tile = tile or best_tile(m, n)
     if tile.block_rows != BLOCK or BLOCK % tile.cols:
         raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
-    # A tile that starts within a block reaches into one more.
+    # A tile that starts inside of a block extends into one more.
     b_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
     b_stream = hopper.Stream.from_rows(b_scale, b_rows, lambda _, col: lax.div(col, BLOCK))
 
@@ -94,10 +93,7 @@ def matmul_int8_block(
 
 
 def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
-    """Products of 64 rows after 64, whose int32 sums only wait beside the fp32 accumulators (see the FP8 kernel).
-
-    While a product is in flight, its scales are read, and before the last one of a slice the next slice is awaited.
-    """
+    """Return the `compute` function: 64 rows at a time, as in `matmul_block_mosaic`, with int32 sums."""
     row_starts = range(0, tile.rows, 64)
 
     def compute(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
@@ -149,7 +145,7 @@ def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
 
 
 def best_tile(m: int, n: int) -> Tile:
-    """The tile with the least estimated time, as `matmul_block_mosaic.best_tile`: of 128x256, or of 128x128."""
+    """Return the tile of least estimated cost, 128x256 or 128x128; see `matmul_block_mosaic.best_tile`."""
     choices = (
         (2.0, Tile(128, 128, "N", num_stages=3, store_slots=4, band_width=16)),
         (1.08, Tile(64, 128, num_stages=5)),

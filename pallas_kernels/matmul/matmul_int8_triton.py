@@ -1,4 +1,7 @@
-"""INT8 matrix product in blocks of 128x128 for GPUs before Hopper; blocks of the left operand may have a residual."""
+"""INT8 matrix product in blocks of 128x128 with a residual for fallback blocks of the left operand.
+
+Arrays and reference are those of `matmul_int8_mosaic`. Hardware: Ampere or Ada.
+"""
 
 from typing import Any
 
@@ -11,8 +14,8 @@ from jax import Array
 from pallas_kernels.dispatch import call_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 
-BLOCK = 128  # also a tile of the result
-FP8_CAPABILITY = 80  # of the kernel: it multiplies no FP8 codes
+BLOCK = 128  # also the tile of the output
+FP8_CAPABILITY = 80  # the kernel has no FP8 codes
 
 
 @triton.jit
@@ -32,12 +35,12 @@ def _multiply(
     HAS_RESIDUAL: tl.constexpr,
     GROUP_M: tl.constexpr,
 ) -> None:
-    """A tile of BLOCK_M rows and BLOCK_N columns, a block's, of (M, N)."""
+    """Compute one tile (BLOCK_M, BLOCK_N) of the output (M, N)."""
     STEPS: tl.constexpr = (K + 127) // 128
     TILES_M: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
-    # Bands of GROUP_M rows of tiles, whose operands stay in the cache.
+    # Bands of GROUP_M rows of tiles keep their operands in the L2 cache.
     first_tile_m = program // (GROUP_M * TILES_N) * GROUP_M
     group_m = tl.minimum(TILES_M - first_tile_m, GROUP_M)
     program_in_group = program % (GROUP_M * TILES_N)
@@ -73,17 +76,16 @@ def matmul_int8_block(
     out_dtype: Any = jnp.bfloat16,
     compute_capability: int | None = None,
 ) -> Array:
-    """The product of `matmul_int8_mosaic.matmul_int8_block`, with the same arguments but for tuning.
+    """Return the product of `matmul_int8_mosaic.matmul_int8_block`, with the same arguments except for tuning.
 
-    Sums of 128 products are exact, in int32, and enter fp32 times their two scales: a conversion and a multiply-add an
-    element, beside 128 int8 products, of which an A100's tensor cores do 2,048 a cycle and multiprocessor and its other
-    cores 64. So they take about as long as the products (arXiv 2503.08040, appendix B, says the same of an A800).
+    Sums of 128 products are exact in int32, and are added in fp32 times their two scales. On Ampere these conversions
+    and multiply-adds need about as long as the products (arXiv 2503.08040, appendix B).
 
     Args:
-        compute_capability: of the GPU to compile for, as 80; None asks the GPU.
+        compute_capability: GPU architecture to compile for, such as 80; None for the present GPU.
 
     Raises:
-        ValueError: operands are not int8 matrices with scales of blocks.
+        ValueError: operands are not int8 matrices with block scales.
     """
     (m, k), n = a.shape, b.shape[0]
     rows, columns, steps = (-(-size // BLOCK) for size in (m, n, k))

@@ -1,4 +1,8 @@
-"""Scaled 8-bit matrix product for Hopper: FP8 or int8 operands, one accumulator over K, scales in the epilogue."""
+"""Scaled 8-bit matrix product: one accumulator over K, scales in the epilogue.
+
+In: FP8 or int8 (M, K) and (N, K), K-major. Out: (M, N) bf16 or fp32. Hardware: Hopper. Reference: `_reference` in
+fp8jax/ops/matmul/matmul.py.
+"""
 
 import math
 from typing import Any
@@ -11,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.matmul import hopper
 
 SLICES_PER_PROMOTION = 4  # slices of 128 between promotions to fp32
-MAX_INT8_K = 2**31 // 128**2 - 1  # of K: no sum of so many products of int8 leaves int32
+MAX_INT8_K = 2**31 // 128**2 - 1  # largest K whose int8 sums fit in int32
 
 
 def matmul(
@@ -28,25 +32,25 @@ def matmul(
     tile: hopper.Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> Any:
-    """`(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :] + bias + residual` in one kernel.
+    """Return `(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :] + bias + residual`.
 
-    The tensor cores add products along K with about 14 bits. With fast accumulation they do so over all of it, 2e-3 to
-    4e-3 relative on normal data at K = 8192, more beyond; without, sums over 512 are promoted to fp32: 2.7e-4 at
-    K = 16384 (over 128, in 1.2 times the time, 1.0e-4). Sums of int8 are exact, in int32, and rounded to fp32 once. NaN
-    in an operand or factor reaches its row, its column or the whole output. No row depends on another.
-    Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+    The tensor cores add FP8 products along K with about 14 bits. With `fast`, they do so over all of K; otherwise sums
+    over 512 are promoted to fp32. Sums of int8 are exact in int32, and rounded to fp32 once. NaN in an operand or
+    factor propagates to its row, its column or the whole output. Rows are independent of each other. Works under jit,
+    scan, vmap, shard_map and jax.export; has no derivative.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2, or int8. b: (N, K), likewise, K-major as Hopper wants it. Types of FP8
-            may meet; int8 meets int8, of K up to 131,071.
+        a: (M, K) float8_e4m3fn, float8_e5m2 or int8.
+        b: (N, K), likewise, K-major. The two FP8 types may differ; int8 needs int8, and K up to 131,071.
         scale: () float32, the product of both per-tensor scales. row_scale: (M,) float32. column_scale: (N,) float32.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
-        out_dtype: bfloat16 or float32. fast: fast accumulation, of FP8.
-        tile: tuning; None chooses by the shape. interpret: interpreter parameters, to run on CPU.
+        out_dtype: bfloat16 or float32.
+        fast: whether FP8 products use fast accumulation.
+        tile: tuning; None selects it by shape. interpret: interpreter parameters, to run on CPU.
 
     Returns:
-        (M, N) in `out_dtype`. M or N not a multiple of 8, or K not of 128, copies operands; M not a multiple of 8, or N
-        not of 64 (bfloat16; 32 for float32) or not more than that, copies the output.
+        (M, N) in `out_dtype`. Operands are copied unless M and N are multiples of 8, and K of 128. The output is copied
+        unless M is a multiple of 8, and N a larger multiple of 64 (bfloat16) or 32 (float32).
 
     Raises:
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
@@ -57,9 +61,9 @@ def matmul(
     (m, k), n = a.shape, b.shape[0]
     if is_int8 and k > MAX_INT8_K:
         raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; multiply parts of K")
-    fast = fast or is_int8  # these sums lose no bits
+    fast = fast or is_int8  # int32 sums are exact
     hopper.check_epilogue(epilogue, m, n)
-    max_cols = 160 if residual is not None else 192  # of 128 rows: beyond, registers do not hold the epilogue's vectors
+    max_cols = 160 if residual is not None else 192  # more columns need too many registers in the epilogue
     tile = tile or best_tile(m, n, k, max_cols, fast)
     shape = (tile.rows, tile.cols)
 
@@ -84,7 +88,7 @@ def matmul(
 
         pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32))
 
-    width = math.gcd(tile.cols, 64)  # in parts, sums need fewer registers at a time
+    width = math.gcd(tile.cols, 64)  # in parts, sums need fewer registers
     column_starts = range(0, tile.cols, width)
 
     def promote(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
@@ -119,11 +123,10 @@ def matmul(
 
 
 def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) -> hopper.Tile:
-    """The tile with the least estimated time: waves of tiles times what a tile costs.
+    """Return the tile of least estimated time: number of waves times the cost of a tile.
 
-    A 128-deep step costs a tile its tensor-core cycles, and 1 to 8 % more in the narrower ones. Where warpgroups take
-    turns, each with a tile of 128 rows and at most `max_cols` columns, one's epilogue hides behind the other's
-    products; a shared tile adds it, about 2000 cycles. Measured on an H200 at its power limit.
+    A 128-deep step costs its tensor-core cycles, and slightly more in narrow tiles. Alternating warpgroups, each with
+    128 rows and at most `max_cols` columns, hide their epilogues; a shared tile adds its own.
     """
     steps = hopper.ceil_div(k, hopper.K_STEP)
 
@@ -131,7 +134,7 @@ def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) ->
         cycles = tile.block_rows * tile.block_cols / 32 * {128: 1.08, 160: 1.04, 192: 1.01}.get(tile.cols, 1.0)
         return hopper.num_waves(m, n, tile) * (steps * cycles + 2000 * (tile.split is not None))
 
-    if not fast:  # twice the accumulators: the warpgroups share a tile, at 0.94 to 0.99 of cuBLASLt's fast product
+    if not fast:  # twice the accumulators: the warpgroups share a tile
         return hopper.Tile(64, 128, num_stages=6, cluster=hopper.choose_cluster(m, 128), lead_slices=2)
     alternating_tiles = [
         hopper.Tile(

@@ -1,4 +1,8 @@
-"""Two-level microscaled FP8 product for Hopper: the kernel applies the left operand's E8M0 exponents, per 32 of K."""
+"""Two-level microscaled FP8 product: E8M0 exponents of the left operand, applied per 32 of K.
+
+In: FP8 codes (M, K) and (N, K), uint8 exponents (M, ceil(K / 32)). Out: (M, N) bf16 or fp32. Hardware: Hopper.
+Reference: `_reference` in fp8jax/ops/matmul/matmul.py.
+"""
 
 from typing import Any
 
@@ -29,25 +33,18 @@ def matmul_mx(
     unroll: int = 2,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
-    """`(a * 2^(a_exponent - 127)) @ b.T`, then scales, bias and residual as in `matmul_mosaic.matmul`.
+    """Return `(a * 2^(a_exponent - 127)) @ b.T`, with scales, bias and residual as in `matmul_mosaic.matmul`.
 
     The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`), and a power of
-    two for every 32 of K (MOSS, section 3.1). Partial sums of 32 enter an fp32 accumulator times their power of two:
-    all E8M0 values count, but byte 0 as 0 (a subnormal that XLA flushes); byte 255 (NaN) gives infinity or NaN.
-
-    Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+    two per 32 of K (MOSS, section 3.1). Partial sums over 32, times their power of two, are added to an fp32
+    accumulator. Byte 0 stands for 0, because XLA flushes subnormals. Byte 255 (NaN) results in infinity or NaN.
 
     Args:
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
-        scale, row_scale, column_scale, bias, residual, out_dtype, interpret: as in `matmul_mosaic.matmul`.
         tile, unroll: tuning; tiles of 64 rows.
 
-    Returns:
-        (M, N) in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
+    Other arguments, the result, transformations and errors are those of `matmul_mosaic.matmul`.
     """
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
     hopper.check_operands(a, b, out_dtype)
@@ -65,7 +62,7 @@ def matmul_mx(
 
 
 def _exponent_words(exponent: jax.Array, k: int) -> jax.Array:
-    """(M, ceil(K / 32)) bytes -> (M, ceil(K / 128)) int32, four groups a word, the first in the lowest byte."""
+    """Convert (M, ceil(K / 32)) bytes to (M, ceil(K / 128)) int32: four groups per word, the first lowest."""
     steps = hopper.ceil_div(k, hopper.K_STEP)
     exponent = hopper.pad_axis(exponent, 1, steps * GROUPS_PER_STEP)
     return lax.bitcast_convert_type(exponent.reshape(exponent.shape[0], steps, GROUPS_PER_STEP), jnp.int32)
@@ -98,7 +95,7 @@ def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -
                     sums = start(pipeline, slot, group)
                     if group == 0:
                         pipeline.fence_scale_reads()
-                    # Each partial product is promoted while the next one is in flight.
+                    # Promote each partial product while the next one is in flight.
                     acc = acc if pending is None else promote(acc, 1, *pending)
                     pending = sums, word, group, slot, i + step + 1
             return promote(acc, 0, *pending)
@@ -110,7 +107,7 @@ def _make_compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -
 
 
 def _reference_product(a: Any, b: Any, group: int) -> jax.Array:
-    """What `start_product` and `finish_product` compute, in jnp, for the interpreter."""
+    """Return the result of `start_product` and `finish_product`, in jnp, for the interpreter."""
     left, right = (x[...].astype(jnp.float32)[:, GROUP_SIZE * group : GROUP_SIZE * (group + 1)] for x in (a, b))
     plgpu.commit_smem()
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)

@@ -1,7 +1,10 @@
-"""What an activation keeps, and codes of its result with a scale for each row: a program takes whole rows, twice.
+"""Residuals of an activation, and FP8 codes of its result with one scale per row.
 
-The first pass over a row finds its largest magnitude and writes what is kept; the second computes the row again, whose
-operands then are in the cache, and writes its codes.
+In: gate and up (M, N), fp32, bf16 or fp16. Out: codes and scales of the residuals, FP8 (M, N), fp32 (M, 1). Hardware:
+Ada or newer. Reference: `encode_activation_residuals` in fp8jax/ops/quantization/fused_reference.py.
+
+A program processes whole rows twice. The first pass computes the amax and stores the residuals. The second one
+recomputes the row from cached operands and stores its codes.
 """
 
 from typing import Any
@@ -28,7 +31,7 @@ def _compute_chunk(
     left: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     RESIDUAL_CODING: tl.constexpr, STORE_RESIDUALS: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A part of some rows of the result, rounded to the operation's dtype; STORE_RESIDUALS also writes what is kept."""
+    """Return a part of the result, rounded to the operation's dtype; STORE_RESIDUALS also stores the residuals."""
     MASKED: tl.constexpr = True
     n = left + tl.arange(0, BLOCK_N)
     offsets, start = (row * N)[:, None] + tl.arange(0, BLOCK_N)[None, :], first + left
@@ -75,7 +78,7 @@ def _encode_residuals_by_row(
     top = tl.program_id(0) * BLOCK_M
     row, first = tl.arange(0, BLOCK_M), top.to(tl.int64) * N
     m = top + row
-    # As if all were finite, and again if not: then what is added up here is not 0.
+    # Assume finite values, and repeat with the general code if the amax is not finite.
     row_amax = tl.zeros((BLOCK_M,), tl.float32)
     for left in range(0, N, BLOCK_N):
         y = _compute_chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row,
@@ -114,14 +117,14 @@ def encode_activation_residuals(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[list[tuple[Array, Array] | None], Array, Array]:
-    """What an activation keeps, as of `activation_triton.encode_activation_residuals`, and codes of its result by rows.
+    """Return residuals as `activation_triton.encode_activation_residuals`, and codes of the result with row scales.
 
     Args:
-        coding: codes of its inputs, or None.
-        dtype: of the codes of the result, float8_e4m3fn or float8_e5m2.
+        coding: coding of the residuals, or None.
+        dtype: dtype of the result's codes, float8_e4m3fn or float8_e5m2.
 
     Returns:
-        What is kept; codes of the result (M, N); and their scales, fp32 (M, 1).
+        Residuals; codes of the result (M, N); and their scales, fp32 (M, 1).
     """
     m, n = gate.shape
     launch = launch or QuantizeLaunch(1, 2048, 4)

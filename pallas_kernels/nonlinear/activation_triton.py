@@ -1,4 +1,8 @@
-"""What an activation keeps for its backward pass, the largest magnitude of its result, and codes of it, in one pass."""
+"""Residuals of an activation, the amax of its result, and optionally the result or its codes, in one pass.
+
+In: gate and up (M, N), fp32, bf16 or fp16. Out: codes and scales of the residuals, fp32 (), (M, N). Hardware: Ada or
+newer for FP8 codes, Ampere otherwise. Reference: `encode_activation_residuals` in ops/quantization/fused_reference.py.
+"""
 
 import dataclasses
 from typing import Any
@@ -25,7 +29,7 @@ def _encode_residuals(
     result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     OPERATION: tl.constexpr, RESIDUAL_CODING: tl.constexpr, OUT_CODING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The codes that an activation keeps of a tile, those of its result there, and the largest magnitude of that."""
+    """Store the residuals of a tile, its result or the codes of that, and its amax."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = scaling.reversed_program_id()
@@ -38,7 +42,7 @@ def _encode_residuals(
     up = gate
     if OPERATION.gated:
         up = codec.to_fp32(scaling.load_raw(up_ptr + first, offsets, mask, MASKED))
-    # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
+    # Assume finite values. If an input is not finite, the result is not either, and the tile is repeated below.
     ops.store_group_quantized(
         gate, gate_codes, gate_scales, first, offsets, m, left, n, M, N, MASKED, RESIDUAL_CODING, True
     )
@@ -116,20 +120,23 @@ def encode_activation_residuals(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[list[tuple[Array, Array] | None], Array, Array | None]:
-    """What an activation keeps, in one pass: codes and scales of its gate, `up` and activated gate.
+    """Return codes and scales of an activation's residuals: gate, up and activated gate.
 
     Args:
-        result: scale, an fp32 scalar, and dtype of codes of the result, or None; of the result itself None and dtype.
+        gate, up: (M, N), fp32, bf16 or fp16; `up` is None without a gate.
+        coding: coding of the residuals.
+        result: fp32 scalar scale and dtype of the result's codes; (None, dtype) for the result itself; None for
+            neither.
 
     Returns:
-        For each of them codes (M, N), of ten bits packed, (M, 5 N / 4), and scales (M, N / group), or None where the
-        operation has or keeps no such; the largest finite magnitude of its result, an fp32 scalar; and codes of the
-        result (M, N), or the result, or None.
+        For each residual codes (M, N) and scales (M, N / group), or None if the operation does not save it. Ten-bit
+        codes are packed, (M, 5 N / 4). Then the amax of the result, an fp32 scalar, and the result or its codes (M, N),
+        or None.
     """
     m, n = gate.shape
     if launch is None:
         launch = QuantizeLaunch(32, 128, 8) if n % 256 else QuantizeLaunch(16, 256, 8)
-        # Eight elements a thread, in 60 registers; sixteen would take 100.
+        # Eight elements per thread: sixteen need too many registers.
         launch = dataclasses.replace(launch, block_m=launch.block_m // 2) if coding.is_packed else launch
     tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
     is_saved, (result_coding, dtype) = (True, operation.gated, operation.activated), storage.result_coding(result)

@@ -1,6 +1,8 @@
-"""The cotangents of an activation's inputs, from its gradient and what it keeps, as arrays: for whoever reads these.
+"""Cotangents of an activation's inputs, as arrays, from the cotangent of its result and the residuals.
 
-`quantize_recomputed_triton` makes their FP8 codes, without writing them.
+In: `Operands` on (M, N). Out: (M, N) fp32, bf16 or fp16. Hardware: Ada or newer for FP8 residuals, Ampere otherwise.
+Reference: `cotangents` in fp8jax/ops/quantization/fused_reference.py. `quantize_recomputed_triton` computes FP8 codes
+instead.
 """
 
 import jax
@@ -17,7 +19,7 @@ from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-# Where neither what is kept nor what is made is FP8: of the kernels of norms and activations, too.
+# For residuals and results without FP8; also for the other norm and activation kernels.
 FP8_CAPABILITY = 80
 
 
@@ -50,12 +52,9 @@ def cotangents(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> list[Array]:
-    """Those of an activation's gate and, if it is gated, of up, (M, N), in the operation's dtype.
+    """Return the cotangents of gate and, if gated, of up: (M, N), in the operation's dtype.
 
-    Args:
-        operation: what is computed.
-        operands: what from; `gradient` is that of the result.
-        launch, compute_capability: as of `quantize_triton.quantize`.
+    `operands` are the residuals, with the cotangent of the result as `gradient`.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = launch or QuantizeLaunch(16, 128, 8)

@@ -1,4 +1,8 @@
-"""RMSNorm and LayerNorm by whole rows: forward with the codes that are kept, and backward from these or the input."""
+"""RMSNorm and LayerNorm over whole rows: forward with residuals, and backward from these or from the input.
+
+In: (M, N) fp32, bf16 or fp16, weight and bias (N,). Out: (M, N), codes and scales, sums (N,). Hardware: Ada or newer
+for FP8 codes, Ampere otherwise. Reference: `forward` and `backward` in fp8jax/ops/quantization/fused_reference.py.
+"""
 
 from typing import Any
 
@@ -16,10 +20,10 @@ from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-# The longest row that a program holds; how many rows at most share one sum over rows, and how many sums at least, so
-# that a GPU has work for all of its multiprocessors.
+# The longest row of a program; the most rows per partial sum; and the fewest partial sums, to occupy all
+# multiprocessors.
 MAX_CHANNELS, MAX_ROWS_PER_SUM, MIN_SUMS = 16384, 32, 512
-# Bytes of operands that may be on their way: what every GPU with FP8 has of shared memory for a program.
+# Bytes of prefetched operands: shared memory per program on every GPU with FP8.
 PREFETCH_BYTES = 96 << 10
 
 
@@ -44,7 +48,7 @@ def _forward(
         z = tl.where(mask, z - mean[:, None], 0.0)
     rstd = 1 / tl.sqrt_rn(tl.sum(z * z, 1) / N + EPS)
     tl.store(rstd_ptr + m, rstd, mask=m < M)
-    # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
+    # Assume finite values. If an input is not finite, the result is not either, and the rows are repeated below.
     ops.store_group_quantized(z, codes_ptr, scales_ptr, first, offsets, m, 0, n, M, N, MASKED, RESIDUAL_CODING, True)
     y = ops.normalize(z, rstd, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
     if OUT_CODING.kind != "none" and OUT_CODING.kind != "array":
@@ -80,12 +84,12 @@ def _backward(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     RESIDUAL: tl.constexpr, ROWS_PER_STEP: tl.constexpr, NUM_STAGES: tl.constexpr, CODING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_M rows, ROWS_PER_STEP at a time, the next NUM_STAGES - 1 on their way."""
+    """Process BLOCK_M rows, ROWS_PER_STEP at a time, with NUM_STAGES - 1 steps prefetched."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     GROUP: tl.constexpr = OPERATION.group
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
-    # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
-    # of each eight is read in pairs where it is narrower than the four bytes that a copy ahead of time takes.
+    # A thread reads eight neighbours of every operand, the most 16-bit values of one store. Asynchronous copies need
+    # four bytes: narrower scales of eight are read in pairs.
     PAIRS: tl.constexpr = scales_ptr.dtype.element_ty == tl.bfloat16 and N % (2 * GROUP) == 0
     program = scaling.reversed_program_id()
     n, row = tl.multiple_of(tl.arange(0, BLOCK_N), 8), tl.arange(0, ROWS_PER_STEP)
@@ -148,7 +152,7 @@ def _backward(
 
 
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: scaling.Coding | None) -> str | None:
-    """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
+    """Return why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
     if len(shape) == 2 and shape[1] > MAX_CHANNELS:
         return f"rows of {shape[1]} are longer than {MAX_CHANNELS}"
     return storage.unsupported_reason(shape, dtype, coding)
@@ -165,18 +169,20 @@ def forward(
     result: tuple[Array | None, Any] | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | None, Array | None, Array, Array | None, Array, Array | tuple[Array, Array] | None]:
-    """What a norm keeps of (M, N), in one pass.
+    """Return the residuals of a norm of (M, N), and optionally its result or the codes of that.
 
     Args:
-        coding: codes of the input, or None.
-        result: scale, an fp32 scalar, and dtype of codes of the result, or None. A scale of None is each row's own;
-            with a wider dtype the result itself is wanted.
+        x: (M, N), fp32, bf16 or fp16.
+        weight, bias: (N,), or None.
+        coding: coding of the input, or None.
+        result: fp32 scalar scale and dtype of the result's codes, or None for no result. A scale of None stands for row
+            scales; with a dtype of 16 or 32 bits, the result itself is returned.
 
     Returns:
-        Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered, or None, None; 1 / root
-        of each row, fp32 (M,); the mean, likewise, or None; the largest finite magnitude of the result, an fp32 scalar;
-        and codes of the result (M, N), with scales (M, 1) if they are the rows' own, or the result, or None. Codes of
-        ten bits are packed, uint8 (M, 5 N / 4).
+        - codes (M, N) and scales (M, N / group) of the centered input, or None, None; ten bits: uint8 (M, 5 N / 4)
+        - reciprocal root mean square of each row, fp32 (M,), and its mean, likewise, or None
+        - amax of the result, an fp32 scalar
+        - codes of the result (M, N), with scales (M, 1) if per row; or the result; or None
     """
     m, n = x.shape
     launch = _best_launch(n)
@@ -214,16 +220,16 @@ def backward(
     *,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array | None, Array | None, Array]:
-    """Cotangents of a norm's input, weight and bias from those of its result, dy (M, N).
+    """Return the cotangents of a norm's input, weight and bias.
 
     Args:
-        codes, scales: of the input, less its mean where the norm is centered, packed if of ten bits; if exact, the
-            input itself, and None.
-        residual: (M, N), the input's cotangent from elsewhere, which is added before the one rounding.
+        codes, scales: of the input, centered if the norm is, packed if of ten bits; if exact, the input and None.
+        inverse: reciprocal root mean squares, fp32 (M,).
+        dy: (M, N), the cotangent of the result.
+        residual: (M, N), a cotangent that is added to that of the input before it is rounded.
 
     Returns:
-        (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none; the largest finite
-        magnitude of the first, an fp32 scalar.
+        (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, or None; the amax of the first, an fp32 scalar.
     """
     m, n = dy.shape
     rows, block_n = max(1, min(MAX_ROWS_PER_SUM, m // MIN_SUMS)), triton.next_power_of_2(n)
@@ -257,6 +263,6 @@ def backward(
 
 
 def _best_launch(n: int) -> QuantizeLaunch:
-    """Whole rows, a program about 4,096 elements."""
+    """Return launch parameters: whole rows, about 4,096 elements per program."""
     block_n = triton.next_power_of_2(n)
     return QuantizeLaunch(max(1, 4096 // block_n), block_n, 4 if block_n <= 4096 else 8)

@@ -1,8 +1,8 @@
-"""Device code of norms and activations on a tile: results and cotangents from arrays or from the codes that are kept.
+"""Device code of norms and activations on a tile: results and cotangents, from arrays or from codes of residuals.
 
-The operands `p` are pointers, named as in `quantize_recomputed_triton.Operands`. Values are rounded to the dtype that
-the operation would write, so that codes of them are those of what it writes, but for the tail of the exact GELU: below
--5 1 + erf(x) cancels, to an absolute error of 2e-7 times the gate.
+Operands `p` are pointers with the names of `quantize_recomputed_triton.Operands`. Hardware and reference are those of
+the kernels. Values are rounded to the dtype of the operation's result: their codes are those of the result. An
+exception is the exact GELU below -5, because 1 + erf(x) cancels.
 """
 
 from typing import NamedTuple
@@ -19,17 +19,17 @@ IDENTITY = ACTIVATIONS.index("identity")
 
 
 class Operation(NamedTuple):
-    """What computes a tile; static.
+    """Static description of the operation of a tile.
 
     Attributes:
         activation: index into ACTIVATIONS.
         gated: whether the activated gate is multiplied by `up`.
-        exact: operands are arrays, not codes.
-        group: how many codes of a row share a scale.
-        format: of codes, as of `scaling_triton.Coding`; "int10" are packed.
-        dtype: that values are rounded to, an index into `quantize_triton.PLAIN_DTYPES`.
-        centered, scaled, biased: of a norm: whether `mean`, `weight` and `bias` are given.
-        activated: whether the activated gate is given as codes, too.
+        exact: whether operands are arrays, not codes.
+        group: codes of a row per scale.
+        format: code format, as in `scaling_triton.Coding`; "int10" is packed.
+        dtype: dtype to which values are rounded, an index into `quantize_triton.PLAIN_DTYPES`.
+        centered, scaled, biased: whether a norm has `mean`, `weight` and `bias`.
+        activated: whether the activated gate is also a residual.
     """
 
     activation: int = 0
@@ -46,13 +46,13 @@ class Operation(NamedTuple):
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    """By the hardware's approximations, relative error 2^-21: tl.sigmoid takes three times as many instructions."""
+    """Return the sigmoid from the hardware's approximations: tl.sigmoid needs three times as many instructions."""
     return codec.reciprocal_approx(1 + codec.exp2_approx(x * -1.4426950408889634))
 
 
 @triton.jit
 def activation_and_slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """The activation and its derivative."""
+    """Return the activation and its derivative."""
     if ACTIVATION == 0:
         s = sigmoid(x)
         value = x * s
@@ -77,7 +77,7 @@ def load_values(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """fp32 values of codes in groups along a row; the first of the columns `n` is `left`."""
+    """Return fp32 values of codes in groups along a row; `left` is the first of the columns `n`."""
     return decode_loaded(
         load_codes_and_scales(codes_ptr, scale_ptr, first, offsets, m, left, n, M, N, MASKED, OPERATION), OPERATION
     )
@@ -88,7 +88,7 @@ def load_codes_and_scales(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Codes as `storage_triton.load_codes` has them, and their scales; of an exact operation values in their places."""
+    """Return codes as `storage_triton.load_codes`, and their scales; if exact, values in place of both."""
     GROUP: tl.constexpr = OPERATION.group
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
     STEP: tl.constexpr = GROUP if n.shape[0] > GROUP else n.shape[0]  # a tile may be narrower than a group
@@ -103,7 +103,7 @@ def load_codes_and_scales(
 
 @triton.jit
 def decode_loaded(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
-    """fp32 values of what was fetched."""
+    """Return fp32 values from the result of `load_codes_and_scales`."""
     if OPERATION.exact:
         y = x[0][0].to(tl.float32)
     else:
@@ -115,7 +115,7 @@ def decode_loaded(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def round_to_dtype(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """fp32 values rounded to a dtype; to bf16 two at a time, which Triton does not wherever it could."""
+    """Return fp32 values rounded to a dtype; in assembly, because Triton does not always convert bf16 in pairs."""
     if DTYPE == 1:
         x = tl.inline_asm_elementwise(
             "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000;}",
@@ -130,8 +130,8 @@ def normalize(
     x: tl.tensor, rstd: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, n: tl.tensor, N: tl.constexpr,
     MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A norm's result, not rounded."""
-    # Of the tile's shape, so that each thread reads what it needs.
+    """Return the result of a norm, not rounded."""
+    # Broadcast to the tile's shape: each thread then reads its own values.
     offsets, mask = tl.broadcast_to(n[None, :], x.shape), tl.broadcast_to((n < N)[None, :], x.shape)
     factor = rstd[:, None]
     if OPERATION.scaled:
@@ -147,7 +147,7 @@ def compute_result(
     p: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, NORM: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """fp32 values of a tile of the result, rounded to the dtype that the operation would write."""
+    """Return fp32 values of a tile of the result, rounded to the operation's dtype."""
     mask = scaling.tile_mask(m, n, M, N)
     if OPERATION.exact:
         x = scaling.load(p.first + first, offsets, mask, MASKED)
@@ -173,7 +173,7 @@ def load_cotangent_operands(
     p: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What cotangents are computed from: the gradient, and what was fetched of gate, up and the activated gate."""
+    """Return the operands of cotangents: gradient, and loaded gate, up and activated gate."""
     dy = scaling.load_raw(p.gradient + first, offsets, scaling.tile_mask(m, n, M, N), MASKED)
     gate = load_codes_and_scales(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     up, activated = gate, gate
@@ -188,10 +188,7 @@ def load_cotangent_operands(
 
 @triton.jit
 def compute_cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """An activation's cotangents of gate and up, rounded to DTYPE, and its result as of `compute_result`.
-
-    Where there is no up, the gate's twice.
-    """
+    """Return the cotangents of gate and up (without up, of gate twice), rounded to DTYPE, and the recomputed result."""
     dy = x[0].to(tl.float32)
     activated, slope = activation_and_slope(decode_loaded(x[1], OPERATION), OPERATION.activation)
     if OPERATION.gated:
@@ -212,7 +209,7 @@ def masked_magnitude_key(
     y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     CODING: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`scaling_triton.ordered` of the tile's part inside the matrix, of 0 outside."""
+    """Return `scaling_triton.magnitude_key` of a tile, with 0 outside of the matrix."""
     if MASKED:
         y = tl.where(scaling.tile_mask(m, n, M, N), y, 0.0)
     return scaling.magnitude_key(y, CODING)
@@ -223,7 +220,7 @@ def tile_amax(
     y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     CODING: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The largest finite magnitude of the tile's part inside the matrix."""
+    """Return the largest finite magnitude of the tile inside of the matrix."""
     return scaling.magnitude_from_key(tl.max(tl.max(masked_magnitude_key(y, m, n, M, N, MASKED, CODING), 1), 0), CODING)
 
 
@@ -234,7 +231,7 @@ def larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def tile_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """The largest magnitude of a tile, rounded to a dtype as all of them are; Inf or NaN where one is not finite."""
+    """Return the largest magnitude of a tile, rounded to a dtype; Inf or NaN if a value is not finite."""
     amax = round_amax(tl.reduce(tl.reduce(tl.abs(y), 1, larger_or_nan), 0, larger_or_nan), DTYPE)
     return tl.where(amax < scaling.TINY, 0.0, amax)
 
@@ -250,7 +247,7 @@ def round_amax(amax: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def row_amax_or_nonfinite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """`tile_amax_or_nonfinite` of each row."""
+    """Return `tile_amax_or_nonfinite` of each row."""
     amax = round_amax(tl.reduce(tl.abs(y), 1, larger_or_nan), DTYPE)
     return tl.where(amax < scaling.TINY, 0.0, amax)
 
@@ -260,7 +257,7 @@ def store_quantized(
     y: tl.tensor, scale_ptr: tl.tensor, codes_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr,
     CODING: tl.constexpr, FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes under a given scale, of FINITE values in fewer instructions, or the values themselves."""
+    """Store codes under a given scale, or the values themselves; FINITE values need fewer instructions."""
     if CODING.kind == "array":
         scaling.store(codes_ptr, offsets, y.to(codes_ptr.dtype.element_ty), mask, MASKED)
     else:
@@ -272,7 +269,7 @@ def store_quantized(
 
 @triton.jit
 def row_inverse_scales(scale_ptr: tl.tensor, m: tl.tensor, M: tl.constexpr, BY_ROW: tl.constexpr) -> tl.tensor:
-    """What rows are multiplied by under given scales, one a row or one for all."""
+    """Return the inverse of given scales, per row or for the tensor."""
     if BY_ROW:
         factor = scaling.reciprocal(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
@@ -285,7 +282,7 @@ def store_rows_quantized(
     y: tl.tensor, scale_ptr: tl.tensor, codes_ptr: tl.tensor, offsets: tl.tensor, m: tl.tensor, n: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CODING: tl.constexpr, FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes of whole rows, each under its own scale, and these; of FINITE values in fewer instructions."""
+    """Store codes of whole rows with one scale per row, and the scales; FINITE values need fewer instructions."""
     if FINITE:
         row_amax = tl.max(tl.abs(y), 1)
         scale = tl.where(row_amax >= scaling.TINY, tl.maximum(row_amax * CODING.inverse_max, scaling.TINY), 1.0)
@@ -306,7 +303,7 @@ def store_group_quantized(
     left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, CODING: tl.constexpr,
     FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes in groups along the rows, and their scales, if any; of FINITE values in fewer instructions."""
+    """Store codes in groups along the rows, and their scales, if any; FINITE values need fewer instructions."""
     if CODING.kind != "none":
         SIZE: tl.constexpr = CODING.size
         GROUPS: tl.constexpr = (N + SIZE - 1) // SIZE
@@ -316,7 +313,7 @@ def store_group_quantized(
             keys = scaling.max_along_rows(scaling.magnitude_key(x, CODING), SIZE)
         scale = scaling.scale_from_key(keys, CODING, scales_ptr.dtype.element_ty)
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
-        # Each thread writes the scales that it has made: aligned pairs of them would go through shared memory.
+        # Each thread stores its own scales: aligned pairs would use shared memory.
         scale_offsets = tl.multiple_of(m.to(tl.int64)[:, None] * GROUPS + g[None, :], (1, 1))
         scaling.store(scales_ptr, scale_offsets, scale, scaling.tile_mask(m, g, M, GROUPS), MASKED)
         y = scaling.apply_inverse_scale(x, scaling.repeat_columns(scaling.reciprocal(scale), SIZE), CODING, FINITE)

@@ -1,7 +1,9 @@
-"""Quantizes what norms and activations compute, and the gradients of the latter, without writing it out in between.
+"""FP8 codes of norm and activation results, and of activation cotangents, recomputed from operands or residuals.
 
-A tile is computed from the operation's own operands, which are read as they are or from the codes that the operation
-keeps, and becomes codes under a given scale, as they are and transposed. Other kernels find the scales.
+In: `Operands` on (M, N), fp32 scales. Out: FP8 codes (M, N) and (N, M). Hardware: Ada or newer. Reference: `quantize`
+and `quantize_and_predict` in fp8jax/ops/quantization/fused_reference.py.
+
+The 16-bit result is not stored. Scales come from other kernels.
 """
 
 from typing import Any, NamedTuple
@@ -21,15 +23,15 @@ from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization import strided_tiles_triton as strided_tiles
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-# What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
+# The kinds of results: of a norm, of an activation, and the cotangents of an activation's gate and up.
 NORM, RESULT, GATE, UP = range(4)
-# Stands for what is not given. JAX would make each of its own a kernel, and calls that differ in nothing else apart.
+# A numpy array, because JAX would launch a kernel for each constant of its own, and would not share equal calls.
 _PLACEHOLDER = np.ones((1, 1), np.float32)
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 
 
 class ResultKinds(NamedTuple):
-    """What a kernel makes: a result, that of a norm or not; or cotangents, that of up alone or both."""
+    """Results of a kernel: a forward result, of a norm or not; or the cotangent of gate, of up alone, or of both."""
 
     forward: bool
     norm: bool
@@ -42,9 +44,9 @@ def result_kinds(kinds: tuple[int, ...]) -> ResultKinds:
 
 
 class Operands(NamedTuple):
-    """Arrays of an operation on (M, N), codes of ten bits packed: (M, 5 N / 4).
+    """Arrays of an operation on (M, N); ten-bit codes are packed, (M, 5 N / 4).
 
-    Scales of codes are (M, N / group), rows' values (M,), channels' (N,).
+    Scales of codes are (M, N / group), values per row (M,), values per channel (N,).
     """
 
     first: Array
@@ -65,7 +67,7 @@ def _load_slice(
     p: tl.tensor, j: tl.tensor, first: tl.tensor, i: tl.tensor, top: tl.tensor, left: tl.tensor, n: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The operands of cotangents of slice `j` of a tile, which is every fourth row."""
+    """Return the operands of cotangents for slice `j` of a tile, every fourth row."""
     offsets = ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :]
     return ops.load_cotangent_operands(p, first, offsets, top + 4 * i + j, left, n, M, N, MASKED, OPERATION)
 
@@ -75,7 +77,7 @@ def _load_slices(
     p: tl.tensor, first: tl.tensor, i: tl.tensor, top: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Those of all four: all loads before the first use."""
+    """Return the operands of all four slices; all loads precede the first use."""
     return (
         _load_slice(p, 0, first, i, top, left, n, M, N, MASKED, OPERATION),
         _load_slice(p, 1, first, i, top, left, n, M, N, MASKED, OPERATION),
@@ -90,7 +92,7 @@ def _store_codes(
     mask: tl.tensor, N: tl.constexpr, MASKED: tl.constexpr, CODING: tl.constexpr, STORE_ROWS: tl.constexpr,
     STORE_COLUMNS: tl.constexpr, FINITE: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
-    """Writes the codes of slice `j`; returns the words of the transposed copy with them."""
+    """Store the codes of slice `j`, and return the words of the transposed copy with them inserted."""
     codes = scaling.encode(y, scaling.apply_inverse_scale(y, factor, CODING, FINITE), 0, CODING, FINITE)
     if STORE_ROWS:
         scaling.store(rows_ptr, offsets, codes, mask, MASKED)
@@ -107,7 +109,7 @@ def _store_all_codes(
     MASKED: tl.constexpr, KINDS: tl.constexpr, CODING: tl.constexpr, STORE_ROWS: tl.constexpr,
     STORE_COLUMNS: tl.constexpr, RESULT_CODING: tl.constexpr, FINITE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`_store_codes` of the cotangents that are asked for, and of the result again."""
+    """Return the words of `_store_codes` for the requested cotangents and the recomputed result."""
     offsets, mask = (
         ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :],
         scaling.tile_mask(top + 4 * i + j, n, M, N),
@@ -138,10 +140,7 @@ def _quantize_results(
     CODING: tl.constexpr, STORE_ROWS: tl.constexpr, STORE_COLUMNS: tl.constexpr, RESULT_CODING: tl.constexpr,
     BY_ROW: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them.
-
-    With cotangents also transposed ones of the result, as RESULT_CODING says, and sums of the tile's columns.
-    """
+    """Store the codes of a tile; with cotangents, optionally transposed codes of the result and column sums."""
     p = Operands(
         first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
     )
@@ -169,7 +168,7 @@ def _quantize_results(
                 y0, factor0, words0, j, rows0 + first, offsets, mask, N, MASKED, CODING, STORE_ROWS, STORE_COLUMNS
             )
     else:
-        # As if all were finite, and again if not: then what is added up here is not 0.
+        # Assume finite values, and repeat the tile if this sum is not 0.
         nonfinite_sum = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.float32)
         total0 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.float32)
         total1 = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.float32)
@@ -224,10 +223,7 @@ def _quantize_and_predict(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     CODING: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The transposed codes of an activation's result, as of `_quantize_results`, and the peaks of its cotangents.
-
-    BY_ROW, under a scale for each row, and peaks of each row's part.
-    """
+    """Store transposed codes of an activation's result and the amax of its cotangents, per row with BY_ROW."""
     p = Operands(
         first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
     )
@@ -305,20 +301,20 @@ def quantize(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> Any:
-    """Codes of one or two results of an operation under given scales.
+    """Return the codes of one or two results of an operation.
 
     Args:
-        operation: what is computed. kinds: which results, one or two of NORM, RESULT, GATE and UP.
-        operands: what from. dtype: float8_e4m3fn or float8_e5m2.
-        scales: for each result an fp32 scalar, or for each one a row, (M,).
-        rows, columns: whether codes (M, N) and transposed ones (N, M) are wanted.
-        result_coding: scale and dtype of transposed codes of the activation's result, where cotangents are quantized.
-        sums: whether sums of columns of the cotangents are wanted, too.
-        launch, compute_capability: as of `quantize_triton.quantize`.
+        kinds: one or two of NORM, RESULT, GATE and UP.
+        operands: arrays or residuals of the operation.
+        scales: for each result an fp32 scalar, or (M,) for one per row.
+        dtype: float8_e4m3fn or float8_e5m2.
+        rows, columns: whether to return codes (M, N) and transposed codes (N, M).
+        result_coding: scale and dtype of transposed codes of the activation's result, along with cotangents.
+        sums: whether to return column sums of the cotangents.
 
     Returns:
-        A list, of each result codes and transposed codes, last those of `result_coding`; None for what is not wanted.
-        With `sums` a pair: this list, and that of the sums, fp32 (N,).
+        A list of (codes, transposed codes) per result, then (None, codes) for `result_coding`; None for what is not
+        requested. With `sums`, a pair of this list and the list of sums, fp32 (N,).
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = launch or _best_launch(kinds, n, rows, result_coding is not None)
@@ -347,7 +343,7 @@ def quantize(
 
 
 def _best_launch(kinds: tuple[int, ...], channels: int, rows: bool, has_result_codes: bool) -> QuantizeLaunch:
-    """Measured on an H200; two results of 16,384 x 5,632 on an H100, where tiles of 64 x 64 take 10 to 15 % longer."""
+    """Return launch parameters that were chosen by measurement on Hopper."""
     if kinds == (NORM,) and not rows and channels % 256 == 0:
         return QuantizeLaunch(32, 256, 4)
     if not rows:
@@ -364,10 +360,10 @@ def quantize_and_predict(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, list[Array]]:
-    """Codes (N, M) of an activation's result under a given scale, and the peaks of its cotangents, in one pass.
+    """Return codes (N, M) of an activation's result, and the amax of its cotangents, for the next scale.
 
-    Peaks are those of `sampled_amax_triton.peaks`, arguments as of `quantize`; `operands.gradient` is that of the
-    result. Under a scale for each row, (M,), the peaks are of each row, (M,), too.
+    Each amax is that of `sampled_amax_triton.peaks`, an fp32 scalar. The arguments are those of `quantize`;
+    `operands.gradient` is the cotangent of the result. With a scale per row, (M,), each amax is (M,), too.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch, by_row = launch or QuantizeLaunch(32, 128, 4), scale.ndim > 0
@@ -386,6 +382,6 @@ def quantize_and_predict(
 
 
 def operand_arrays(operands: Operands) -> list[Array]:
-    """All operands, codes as bytes; one element where there is none."""
+    """Return all operands, codes as bytes, with one element for a missing one."""
     arrays: list[Any] = [_PLACEHOLDER if x is None else x for x in operands]
     return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays]

@@ -1,4 +1,8 @@
-"""Codes of what norms and activations compute, in place: written again under another scale where a flag says so."""
+"""Conditional requantization, in place, of a norm's or activation's codes under another scale.
+
+In: `Operands` and FP8 codes (M, N), fp32 scale (), bool (). Out: FP8 codes (M, N). Hardware: Ada or newer. Reference:
+`requantize_if` in fp8jax/ops/quantization/fused_reference.py.
+"""
 
 from typing import Any
 
@@ -15,7 +19,7 @@ from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-# Enough for every GPU, and as good as nothing where there is nothing to do.
+# Enough for every GPU, and negligible if the condition is false.
 NUM_PROGRAMS = 1024
 
 
@@ -27,8 +31,8 @@ def _requantize_if(
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     KINDS: tl.constexpr, CODING: tl.constexpr, PROGRAMS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Every so manieth tile; none where nothing is wrong. The codes are written where they are."""
-    MASKED: tl.constexpr = True  # a program may take a tile beyond the last
+    """Store every PROGRAMS-th tile in place if the condition is true."""
+    MASKED: tl.constexpr = True  # the last round may exceed the tiles
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
     if tl.load(condition_ptr) > 0:
@@ -57,12 +61,12 @@ def requantize_if(
     *,
     compute_capability: int | None = None,
 ) -> Array:
-    """Codes of a result (M, N), in place: where `condition`, written again under `scale`, else as they are.
+    """Return codes of a result (M, N), in place: recomputed under `scale` if `condition`, otherwise unchanged.
 
     Args:
-        operation: of `exact` operands. kinds: `quantize_recomputed_triton.NORM` or `RESULT`. operands: as of
-            `quantize_recomputed_triton.quantize`.
-        codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar. condition: a boolean scalar.
+        operation, kinds: the operation, with `exact` operands; `quantize_recomputed_triton.NORM` or `RESULT`.
+        codes: float8_e4m3fn or float8_e5m2 (M, N).
+        scale, condition: fp32 and boolean scalar.
     """
     inputs: list[Any] = [*operand_arrays(operands), scale.reshape(1, 1), condition.reshape(1).astype(jnp.int32)]
     (requantized,) = quantize_triton.call(

@@ -1,4 +1,8 @@
-"""Largest magnitudes of what norms and activations compute, and of the gradients of the latter, without writing it."""
+"""Largest finite magnitudes of norm and activation results and of activation cotangents, which are not stored.
+
+In: `Operands` on (M, N). Out: fp32 (). Hardware: Ada or newer for FP8 residuals, Ampere otherwise. Reference: `peaks`
+in fp8jax/ops/quantization/fused_reference.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +19,7 @@ from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization import storage_triton as storage
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-# Rows of a tile, and so of a sample.
+# Rows of a tile, and therefore of a sample.
 SAMPLE_ROWS = 32
 _TRUE = np.ones(1, np.int32)
 
@@ -57,10 +61,10 @@ def peaks(
     compute_if: Array | None = None,
     compute_capability: int | None = None,
 ) -> list[Array]:
-    """Largest finite magnitudes of results of an operation, fp32 scalars.
+    """Return the largest finite magnitude of each result of an operation, fp32 scalars.
 
-    Arguments are as of `quantize_recomputed_triton.quantize`. Of the rows it takes the first SAMPLE_ROWS of `every` so
-    many times that number. Where `compute_if`, a boolean scalar, is False, it reads nothing and returns 0.
+    Arguments are those of `quantize_recomputed_triton.quantize`. The first SAMPLE_ROWS of each SAMPLE_ROWS * `every`
+    rows are used. If `compute_if`, a boolean scalar, is False, nothing is read and 0 is returned.
     """
     m, n = storage.matrix_shape(operands.first, operation)
     launch = QuantizeLaunch(SAMPLE_ROWS, 128, 4)

@@ -1,7 +1,9 @@
-"""Device code of AdamW on 8-bit moments, in Triton: the update of a tile of groups.
+"""Device code of AdamW on 8-bit moments: the update of a tile of groups.
 
-`careful` takes every tile. `ordinary` takes whole groups of two moments in codes with range expansion, in 30 %
-fewer instructions, and writes nothing where a value is zero, tiny, huge, Inf or NaN.
+Hardware: Ada or newer. Reference: `reference` in fp8jax/ops/optimizers/adamw.py.
+
+`update_tile_general` supports every tile. `update_tile_fast` supports whole groups of two moments in codes with range
+expansion, in fewer instructions. It writes nothing if a value is zero, tiny, huge, Inf or NaN.
 """
 
 import numpy as np
@@ -13,22 +15,22 @@ from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import encode_triton as encode
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
-# So small a moment's ratio to its code may be subnormal.
+# Below this bound, the ratio of a moment to its code may be subnormal.
 _SMALL = tl.constexpr(float(np.finfo(np.float32).tiny) * 2**24)
-# Bits of 2^50; Inf and NaN are larger, and what is smaller makes no change of Inf or NaN.
+# Bits of 2^50. Inf and NaN are larger; smaller values cause no Inf or NaN.
 _HUGE_BITS = tl.constexpr(0x58800000)
-# How many groups are said to be neighbours in memory, which they are not: so Triton 3.7 spreads threads over groups
-# before chunks, as 3.6 does by itself. It is a run in a chunk that a thread takes, as long as that is the longer one.
+# Groups are declared contiguous, which they are not: Triton 3.7 then spreads threads over groups before chunks, as 3.6
+# does. A thread still reads a run of a chunk, which is longer.
 _CONTIGUOUS_GROUPS = tl.constexpr(2)
-# Where, after a gate of two if there is one, the limits of both kinds of tiles stand among the scalars.
+# Positions of the limits of both kinds of tiles among the scalars, not counting the two of a gate.
 _GENERAL_LIMIT, _FAST_LIMIT = tl.constexpr(21), tl.constexpr(22)
-# Scalars of every step.
+# Number of scalars without optional ones.
 _NUM_SCALARS = tl.constexpr(21)
 
 
 @triton.jit
 def look_up_codes(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
-    """The codes' entries in a table of 256 fp32 numbers, in the codes' own layout, which `tl.load` would change."""
+    """Return the codes' entries in a table of 256 fp32 numbers; `tl.load` would change the layout."""
     return tl.inline_asm_elementwise(
         """{.reg .b32 code<4>;
         .reg .b64 at<4>;
@@ -59,7 +61,7 @@ def _group_noise(
     group: tl.tensor, element: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, run_length: tl.tensor,
     run_stride: tl.tensor, GROUP_SIZE: tl.constexpr, HAS_RUNS: tl.constexpr, WORDS_OFFSET: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Noise by the group's number in the whole array and the place in the group; see `codec.pair_noise`."""
+    """Return noise by the group's index in the whole array and the element's in the group; see `codec.pair_noise`."""
     number = group.to(tl.uint32)
     if HAS_RUNS:
         run = group // run_length
@@ -106,7 +108,7 @@ def _store_moment(
 
 @triton.jit
 def _dead_v(v: tl.tensor, previous_v: tl.tensor, v_amax: tl.tensor, DEAD_ELEMENTS: tl.constexpr) -> tl.tensor:
-    """What second moments of silent members become, given what they were before this step."""
+    """Return second moments of dead elements without gradient, from their values before this step."""
     floored = tl.maximum(previous_v, v_amax * DEAD_ELEMENTS.lowest)
     dead_v = tl.where(previous_v < v_amax * DEAD_ELEMENTS.near, floored, v_amax * DEAD_ELEMENTS.raised)
     return tl.where(previous_v < v_amax * DEAD_ELEMENTS.raised, dead_v, v)
@@ -124,7 +126,7 @@ def update_tile_general(
     HAS_WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr,
     CLIP: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, DEAD_ELEMENTS: tl.constexpr, FAST_PATH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
+    """Update a tile of any groups. Moments, and with IS_STEP the weight, are updated in place."""
     group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
     element = tl.arange(0, GROUP_SIZE // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     group_mask = group < groups
@@ -156,14 +158,14 @@ def update_tile_general(
     word2 = tl.load(seed_ptr + 1) if STOCHASTIC else 0
     nu = codec.load(nu_ptr + base, offsets, mask, MASKED)
     mu = codec.load(mu_ptr + base, offsets, mask, MASKED)
-    # The assembler puts loads off to where their values are used, but not past a barrier; scales are used first.
+    # The assembler delays loads until their values are used, but not past a barrier. Scales are used first.
     tl.debug_barrier()
     nu_scale = codec.load(nu_scale_ptr, group, group_mask, MASKED) if NU.scaled else 1.0
     nu_exponent = codec.load(nu_exponent_ptr, group, group_mask, MASKED) if NU.expanded else 1.0
     mu_scale = codec.load(mu_scale_ptr, group, group_mask, MASKED) if MU.scaled else 1.0
     mu_exponent = codec.load(mu_exponent_ptr, group, group_mask, MASKED) if MU.expanded else 1.0
 
-    # The second moment comes first, here and below: the assembler then needs fewest registers.
+    # The second moment comes first, here and below: this order needs the fewest registers.
     factor = tl.load(scalars_ptr + 21) if GATED else tl.full((), 1.0, tl.float32)
     g = codec.scale_and_clip_gradient(codec.to_fp32(g), factor, codec.LARGEST_GRADIENT)
     w = (
@@ -282,9 +284,9 @@ def update_tile_fast(
     REMAINDER_BITS: tl.constexpr, GATED: tl.constexpr, CLIP: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
     DEAD_ELEMENTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
+    """Update a tile of whole groups, and return 0; or return 1 and leave the tile unchanged.
 
-    The moments here are m / (1 - b1) and v / (1 - b2), to which gradient and squared gradient are added as they are.
+    Moments are m / (1 - b1) and v / (1 - b2), so that gradients and their squares are added without a factor.
     """
     tl.static_assert(LANES % 8 == 0, "eight neighbours, which share a hash, lie in one chunk")
     group = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
@@ -308,10 +310,10 @@ def update_tile_fast(
     nu_scale, nu_exponent = tl.load(nu_scale_ptr + group), tl.load(nu_exponent_ptr + group)
     mu_scale, mu_exponent = tl.load(mu_scale_ptr + group), tl.load(mu_exponent_ptr + group)
 
-    # A weight that is not finite makes its tile one for `update_tile_general`, where noise is added to NaN with care.
+    # A non-finite weight sends its tile to `update_tile_general`, which adds noise to NaN correctly.
     MARKS_NONFINITE: tl.constexpr = STOCHASTIC and g.dtype == tl.bfloat16
     g = codec.to_fp32(codec.nan_where_not_finite(g, w) if MARKS_NONFINITE else g)
-    # Looked up, since the unit that computes log2, exp2 and roots is close to its limit.
+    # A table, because the unit for log2, exp2 and roots is nearly saturated.
     logarithms = look_up_codes(nu, table_ptr)
     v = codec.multiply_add(g, g, codec.decode_from_log2(logarithms, nu_scale, nu_exponent, b2_ratio, NU))
     m = codec.add_decoded(g, mu, mu_scale, mu_exponent, b1_ratio, MU)
@@ -324,7 +326,7 @@ def update_tile_fast(
     needs_general_path = (
         (v_smallest < v_least) | (m_smallest < m_least) | (tl.maximum(v_largest, m_largest) > _HUGE_BITS)
     )
-    # A first moment so small may be that of a silent member.
+    # This first moment may be that of a dead element without gradient.
     needs_general_path |= m_smallest < codec.float_bits(codec.from_bits(m_largest) * DEAD_ELEMENTS.silent)
     case = tl.max(
         tl.where(needs_general_path, 2, tl.where(v_smallest < codec.float_bits(eps_is_small_from), 1, 0)), axis=0

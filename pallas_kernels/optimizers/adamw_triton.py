@@ -1,4 +1,9 @@
-"""AdamW on 8-bit moments in one pass: codes, scales, gradient and weight are read once, and results written once."""
+"""AdamW on 8-bit moments in one pass over gradient, weight, codes and scales.
+
+In: gradient (..., n), weight, moments as FP8 codes with fp32 scales and bf16 exponents per group, or as values. Out:
+the change or new weight, and both moments, in place. Hardware: Ada or newer. Reference: `reference` in
+fp8jax/ops/optimizers/adamw.py.
+"""
 
 import dataclasses
 import math
@@ -22,21 +27,22 @@ PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_CAPABILITY = 89
 WARP, ELEMENTS_PER_THREAD = 32, 16
-# Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
+# Approximates 1 / (1 + x) by 1 - _RECIPROCAL_SLOPE * x, for x up to 1 / 128.
 _RECIPROCAL_SLOPE = 0.9935
-# Below it, what is taken over it may be too large for fp32.
+# Below this bound, quotients by 1 - b2 may overflow fp32.
 _MIN_ONE_MINUS_B2 = 2.0**-60
-# The bits of 1.0, an argument: the assembler sets bits that it knows, under a mask, in two instructions and not one.
+# The bits of 1.0, as a runtime argument: known bits under a mask cost the assembler one more instruction.
 _ONE_BITS = 0x3F800000
 
 
 class AdamWScalars(NamedTuple):
-    """The runtime scalars of a step, each a number or a traced scalar; `correction` is 1 - b^t.
+    """The runtime scalars of a step, each a number or a traced scalar.
 
-    change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
-    v are the moments over `correction1` and `correction2`. Gradients count times `grad_scale`. Where `apply_if` is
-    False nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut
-    to it; None cuts nothing. `dither`, in (0, 1), is for first moments that are `codec.add_dither`.
+    change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps). Here m and v
+    are the moments over `correction1` = 1 - b1^t and `correction2` = 1 - b2^t. Gradients are multiplied by
+    `grad_scale`. If `apply_if` is False, nothing is written. A step with neither has None for both. Finite directions
+    are limited to `max_direction`; None does not limit them. `dither`, in (0, 1), is for first moments with
+    `codec.add_dither`.
     """
 
     rate: Any
@@ -56,18 +62,20 @@ class AdamWScalars(NamedTuple):
 
     @property
     def has_gate(self) -> bool:
-        """Whether the step has a factor or may be left out."""
+        """Whether the step has a gradient scale or a condition."""
         return self.grad_scale is not None or self.apply_if is not None
 
     def to_vector(self, words: Array | None = None) -> Array:
-        """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
+        """Return the scalars as the kernel reads them, fp32, with both corrections factored out of the moments.
 
-        With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
-        `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
-        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. The last of these takes the
-        second moment of a member without a gradient to what it was. Then come, where the step has them, the factor and
-        whether it is applied; the largest direction over what takes either kind of moments to it; two words for noise,
-        as they are; and `dither`: so all that a step needs is made at once.
+        Let c = sqrt(correction2) and r = sqrt(v + eps_root * correction2). Then direction = m / (r + eps * c) * c /
+        correction1. Under the root, zero is replaced by the smallest normal number.
+
+        - The first eight are for moments as stored.
+        - The next twelve are for moments m / one_minus_b1 and v / one_minus_b2, with both factors times the gradient
+          scale.
+        - The next restores the previous second moment of an element without gradient.
+        - Optional ones follow: gradient scale and condition, two limits of the direction, two noise words, `dither`.
         """
         rate, weight_decay, b1, one_minus_b1, b2, one_minus_b2, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self[:10]
@@ -85,7 +93,7 @@ class AdamWScalars(NamedTuple):
             root_floor,
             -eps * correction,
         ]
-        # Second moments that do not fall, from what they fell to; the first step has none.
+        # Ratio of the previous second moment to the decayed one; the first step has none.
         b2 = jnp.maximum(b2, np.finfo(np.float32).tiny)
         previous_correction = 1 - (1 - correction2) / b2
         silent_decay = jnp.where(previous_correction > one_minus_b2 / 2, correction2 / previous_correction, 1) / b2
@@ -95,7 +103,7 @@ class AdamWScalars(NamedTuple):
         fast_scale = general_scale * one_minus_b1 / jnp.sqrt(one_minus_b2)
         eps = eps * correction / jnp.sqrt(one_minus_b2)
         rate, decay = -rate * fast_scale, weight_decay / fast_scale
-        # Where these may make NaN of finite numbers, every tile is a special one.
+        # If these can produce NaN from finite numbers, no tile uses the fast path.
         is_safe = (jnp.abs(rate) < 16) & (jnp.abs(decay) < 1) & jnp.isfinite(eps + eps_root)
         is_safe &= (one_minus_b2 > _MIN_ONE_MINUS_B2) & jnp.isfinite(one_minus_b2)
         small_eps_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
@@ -130,12 +138,12 @@ class AdamWScalars(NamedTuple):
 
 
 class DeadElementParams(NamedTuple):
-    """Members of a group that no longer matter, and what is stored of them; static.
+    """Static thresholds of dead elements, and their stored moments.
 
-    With D = max |m| / (sqrt(max v) + eps) of a group, a member is idle, or silent if it has no gradient, where its
-    direction is under the share of D of that name. The first moment of an idle one becomes 0. The second one of a
-    silent one stays as it is, at least `lowest` of the group's largest; from `near` on it becomes `raised` of that;
-    what is larger falls on.
+    Let D = max |m| / (sqrt(max v) + eps) of a group. An idle element has a direction below `idle` * D. A silent one has
+    no gradient, and a direction below `silent` * D. An idle first moment becomes 0. A silent second moment keeps its
+    value, but at least `lowest` of the group's largest. From `near` of that on, it becomes `raised` of that; larger
+    ones decay.
     """
 
     idle: float
@@ -147,14 +155,14 @@ class DeadElementParams(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AdamWLaunch:
-    """How the work is cut: tuning only, never the result.
+    """Launch parameters: tuning only, never the result.
 
     Attributes:
         warps: warps of a program.
-        vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
-            loads are 16 bytes wide at most.
-        elements: elements of a thread of `ordinary` tiles, 16 or 32; None takes 32 where results are 16 bits wide, else
-            16. A thread always has 32 of a group of 1024, else 16 of other tiles.
+        vector: contiguous elements of a thread, in one layout for codes, gradients and weights; loads have at most 16
+            bytes.
+        elements: elements per thread of the fast path, 16 or 32; None: 32 for 16-bit results, otherwise 16. Groups of
+            1024 always use 32, other tiles of the general path 16.
     """
 
     warps: int = 1
@@ -212,7 +220,7 @@ def _adamw(
     NU: tl.constexpr,
     DEAD_ELEMENTS: tl.constexpr,
 ) -> None:
-    """A tile of groups: as an ordinary one where it is, else carefully, in parts of fewer elements a thread."""
+    """Update a tile of groups on the fast path if possible, otherwise in subtiles on the general path."""
     if GATED:  # noqa: SIM102 (one is known at compile time)
         if tl.load(scalars_ptr + 22) == 0:
             return
@@ -239,16 +247,7 @@ def _adamw(
 def unsupported_reason(
     shape: tuple[int, ...], grad: Any, weight: Any, mu: tuple[Any, ...], nu: tuple[Any, ...], group_size: int
 ) -> str | None:
-    """Why the kernel cannot take arrays of this shape and these dtypes, or None.
-
-    Args:
-        shape: shape of the parameter.
-        grad: dtype of the gradient.
-        weight: dtype of the weight and of the result.
-        mu: dtypes of what the first moment is stored in, (codes, scale), (codes, scale, exponent) or (values,).
-        nu: likewise of the second moment.
-        group_size: elements of a group.
-    """
+    """Return why the kernel does not support this shape, and these dtypes of arrays and stored moments, or None."""
     if not shape or math.prod(shape) == 0:
         return f"shape {shape} has no groups"
     if not MIN_GROUP <= group_size <= MAX_GROUP or group_size & (group_size - 1):
@@ -288,38 +287,34 @@ def adamw(
     launch: AdamWLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], tuple[Array, ...]]:
-    """One step of AdamW on one parameter.
+    """Return the results of one AdamW step on one parameter.
 
     Args:
         grad: gradient, any shape (..., n), fp32, bf16 or fp16.
-        weight: the parameter, or for a step its bf16 high part and the int8 or int16 remainder of its master; None only
-            for an update without weight decay.
-        mu: first moment: fp8 codes (..., n), fp32 scales (..., ceil(n / group_size)) and, with range expansion, bf16
-            exponents of the scales' shape; or the values in a plain dtype alone.
-        nu: second moment, likewise.
-        scalars: the scalars of the step. Where it is not applied, moments and the weight of a step are as before, and
-            an update is undefined.
-        mu_storage: how the codes of the first moment are made; None for plain values.
-        nu_storage: likewise of the second moment.
-        dead_elements: what is stored of members that no longer matter: no first moment and another second one, in codes
-            with range expansion.
-        group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
-        in_place: whether the new weight is returned, or else its change.
-        dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.
-        seed: two uint32 words: new bf16 weights are rounded stochastically; None rounds to nearest.
-        nu_seed: two uint32 words for the second moment: for codes where its storage rounds stochastically, or bf16.
-        salt: a number of the parameter's own that joins these words.
-        run: where the array is a shard, whose noise goes by groups of the whole: groups that follow each other there,
-            and how many further the next such run begins; None if all do. The first one's number is in `nu_seed`.
-        launch: how the work is cut; None takes the measured best.
-        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        weight: the parameter; or, in place, its bf16 high part and the int8 or int16 remainder of its master. None only
+            for a change without weight decay.
+        mu, nu: moments: fp8 codes (..., n), fp32 scales (..., ceil(n / group_size)) and, with range expansion, bf16
+            exponents of the scales' shape; or values in a plain dtype alone.
+        scalars: the scalars of the step. If it is not applied, moments and an in-place weight stay; a change is
+            undefined.
+        mu_storage, nu_storage: coding of the moments; None for values.
+        dead_elements: thresholds of dead elements, for codes with range expansion.
+        group_size: elements along the last axis per scale, a power of two from 16 to 1024.
+        in_place: whether the new weight is returned, otherwise its change.
+        dtype: dtype of a change; None for the weight's, or without one the gradient's. In place, it is the weight's.
+        seed: two uint32 words for stochastic rounding of new bf16 weights; None rounds to nearest.
+        nu_seed: two uint32 words for a second moment with stochastic rounding, in codes or bf16.
+        salt: a number of this parameter that is mixed into `nu_seed`.
+        run: for a shard, whose noise depends on the position in the whole: consecutive groups there, and the distance
+            to the next such run; None if all are consecutive. `nu_seed` includes the index of the first group.
+        launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
 
     Returns:
-        The change or the new weight, of parts both, and both moments as they were given. Moments, and in a step the
-        weight, are updated in place where they are donated, and copied first where they are not.
+        The change or the new weight (with a remainder, both parts), and both moments. Moments and an in-place weight
+        reuse the memory of donated inputs.
 
     Raises:
-        ValueError: the kernel cannot take these arrays; the message says why.
+        ValueError: the kernel does not support these arrays; the message has the reason.
     """
     if in_place and weight is None:
         raise ValueError("in_place needs the weight")
@@ -341,7 +336,7 @@ def adamw(
     if (nu_seed is not None) != is_stochastic:
         raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
     if (scalars.dither is not None) != (mu_storage is not None and mu_storage.dither_format is not None):
-        raise ValueError("the scalar `drawn` is for a first moment whose storage has `fading`")
+        raise ValueError("the scalar `dither` is for a first moment whose storage has `dither_format`")
     launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
@@ -349,22 +344,22 @@ def adamw(
     has_partial_groups = length % group_size > 0
     vector = launch.vector if not has_partial_groups or length % launch.vector == 0 else 4
     is_aligned = length % vector == 0
-    # The table has no signs, and first moments that are faded no form of their own.
+    # The table has no signs, and dithered first moments have no fast path.
     use_fast_path = (
         not has_partial_groups and len(mu) == len(nu) == 3 and nu_storage is not None and not nu_storage.signed
     )
     use_fast_path = use_fast_path and mu_storage is not None and mu_storage.dither_format is None
     elements = launch.elements or (
         32 if jnp.dtype(dtype).itemsize == 2 else ELEMENTS_PER_THREAD
-    )  # wider ones take registers
+    )  # wider results need registers
     lanes = min(max(group_size // (elements if use_fast_path else ELEMENTS_PER_THREAD), 1), WARP)
     tile = launch.warps * WARP // lanes
     num_subtiles = min(group_size // lanes // ELEMENTS_PER_THREAD, tile) if use_fast_path else 1
-    # The scalars stand in for what is absent, and are not touched in its place.
+    # The scalars are a placeholder for absent inputs, which are not read.
     placeholder = _scalars_to_vector(scalars, nu_seed)
     inputs = [grad, placeholder if weight is None else weight]
     inputs += [part for moment in (mu, nu) for part in (*moment, *[placeholder] * (3 - len(moment)))]
-    # The scalars once more: with a pointer of its own to their last two, the program has registers enough.
+    # A second pointer to the scalars, for the noise words, saves registers.
     inputs += [placeholder, placeholder if seed is None else seed, placeholder]
     inputs.append(jnp.asarray(log2_code_magnitudes(nu[0].dtype)) if use_fast_path else placeholder)
     inputs.append(placeholder if remainder is None else remainder)
@@ -416,11 +411,11 @@ def adamw(
 
 
 _MAX_RESULTS = 8
-_scalars_to_vector = jax.jit(lambda scalars, words: scalars.to_vector(words))  # traced once for all parameters alike
+_scalars_to_vector = jax.jit(lambda scalars, words: scalars.to_vector(words))  # traced once for equal parameters
 
 
 def log2_code_magnitudes(dtype: Any) -> np.ndarray:
-    """log2 of the magnitude of each of the 256 codes of an 8-bit dtype, fp32, by the code as an unsigned byte."""
+    """Return log2 of the magnitudes of all 256 codes of an 8-bit dtype, fp32, by unsigned code."""
     codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
     with np.errstate(divide="ignore"):
         return np.log2(np.abs(codes)).astype(np.float32)

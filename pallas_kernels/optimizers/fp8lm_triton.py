@@ -1,9 +1,11 @@
-"""FP8-LM's AdamW in one pass: fp16 master weights, FP8 first and fp16 second moments, each under one scale a layer.
+"""FP8-LM's AdamW in one pass: fp16 master weights, FP8 first and fp16 second moments, one scale per layer.
 
-Or a parameter is its own master weight: fp32, bf16 that is rounded stochastically, or bf16 with a remainder.
+In: gradient (FP8 codes or values), weight, codes, and fp32 scales. Out: the change or new weight, codes in place, fp32
+maxima. Hardware: Ada or newer. Reference: `reference` in fp8jax/ops/optimizers/fp8lm.py.
 
-The scales of what is written are known before: they come from bounds. Each program tells the largest magnitudes that it
-stored, of which the bounds of the next step are made, so that no pass has to look for them.
+A parameter may also be its own master weight: fp32, bf16 with stochastic rounding, or bf16 with a remainder. New scales
+come from bounds, and each program returns the largest stored magnitudes for the bounds of the next step. No extra pass
+computes them.
 """
 
 import math
@@ -24,11 +26,11 @@ from pallas_kernels.quantization import codec_triton as codec
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_CAPABILITY = 89
-# Elements of a thread that lie next to each other: 16 bytes of fp16.
+# Contiguous elements of a thread: 16 bytes of fp16.
 VECTOR = 8
 MAX_ELEMENTS = 2**31
 
-# As of `fp8jax.ops.optimizers.fp8lm`.
+# Limit of a gradient times its scale.
 _LARGEST_GRADIENT = tl.constexpr(2.0**126)
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _INF = tl.constexpr(float("inf"))
@@ -37,12 +39,15 @@ _FP16_MAX, _FP16_SMALLEST = tl.constexpr(65504.0), tl.constexpr(2.0**-24)
 
 
 class FP8LMScalars(NamedTuple):
-    """The runtime scalars of a step, each a number or a traced scalar, in the order that the kernel reads them.
+    """The runtime scalars of a step, each a number or a traced scalar, in the order of the kernel.
 
-    m = b1_rest * g + b1 * mu and v = b2_rest * g^2 + b2 * nu, g the gradient times `grad_scale`;
-    w - rate * (direction + weight_decay * w), with direction = m * correction1 / (sqrt(v * correction2 + eps_root) +
-    eps), is the new weight. `dither`, in (0, 1), rounds an m whose decay would be lost to nearest. Where `apply_if` is
-    0 nothing is written. A step that has neither `grad_scale` nor `apply_if` leaves both None.
+    With g the gradient times `grad_scale`, the new moments and weight are
+
+        m = one_minus_b1 * g + b1 * mu,  v = one_minus_b2 * g^2 + b2 * nu
+        w - rate * (m * correction1 / (sqrt(v * correction2 + eps_root) + eps) + weight_decay * w)
+
+    `dither`, in (0, 1), rounds an m whose decay rounding to nearest would lose. If `apply_if` is 0, nothing is written.
+    A step with neither `grad_scale` nor `apply_if` has None for both.
     """
 
     rate: Any
@@ -61,7 +66,7 @@ class FP8LMScalars(NamedTuple):
 
     @property
     def has_gate(self) -> bool:
-        """Whether the step has a factor or may be left out."""
+        """Whether the step has a gradient scale or a condition."""
         return self.grad_scale is not None or self.apply_if is not None
 
     def to_vector(self) -> Array:
@@ -70,12 +75,7 @@ class FP8LMScalars(NamedTuple):
 
 
 class FP8LMLaunch(NamedTuple):
-    """How the work is cut: tuning only, never the result.
-
-    Attributes:
-        num_warps: warps of a program.
-        elements: elements of a program.
-    """
+    """Launch parameters, warps and elements per program: tuning only, never the result."""
 
     num_warps: int = 4
     elements: int = 2048
@@ -118,10 +118,9 @@ def _fp8lm(
     MU_NORMAL: tl.constexpr,
     MU_MANTISSA: tl.constexpr,
 ) -> None:
-    """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes.
+    """Update a tile of one layer in place, except for a change and the maxima.
 
-    Of NUM_CODES arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the
-    remainder.
+    The moments are the last of NUM_CODES arrays of codes. With two, `master_ptr` is the remainder.
     """
     WEIGHT_IS_MASTER: tl.constexpr = NUM_CODES == 2
     if GATED:  # noqa: SIM102 (one is known at compile time)
@@ -140,7 +139,7 @@ def _fp8lm(
     m = codec.load(mu_ptr + base, offsets, mask, MASKED)
     v = codec.load(nu_ptr + base, offsets, mask, MASKED)
     p = codec.load(weight_ptr + base, offsets, mask, MASKED)
-    tl.debug_barrier()  # the assembler puts no load off past it
+    tl.debug_barrier()  # the assembler delays no load past it
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, one_minus_b1 = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     b2, one_minus_b2 = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
@@ -164,7 +163,7 @@ def _fp8lm(
     v = codes * tl.load(scales_ptr + NUM_CODES * layers)
     m = one_minus_b1 * g + b1 * m
     v = b2 * v
-    # A second moment that is not zero stays so where fp32 has no number for it, or for its decay.
+    # A non-zero second moment stays non-zero if it, or its decay, underflows fp32.
     v = tl.where((codes > 0) & (v < _TINY), _TINY, v)
     v = one_minus_b2 * (g * g) + v
     direction = (m * correction1) / (tl.sqrt(v * correction2 + eps_root) + eps)
@@ -206,7 +205,8 @@ def _fp8lm(
             program_amax_ptr, tl.where(exceeds_bound, tl.minimum(units, _HUGE), y), mask, MASKED
         )
         master = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
-        # What a copy was changed to lies beyond the bound: the next step, which knows a larger one, reads it there.
+        # A changed working copy beyond the bound is kept as it is: the next step has a larger bound, and reads it
+        # there.
         if amax > _FP16_MAX:
             current_weight = codec.to_fp32(codec.load(weight_ptr + base, offsets, mask, MASKED))
             master = tl.where(exceeds_bound, current_weight, master)
@@ -223,7 +223,7 @@ def _fp8lm(
     y = fp8lm_values.to_code_units(m, tl.load(scales_ptr + (3 * NUM_CODES - 1) * layers), MU_MAX, 0.0)
     y = codec.add_dither(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
     codes = fp8lm_values.copy_sign(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
-    # The conversion makes the largest code of Inf.
+    # The conversion saturates Inf to the largest code.
     infinite = ((codec.float_bits(m) >> 24) & -0x80) | MU_INF
     codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
     codec.store(mu_ptr + base, offsets, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
@@ -231,15 +231,7 @@ def _fp8lm(
 
 
 def unsupported_reason(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
-    """Why the kernel cannot take arrays of this shape and these dtypes, or None.
-
-    Args:
-        shape: of the parameter.
-        grad: dtype of the gradient, or of its codes.
-        weight: of the working copy and of the result.
-        mu: of the codes of the first moment.
-        stochastic: whether master weights are rounded stochastically.
-    """
+    """Return why the kernel does not support this shape, and these dtypes of gradient, weight and mu codes, or None."""
     if not shape or math.prod(shape) == 0:
         return f"shape {shape} has no elements"
     if stochastic and math.prod(shape) > MAX_ELEMENTS:
@@ -267,36 +259,33 @@ def fp8lm(
     launch: FP8LMLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], Array]:
-    """One step of FP8-LM's AdamW on one parameter.
+    """Return the results of one step of FP8-LM's AdamW on one parameter.
 
     Args:
         grad: gradient, of any shape, fp32, bf16 or fp16, or FP8 codes.
-        weight: the working copy, fp32, bf16 or fp16; where it is no rounding of the master weight, it is taken in its
-            place. Or the master weight itself, fp32; bf16, for a step with `words`; or for a step its bf16 high part
-            and its int8 or int16 remainder.
+        weight: the working copy, fp32, bf16 or fp16; if it is not a rounding of the master weight, it replaces it. Or
+            the master weight: fp32; in place, bf16 with `words`, or its bf16 high part and int8 or int16 remainder.
         codes: fp16 codes of the master weight, unless `weight` is it; FP8 codes of the first moment; and fp16 ones of
             the second moment.
-        scales: fp32 (1 + 3 n, layers) for n arrays of codes, where the leading axes have so many layers: scales of the
-            gradient's codes, of these as they are, of them as they will be, and one over these last, powers of two.
-        scalars: the scalars of the step. Where it is not applied, everything is as before, but an update and the
-            largest magnitudes are undefined.
-        in_place: whether the new working copy is returned, or else its change.
-        words: three words: two of noise by which master weights are rounded stochastically, and the place of the
-            first element in the whole array; None rounds to nearest.
-        run: where the array is a shard: elements that follow each other in the whole, and how many further the next
-            such run begins; None if all do.
-        rounding: how far rounding takes a working copy from its master weight, over the power of two below that; which
-            is at least the second value.
-        launch: how the work is cut; None takes the default.
-        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        scales: fp32 (1 + 3 n, layers) for n arrays of codes and the layers of the leading axes. In order: scales of the
+            gradient's codes, old scales, new scales, and reciprocals of the new ones; powers of two.
+        scalars: the scalars of the step. If it is not applied, all stays, and a change and the maxima are undefined.
+        in_place: whether the new working copy is returned, otherwise its change.
+        words: two noise words for stochastic rounding of master weights, and the position of the first element in the
+            whole array; None rounds to nearest.
+        run: for a shard: consecutive elements of the whole, and the distance to the next such run; None if all are
+            consecutive.
+        rounding: largest rounding error of a working copy over the power of two below its master weight, and the
+            smallest such power.
+        launch, compute_capability: tuning, and a GPU architecture such as 90; None for the defaults.
 
     Returns:
-        The change or the new weight, of parts both; the codes; and the largest finite magnitudes of these that were
-        stored, in units of the scales and before rounding to nearest, fp32 (n, layers, tiles). What is given is updated
-        in place where it is donated.
+        The change or the new weight (with a remainder, both parts); the codes; and the largest finite stored
+        magnitudes, in units of the scales and before rounding to nearest, fp32 (n, layers, tiles). Donated inputs are
+        updated in place.
 
     Raises:
-        ValueError: the kernel cannot take these arrays; the message says why.
+        ValueError: the kernel does not support these arrays; the message has the reason.
     """
     weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
     *master, mu, nu = codes
@@ -309,7 +298,7 @@ def fp8lm(
     length = grad.size // layers
     vector = VECTOR if length % VECTOR == 0 else 1
     tiles = -(-length // launch.elements)
-    # Beside the moments: the master's codes, or its remainder, or nothing, in whose place stands what is not read.
+    # Codes of the master, or its remainder; otherwise the scalars are a placeholder.
     master_inputs = master or ([] if remainder is None else [remainder])
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*master_inputs, mu, nu, weight)]
     outputs.append(jax.ShapeDtypeStruct((len(codes), layers, tiles), jnp.float32))

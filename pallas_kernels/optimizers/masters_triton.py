@@ -1,8 +1,8 @@
-"""Device code of master weights by parts, in Triton: bf16 and a remainder of 8 or 16 bits, joined and split.
+"""Device code of master weights in two parts: bf16 and a remainder of 8 or 16 bits.
 
-With a master's bits, the sign aside, as an integer P, high = (P + 2^(BITS - 1)) >> BITS, and the remainder is what is
-left of P: the high part is the bf16 next to the master, ties away from zero. Beside one of zero the remainder has the
-sign.
+Reference: `join` and `split` in fp8jax/core/masters.py. Let P be the master's bits without sign, as an integer. Then
+high = (P + 2^(BITS - 1)) >> BITS: the nearest bf16, ties away from zero. The remainder is P - (high << BITS). If high
+is zero, the remainder has the sign.
 """
 
 import triton
@@ -13,7 +13,7 @@ from pallas_kernels.quantization import codec_triton as codec
 
 @triton.jit
 def join_master(block_m: tl.tensor, remainder: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    """The fp32 value of a bf16 high part and its remainder."""
+    """Return the fp32 value of a bf16 high part and its remainder."""
     word = block_m.to(tl.int16, bitcast=True).to(tl.int32)
     magnitude = ((word & 0x7FFF) << BITS) + remainder.to(tl.int32)
     sign = ((word & 0x8000) << 16) ^ (magnitude & -0x80000000)
@@ -22,7 +22,7 @@ def join_master(block_m: tl.tensor, remainder: tl.tensor, BITS: tl.constexpr) ->
 
 @triton.jit
 def split_master(x: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The bf16 high part of fp32 and its remainder, int32; with 8 bits the master is rounded, ties to even."""
+    """Return the bf16 high part of fp32, and its remainder, int32; 8 bits round the master to nearest even."""
     word = codec.float_bits(x)
     magnitude = word & 0x7FFFFFFF
     rounded = magnitude

@@ -1,4 +1,8 @@
-"""Sums of squares of many arrays in few launches: a program takes a piece of one of them."""
+"""Sum of squares of many arrays in few launches: each program reads a piece of one array.
+
+In: fp32, bf16 and fp16 arrays of any shapes. Out: fp32 (). Hardware: Turing or newer. Reference: `_reference` in
+fp8jax/ops/optimizers/global_norm.py.
+"""
 
 from collections.abc import Sequence
 
@@ -13,7 +17,7 @@ from pallas_kernels.dispatch import call_triton
 from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
 
 FP8_CAPABILITY = 89
-ARRAYS_PER_LAUNCH = 32  # of a launch
+ARRAYS_PER_LAUNCH = 32  # fixed by the kernel's parameters
 PIECE_SIZE = 65_536
 
 
@@ -28,7 +32,7 @@ def _squares(
     x30: tl.tensor, x31: tl.tensor,
     unused: tl.tensor, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The table has for each array the programs up to its end, how much its last piece holds, and where sums begin."""
+    """Store the sum of a piece. The table has ends in programs, sizes of last pieces, the index of the first sum."""
     program = tl.program_id(0)
     ends = tl.load(table_ptr + tl.arange(0, 32))
     array_index = tl.sum((ends <= program).to(tl.int32), 0)
@@ -64,12 +68,12 @@ def _squares(
 def sum_of_squares(
     arrays: Sequence[Array], *, piece: int = PIECE_SIZE, block: int = 4096, compute_capability: int | None = None
 ) -> Array:
-    """The sum of the squares of all elements of arrays, an fp32 scalar, summed in fp32 in an order of its own.
+    """Return the sum of the squares of all elements, an fp32 scalar, in a fixed order of its own.
 
     Args:
         arrays: fp32, bf16 or fp16, of any shapes.
-        piece: elements that a program takes, a multiple of `block`, of which it takes so many at once; tuning only.
-        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        piece, block: elements per program, and at once; `block` divides `piece`; tuning only.
+        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Raises:
         ValueError: an array has another dtype.

@@ -1,12 +1,14 @@
-"""Device code of 8-bit codes in groups, in Triton: decoding, and stochastic rounding, of a tile in registers.
+"""Device code of 8-bit codes in groups: decoding and stochastic rounding of a tile in registers.
 
-With M the largest value of a format, a code c of a group with scale s and exponent k stands for
+Hardware: Ada or newer. Reference: `Format` in fp8jax/core/formats.py, and fp8jax/core/expansion.py.
+
+With M the largest value of a format, a code c of a group with scale s and exponent k decodes to
 
     sign(c) * (s * M) * (|c| / M)^(1 / k)
 
-Powers are taken with the hardware's approximate log2 and exp2 (relative error 2^-22; Triton's own take four times as
-many instructions as all the rest), in the exponent's domain, where a group may span more octaves than fp32 has below
-one. A tile is [groups, chunks, lanes]: Triton keeps the second axis within a thread.
+Powers use the hardware's approximate log2 and exp2 (relative error 2^-22): Triton's own need many more instructions.
+The computation stays in the exponent's domain, because a group may span more octaves than fp32 has below one. A tile is
+[groups, chunks, lanes]: Triton keeps the second axis inside of a thread.
 """
 
 import dataclasses
@@ -17,20 +19,19 @@ import triton
 import triton.language as tl
 
 _SIGN_BIT = tl.constexpr(-0x80000000)
-# Less the bits of -x, those of 1 / x to a twentieth of it.
+# This number minus the bits of -x are the bits of an estimate of 1 / x.
 _RECIPROCAL_MAGIC = tl.constexpr(0x7EF311C7 - 0x80000000)
-# As `fp8jax.ops.optimizers.leaf.LARGEST_GRADIENT`.
+# Equal to `fp8jax.ops.optimizers.leaf.LARGEST_GRADIENT`.
 LARGEST_GRADIENT = tl.constexpr(2.0**62)
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """How codes are rounded stochastically; static.
+    """Static parameters of stochastic rounding.
 
     Attributes:
-        mantissa_bits: mantissa bits of the codes' format.
-        smallest_normal: of the format.
-        span_bounds: ratios of largest to smallest code between which a group keeps its exponent.
+        mantissa_bits, smallest_normal: those of the code format.
+        span_bounds: bounds of the ratio of largest to smallest code between which a group keeps its exponent.
     """
 
     mantissa_bits: int
@@ -40,18 +41,18 @@ class Noise:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How the codes of a tensor are made; static.
+    """Static parameters of the codes of a tensor.
 
     Attributes:
-        max: largest finite magnitude of the codes' format.
-        expansion: range expansion: the ratio of largest to smallest magnitude that a group is raised to, and the
-            bounds of its exponent; None for codes that are scaled alone.
-        smallest: the smallest code, which a non-zero value that would round to zero gets; None where it may. With
-            range expansion no value rounds to zero.
+        max: largest finite magnitude of the code format.
+        expansion: range expansion: target ratio of largest to smallest magnitude in a group, and the bounds of its
+            exponent; None for codes with a scale alone.
+        smallest: the code of non-zero values that would round to zero; None lets them. With range expansion no value
+            rounds to zero.
         signed: whether values may be negative.
-        noise: for codes that are rounded stochastically; None rounds to nearest.
-        dither_format: mantissa bits and smallest normal number of the format of codes that `add_dither` changes before
-            they are rounded to nearest; None are not.
+        noise: stochastic rounding; None rounds to nearest.
+        dither_format: mantissa bits and smallest normal number of the code format, for `add_dither`; None without
+            dither.
     """
 
     max: float
@@ -77,7 +78,7 @@ class Storage:
 
 
 class StorageConstants(NamedTuple):
-    """A `Storage` as the device code takes it."""
+    """A `Storage` in the form of a compile-time constant."""
 
     scaled: bool
     expanded: bool
@@ -96,19 +97,19 @@ class StorageConstants(NamedTuple):
 
 
 UNSCALED = StorageConstants(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
-# bf16 that is rounded stochastically.
+# bf16 with stochastic rounding.
 STOCHASTIC_BF16 = UNSCALED._replace(dropped=16)
 
 
 @triton.jit
 def load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """Values as they lie, zeros outside."""
+    """Load values in their own dtype, zeros outside of the mask."""
     return tl.load(pointer + offsets, mask=mask, other=0.0) if MASKED else tl.load(pointer + offsets)
 
 
 @triton.jit
 def store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
-    """Stores values in the dtype of where they go."""
+    """Store values, converted to the dtype of the destination."""
     value = value.to(pointer.dtype.element_ty)
     if MASKED:
         tl.store(pointer + offsets, value, mask=mask)
@@ -145,7 +146,7 @@ def sqrt_approx(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def clip_magnitude(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
-    """x with the smaller magnitude of both, in one instruction; the limit is not negative."""
+    """Return x with its magnitude limited to `limit`, which is not negative, in one instruction."""
     return tl.inline_asm_elementwise(
         "min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], tl.float32, is_pure=True, pack=1
     )
@@ -153,7 +154,7 @@ def clip_magnitude(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scale_and_clip_gradient(g: tl.tensor, factor: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
-    """Gradients times a factor, of which finite ones are at most LARGEST; NaN and Inf of either stay."""
+    """Return gradients times a factor. Finite products are limited to LARGEST; NaN and Inf of an operand propagate."""
     product = g * factor
     bounded = tl.maximum(tl.minimum(product, LARGEST), -LARGEST)
     bounded = tl.where(tl.abs(g) < float("inf"), bounded, product)
@@ -162,7 +163,7 @@ def scale_and_clip_gradient(g: tl.tensor, factor: tl.tensor, LARGEST: tl.constex
 
 @triton.jit
 def divide_negative_approx(x: tl.tensor, d: tl.tensor) -> tl.tensor:
-    """-x / d for finite d up to -1, to 7e-6 of itself, without the unit that takes logarithms and powers of two."""
+    """Return -x / d for finite d <= -1, approximately, without the unit for logarithms and powers of two."""
     estimate = from_bits(-float_bits(d) + _RECIPROCAL_MAGIC)
     error = tl.fma(d, estimate, 1.0)
     estimate = x * estimate
@@ -171,7 +172,7 @@ def divide_negative_approx(x: tl.tensor, d: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def multiply_add(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    """a * b + c, with a subnormal result flushed to zero, which `encode` then counts it as."""
+    """Return a * b + c, with a subnormal result flushed to zero, as `encode` expects."""
     return tl.inline_asm_elementwise(
         "fma.rn.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, is_pure=True, pack=1
     )
@@ -189,9 +190,9 @@ def from_bits(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_fp32(x: tl.tensor, IS_PURE: tl.constexpr = True) -> tl.tensor:
-    """fp32 values; not IS_PURE, they are made anew: an earlier use would keep twice the registers."""
+    """Return fp32 values. Without IS_PURE each use recomputes them, because stored ones need twice the registers."""
     if x.dtype == tl.bfloat16:
-        # Two at a time: Triton takes a pair apart before it shifts each.
+        # Two at a time: Triton would split a pair before it shifts each half.
         y = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=IS_PURE, pack=2
         )
@@ -202,13 +203,13 @@ def to_fp32(x: tl.tensor, IS_PURE: tl.constexpr = True) -> tl.tensor:
 
 @triton.jit
 def to_bf16_pair(x: tl.tensor) -> tl.tensor:
-    """bf16 of x in both halves of a word: the conversion of one alone shares a unit with log2 and exp2."""
+    """Return bf16 of x in both halves of a word: the conversion of a single value shares a unit with log2 and exp2."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def or_inverted_end_bits(y: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """Bits of y, but the highest and the lowest one of ~x."""
+    """Return the bits of y, with the highest and lowest bit of ~x."""
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, 0x80000001, 0x72;", "=r,r,r", [y, x], tl.int32, is_pure=True, pack=1
     )
@@ -216,13 +217,13 @@ def or_inverted_end_bits(y: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def flip_signs(codes: tl.tensor) -> tl.tensor:
-    """Codes, as int8, of the negative numbers."""
+    """Return int8 codes of the negated numbers."""
     return tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], tl.int8, is_pure=True, pack=4)
 
 
 @triton.jit
 def with_signs(codes: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Codes, as int8, of magnitudes, with the signs of others."""
+    """Return int8 codes of magnitudes, with the signs of `signs`."""
     return tl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, 0x80808080, 0xF8;", "=r,r,r", [codes, signs], tl.int8, is_pure=True, pack=4
     )
@@ -230,7 +231,7 @@ def with_signs(codes: tl.tensor, signs: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def nan_where_not_finite(x: tl.tensor, other: tl.tensor) -> tl.tensor:
-    """x, both of bf16, but NaN where `other` is Inf or NaN."""
+    """Return x, or NaN if `other` is Inf or NaN; both are bf16."""
     return tl.inline_asm_elementwise(
         "{.reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $2, zero, $1;}",
         "=r,r,r", [x, other], tl.bfloat16, is_pure=True, pack=2,
@@ -239,7 +240,7 @@ def nan_where_not_finite(x: tl.tensor, other: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_float4(pointer: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Four fp32 numbers at an aligned address by one instruction; impure, so that it stays where it is."""
+    """Load four fp32 numbers from an aligned address in one instruction; impure, so that it is not moved."""
     return tl.inline_asm_elementwise(
         "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
         "=f,=f,=f,=f,l", [pointer], (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
@@ -248,7 +249,7 @@ def load_float4(pointer: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl
 
 @triton.jit
 def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    """bf16 from the bits of fp32, after the lower and upper half of their noise were added to a pair of neighbours."""
+    """Return bf16 from fp32 bits plus noise: neighbours of a pair get the lower and the upper half of their noise."""
     return tl.inline_asm_elementwise(
         """{.reg .b32 even, odd;
         dp2a.lo.u32.u32 even, $3, 0x1, $1;
@@ -260,7 +261,7 @@ def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def add_scaled_noise_to_pairs(x: tl.tensor, noise: tl.tensor, NOISE_SCALE: tl.constexpr) -> tl.tensor:
-    """Integers after the lower and upper half of their noise, times 16 or 32, were added to a pair of neighbours."""
+    """Return integers plus noise times NOISE_SCALE, 16 or 32: a pair of neighbours adds the two halves of its noise."""
     if NOISE_SCALE == 16:
         y = tl.inline_asm_elementwise(
             "dp2a.lo.u32.u32 $0, $4, 0x10, $2; dp2a.lo.u32.u32 $1, $4, 0x1000, $3;",
@@ -283,7 +284,7 @@ def broadcast_groups(x: tl.tensor) -> tl.tensor:
 def decode(
     codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, STORAGE: tl.constexpr
 ) -> tl.tensor:
-    """What codes stand for, times a scalar factor; or plain floats, times the factor."""
+    """Return decoded values times a scalar factor; for plain storage, floats times the factor."""
     values = codes.to(tl.float32)
     if STORAGE.expanded:
         decoded = decode_from_log2(log2_abs_approx(values), scale, exponent, factor, STORAGE)
@@ -300,7 +301,7 @@ def decode(
 def decode_from_log2(
     log2_codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, STORAGE: tl.constexpr
 ) -> tl.tensor:
-    """`decode` with range expansion, but for the sign, given log2 of the codes' magnitudes."""
+    """Return `decode` with range expansion, without the sign, from log2 of the code magnitudes."""
     inverse = reciprocal_approx(exponent.to(tl.float32))
     offset = tl.fma(inverse, -STORAGE.log2_max, log2_abs_approx(scale * STORAGE.max * factor))
     return exp2_approx(tl.fma(log2_codes, broadcast_groups(inverse), broadcast_groups(offset)))
@@ -310,11 +311,11 @@ def decode_from_log2(
 def add_decoded(
     x: tl.tensor, codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, STORAGE: tl.constexpr
 ) -> tl.tensor:
-    """x + `decode` of signed codes with range expansion, in fewer instructions."""
+    """Return x + `decode` of signed codes with range expansion, in fewer instructions."""
     values = codes.to(tl.float32)
     inverse = reciprocal_approx(exponent.to(tl.float32))
     offset = tl.fma(inverse, -STORAGE.log2_max, log2_abs_approx(scale * STORAGE.max * factor))
-    # Each value times what it is to be multiplied by: the sign comes with it. That of zero has to be finite.
+    # Multiply each value by a power: the sign comes with it. The power at zero must be finite.
     power = exp2_approx(
         tl.minimum(tl.fma(log2_abs_approx(values), broadcast_groups(inverse - 1.0), broadcast_groups(offset)), 126.0)
     )
@@ -323,10 +324,10 @@ def add_decoded(
 
 @triton.jit
 def pair_noise(octets: tl.tensor, element: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
-    """Noise for stochastic rounding: of each element's pair of neighbours in the flat array, one half for each.
+    """Return noise for stochastic rounding: one word per pair of neighbours in the flat array, a half for each.
 
-    A multiple of a hash: of two words, and of the number of the element's eight neighbours, whose four pairs take
-    different multiples. `element` is the element's among the eight, or differs from it by a multiple of eight.
+    The word is a multiple of a hash of two seed words and of the index of the eight neighbours; their four pairs use
+    different multiples. `element` is the index among the eight, or congruent to it modulo eight.
     """
     noise = octets.to(tl.uint32) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
@@ -339,7 +340,7 @@ def pair_noise(octets: tl.tensor, element: tl.tensor, word1: tl.tensor, word2: t
 def add_dither(
     y: tl.tensor, decay: tl.tensor, dither: tl.tensor, NORMAL: tl.constexpr, MANTISSA: tl.constexpr
 ) -> tl.tensor:
-    """Magnitudes in units of a format, moved where decay would not leave a code to nearest; see `Format.encode`."""
+    """Return magnitudes in units of a format, dithered if nearest rounding would lose decay; see `Format.encode`."""
     power = from_bits(float_bits(y) & 0x7F800000)
     unit = tl.maximum(power, NORMAL)
     dithered = tl.maximum(tl.fma(unit, (dither - 0.5) * 2.0**-MANTISSA, y), power)
@@ -350,13 +351,10 @@ def add_dither(
 def round_stochastically(
     x: tl.tensor, noise: tl.tensor, element: tl.tensor, PAIRED: tl.constexpr, MAY_HAVE_NAN: tl.constexpr = True
 ) -> tl.tensor:
-    """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
-
-    PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`. MAY_HAVE_NAN: there may be some.
-    """
+    """Return bf16 from fp32, rounded without bias; NaN and Inf stay. PAIRED: neighbours of a thread share `noise`."""
     x = float_bits(x)
     if MAY_HAVE_NAN:
-        # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
+        # Noise added to 0x7FFF0000 stays a NaN; added to the hardware's own NaN, 0x7FFFFFFF, it overflows.
         x = tl.minimum(x, 0x7FFF0000)
     if PAIRED:
         rounded = add_noise_to_pairs(x, noise)

@@ -1,4 +1,4 @@
-"""Device code that encodes groups in 8 bits, in Triton: statistics, exponents and rounding; see `codec_triton`."""
+"""Device code that encodes groups in 8 bits: statistics, exponents and rounding; see `codec_triton`."""
 
 import numpy as np
 import triton
@@ -8,16 +8,16 @@ from pallas_kernels.quantization import codec_triton as codec
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-# Added to the bits of a magnitude, takes Inf and NaN out of the positive integers, and leaves the order of the rest.
+# Added to the bits of a magnitude: makes Inf and NaN negative integers, and keeps the order of the finite ones.
 _FINITE_TO_TOP = tl.constexpr(0x00800000)
 _LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
 
 
 @triton.jit
 def amax_bits(x: tl.tensor, SIGNED: tl.constexpr, FAST_PATH: tl.constexpr) -> tl.tensor:
-    """Bits of the largest finite magnitude of each group, 0 where there is none.
+    """Return the bits of the largest finite magnitude of each group, 0 if there is none.
 
-    The quick way takes Inf and NaN for values, and a program that has some goes the other way as well.
+    The fast path treats Inf and NaN as values; a program that finds one repeats the reduction on the slow path.
     """
     magnitude = codec.float_bits(x) & _MAGNITUDE if SIGNED else codec.float_bits(x)
     if FAST_PATH:
@@ -37,10 +37,7 @@ def _max_finite_bits(magnitude: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def min_nonzero_bits_minus_one(magnitude: tl.tensor, FAST_PATH: tl.constexpr) -> tl.tensor:
-    """Of each group the bits of the smallest non-zero magnitude, less one; of zeros alone, the largest integer.
-
-    The quick way takes zeros for values, and a program that has some goes the other way as well.
-    """
+    """Return the bits, minus one, of the smallest non-zero magnitude of each group; all ones for a group of zeros."""
     magnitude = codec.float_bits(magnitude)
     if FAST_PATH:
         smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
@@ -59,22 +56,22 @@ def _min_nonzero_bits_minus_one(magnitude: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def zero_dead_elements(m: tl.tensor, direction: tl.tensor, limit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """m with 0, and its magnitudes with Inf, where its direction is under its group's limit."""
+    """Return m with zeros, and |m| with Inf, for elements whose direction is below the limit of their group."""
     is_dead = tl.abs(direction) < codec.broadcast_groups(limit)
     return tl.where(is_dead, 0.0, m), tl.where(is_dead, float("inf"), tl.abs(m))
 
 
 @triton.jit
 def min_magnitude_bits(magnitude: tl.tensor) -> tl.tensor:
-    """Bits of the smallest magnitude of each group."""
+    """Return the bits of the smallest magnitude of each group."""
     return tl.min(tl.min(codec.float_bits(magnitude), axis=1), axis=1)
 
 
 @triton.jit
 def fast_extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Of each group the bits of the largest and the smallest magnitude; the largest of a group with a NaN is NaN."""
+    """Return the bits of the largest and smallest magnitude of each group; NaN is larger than every value."""
     if SIGNED:
-        # Magnitudes of two are compared without being made; of integers, three at a time.
+        # Floats compare magnitudes without an extra instruction; integers are compared three at a time.
         magnitude = tl.reshape(tl.abs(x), (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
         largest = codec.float_bits(tl.reduce(magnitude, 1, _larger_or_nan))
         smallest = codec.float_bits(tl.min(magnitude, axis=1))
@@ -92,10 +89,10 @@ def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 def group_exponents(
     log2_top: tl.tensor, smallest: tl.tensor, has_span: tl.tensor, previous: tl.tensor, STORAGE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Exponents of groups from log2 of the largest magnitude, the smallest one, and whether they differ.
+    """Return exponents of groups from log2 of the largest magnitude, the smallest one, and whether they differ.
 
-    Codes that are rounded stochastically keep their `previous` one where it will do.
-    Returned as stored and in fp32; and what log2 of a code has beside the exponent times log2 of the magnitude.
+    With stochastic rounding, groups keep the `previous` exponent if it still fits. The result is (stored exponent, fp32
+    exponent, offset), with log2 of a code = exponent * log2 of the magnitude + offset.
     """
     octaves = log2_top - codec.log2_abs_approx(smallest)
     k = tl.minimum(tl.maximum(STORAGE.log2_ratio * codec.reciprocal_approx(octaves), STORAGE.lowest), STORAGE.highest)
@@ -110,16 +107,18 @@ def group_exponents(
 
 @triton.jit
 def interpolate_codes(y: tl.tensor, k: tl.tensor, one_bits: tl.tensor, STORAGE: tl.constexpr) -> tl.tensor:
-    """Bits of normal y, moved between the codes around it, and a little: ready for noise, of which a half is missing.
+    """Return the bits of normal y, shifted so that adding noise and truncating rounds without bias.
 
-    The codes around y decode to what is no linear function of them. Linear noise takes the upper one with the right
-    probability p where y lies at p of the way. With t the way of y itself, s = 1 - 1 / k, and codes h apart around
-    their middle c, p = t + t * (1 - t) * s * h / (2 * c) up to terms in (h / c)^2. Here 1 / c is a straight line in the
-    significand of y, 6 % off at most, of a p that differs from t by 0.015 (e4m3) or 0.03 (e5m2) at most.
+    Decoding is not linear between two codes. Let t be the relative position of y between them, h their distance, c
+    their middle, and s = 1 - 1 / k. The unbiased probability of the upper code is, up to terms in (h / c)^2,
+
+        p = t + t * (1 - t) * s * h / (2 * c)
+
+    Here 1 / c is approximated by a line in the significand of y.
     """
     WIDTH: tl.constexpr = 2.0 ** (STORAGE.dropped - 23)
     x = codec.float_bits(y)
-    # Beyond 1 / k = 8, for groups of 2^120, p is not that far from t.
+    # Beyond 1 / k = 8, for groups of 2^120, the linear term overestimates p - t.
     s = 0.5 * tl.maximum(1.0 - codec.reciprocal_approx(k), -7.0)
     # A floating-point number this large has its integer part in its lowest bits.
     slope, start = codec.broadcast_groups(s * (-0.4706 * 8388608.0)), codec.broadcast_groups(s * (1.4118 * 8388608.0))
@@ -135,13 +134,13 @@ def add_noise(
     y: tl.tensor, k: tl.tensor, noise: tl.tensor, element: tl.tensor, one_bits: tl.tensor, PAIRED: tl.constexpr,
     STORAGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Values of codes, for fp32 magnitudes in units of the codes: one of the two around, unbiased; Inf and NaN stay."""
-    # The bound is a NaN to which noise can be added; the hardware's own, which each sum with NaN gives, is 0x7FFFFFFF.
+    """Return values of codes from fp32 magnitudes in units of the codes, rounded without bias; Inf and NaN stay."""
+    # Noise added to BOUND stays a NaN; added to the hardware's own NaN, 0x7FFFFFFF, it overflows.
     BOUND: tl.constexpr = 0x7FFFFFFF - ((1 << STORAGE.dropped) - 1)
     if STORAGE.expanded:
         x = interpolate_codes(codec.from_bits(tl.minimum(codec.float_bits(y), BOUND)), k, one_bits, STORAGE)
     else:
-        # Under the smallest normal number the codes are as far apart as above it.
+        # Below the smallest normal number, codes have the same spacing as just above it.
         shift = tl.where(y < STORAGE.smallest_normal, STORAGE.smallest_normal, 0.0)
         x = tl.minimum(codec.float_bits(y + shift), BOUND) + (1 << (STORAGE.dropped - 17))
     if PAIRED:
@@ -160,7 +159,7 @@ def fast_exponents(
     largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, inverse_unit: tl.tensor, previous: tl.tensor,
     STORAGE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Exponents, in fp32, of groups with these `fast_extremes` in units of `unit`."""
+    """Return fp32 exponents of groups with these `fast_extremes` in units of `unit`."""
     log2_top = codec.log2_abs_approx(
         codec.from_bits(largest) * (unit * (1 / STORAGE.max)) * (inverse_unit * STORAGE.max)
     )
@@ -173,9 +172,9 @@ def encode_fast(
     x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, inverse_unit: tl.tensor, noise: tl.tensor,
     one_bits: tl.tensor, CODE: tl.constexpr, STORAGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """As `encode`, with range expansion, of values in units of `unit`, of which there are `inverse_unit` in one.
+    """Return codes, scales and exponents as `encode` with range expansion, for values in units of `unit`.
 
-    Given largest magnitudes and exponents. Without zeros, Inf and NaN, and no scale is subnormal. Neighbours are pairs
+    `inverse_unit` is 1 / `unit`. Values have no zeros, Inf or NaN, and no scale is subnormal. Neighbours are the pairs
     of `noise`.
     """
     scale = codec.from_bits(largest) * (unit * (1 / STORAGE.max))
@@ -203,11 +202,11 @@ def encode(
     element: tl.tensor, decay: tl.tensor, dither: tl.tensor, one_bits: tl.tensor,
     CODE: tl.constexpr, STORAGE: tl.constexpr, FAST_PATH: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
+    """Return the codes of a tile, and the scale and exponent of each group; without expansion, exponents are unused.
 
-    Given `amax_bits` of each group, and magnitudes of which the smallest are to have codes. Of codes that are rounded
-    stochastically `previous` are the exponents until now, and `noise`, `element` and PAIRED are as of
-    `round_stochastically`; `decay` and `dither` are as of `codec.add_dither`, for codes that are.
+    `largest_bits` is `amax_bits` of each group; the smallest of `code_magnitudes` get non-zero codes. `previous`,
+    `noise`, `element` and PAIRED are for stochastic rounding, as in `round_stochastically`. `decay` and `dither` are
+    those of `codec.add_dither`.
     """
     largest = codec.from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / STORAGE.max), _TINY), 1.0)
@@ -225,7 +224,7 @@ def encode(
         if STORAGE.mantissa > 0:
             code_decay = codec.broadcast_groups(
                 codec.exp2_approx(codec.log2_abs_approx(decay) * k)
-            )  # of a power of a value
+            )  # decay of the power
             y = codec.add_dither(y, code_decay, dither, STORAGE.smallest_normal, STORAGE.mantissa)
     else:
         exponent, k = scale.to(tl.bfloat16), scale
@@ -236,9 +235,10 @@ def encode(
             y = codec.add_dither(y, decay, dither, STORAGE.smallest_normal, STORAGE.mantissa)
     if STORAGE.dropped > 0:
         y = add_noise(y, k, noise, element, one_bits, PAIRED, STORAGE)
-    # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
+    # The conversion saturates Inf to the largest value. The lowest bit turns Inf into NaN, and does not change finite
+    # codes.
     if STORAGE.signed:
-        # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
+        # Use ~x, because the lowest bit of Inf is 0. Signs are then flipped in the codes, four at a time.
         codes = codec.from_bits(codec.or_inverted_end_bits(codec.float_bits(y), codec.float_bits(x))).to(CODE)
         codes = codec.flip_signs(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
     else:

@@ -1,4 +1,8 @@
-"""Quantizes a matrix to int8 in blocks, and the residual of the blocks that fall back, in one pass."""
+"""INT8 codes of a matrix in blocks, with the residual of fallback blocks, in one pass.
+
+In: (M, N) fp32, bf16 or fp16, and an fp32 threshold. Out: `FallbackCodes`. Hardware: Turing or newer. Reference:
+`_reference` in fp8jax/ops/quantization/fallback.py.
+"""
 
 from typing import NamedTuple
 
@@ -13,18 +17,18 @@ from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 BLOCK_SIZES = (32, 128)
-FP8_CAPABILITY = 75  # of the kernel: it makes no FP8 codes
+FP8_CAPABILITY = 75  # the kernel has no FP8 codes
 
 
 class FallbackCodes(NamedTuple):
-    """What the kernel makes of a matrix (M, N), whose blocks are (ceil(M / side), ceil(N / side)).
+    """Codes of a matrix (M, N) in blocks (ceil(M / side), ceil(N / side)).
 
     Attributes:
-        base: int8 codes. base_scale: fp32, of blocks.
-        residual: int8 codes of what the base leaves; of blocks that do not fall back nothing is written.
-        residual_scale: fp32, of blocks; 1 where a block does not fall back.
-        is_fallback: bool, of blocks: those that fall back.
-        stochastic: int8 codes under the scales of the base, rounded stochastically; or None.
+        base, base_scale: int8 codes (M, N), and fp32 per block.
+        residual: int8 codes (M, N) of the error of the base; undefined in other blocks than fallback blocks.
+        residual_scale: fp32, per block; 1 in other blocks.
+        is_fallback: bool, per block.
+        stochastic: int8 codes with the scales of the base, rounded stochastically; or None.
     """
 
     base: Array
@@ -37,19 +41,19 @@ class FallbackCodes(NamedTuple):
 
 @triton.jit
 def _block_maxima(keys: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
-    """Maxima of blocks, given those of each four rows."""
+    """Return maxima of blocks, from those of each four rows."""
     return scaling.max_along_rows(scaling.max_along_columns(keys, SIDE // 4), SIDE)
 
 
 @triton.jit
 def _broadcast_blocks(values: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
-    """Values of blocks for each element of a slice."""
+    """Broadcast values of blocks to the elements of a slice."""
     return scaling.repeat_columns(scaling.repeat_rows(values, SIDE // 4), SIDE)
 
 
 @triton.jit
 def _base_error(x: tl.tensor, inverse: tl.tensor, scale: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """What the base leaves of values."""
+    """Return the rounding error of the base codes."""
     codes = scaling.encode(x, scaling.apply_inverse_scale(x, inverse, CODING), 0, CODING)
     nonzero = tl.where(tl.abs(x) < scaling.TINY, 0.0, x)
     return tl.fma(-codes.to(tl.int8, bitcast=True).to(tl.float32), scale, nonzero)
@@ -74,7 +78,7 @@ def _fallback(
     HAS_STOCHASTIC: tl.constexpr,
     STOCHASTIC_CODING: tl.constexpr,
 ) -> None:
-    """A tile of BLOCK_M rows and BLOCK_N columns, of whole blocks, as four slices of every fourth row."""
+    """Write a tile (BLOCK_M, BLOCK_N) of whole blocks, as four slices of every fourth row."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     SIDE: tl.constexpr = CODING.size
     SEVERAL_BLOCKS: tl.constexpr = MASKED or BLOCK_M > SIDE or BLOCK_N > SIDE
@@ -86,7 +90,7 @@ def _fallback(
     i, n = tl.arange(0, BLOCK_M // 4), left + tl.arange(0, BLOCK_N)
     m0 = top + 4 * i
     slice_offsets = (4 * i * N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    # Every pass reads the tile anew, from a cache: registers that held it would keep other programs away.
+    # Every pass reads the tile again, from a cache: a tile in registers would reduce the occupancy.
     keys = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.int32)
     for j in tl.static_range(4):
         loaded = scaling.load_raw(x_ptr + first, slice_offsets + j * N, scaling.tile_mask(m0 + j, n, M, N), MASKED)
@@ -104,7 +108,7 @@ def _fallback(
 
     random = tl.zeros((BLOCK_M // 4, BLOCK_N), tl.uint32)
     if HAS_STOCHASTIC:
-        # By the place in the whole matrix, of which this may be a part; four rows share 32 bits.
+        # Noise depends on the position in the whole matrix, because `x` may be a part. Four rows share 32 bits.
         noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
         random = scaling.hash_bits(noise_index + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
     inverse = _broadcast_blocks(scaling.reciprocal(scale), SIDE)
@@ -157,19 +161,17 @@ def quantize(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> FallbackCodes:
-    """Blocks of a matrix, with the residual of those whose largest magnitude exceeds a threshold.
+    """Return int8 codes of a matrix in blocks, with a residual for blocks whose amax exceeds a threshold.
 
     Args:
         x: (M, N), fp32, bf16 or fp16.
         threshold: fp32 scalar.
-        side: of a block, 32 or 128.
-        words: two uint32 words, for `FallbackCodes.stochastic`; None leaves it out.
-        place: as of `quantize_triton.quantize`.
-        launch: how the work is cut; sides of a tile are multiples of a block's.
-        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        side: side of a block, 32 or 128.
+        words: two uint32 words, for `FallbackCodes.stochastic`; None omits it.
+        place, launch, compute_capability: as in `quantize_triton.quantize`.
 
     Raises:
-        ValueError: the kernel cannot take these; the message says why.
+        ValueError: the kernel does not support these arguments; the message has the reason.
     """
     reason = unsupported_reason(x, side)
     if reason is not None:
@@ -199,7 +201,7 @@ def quantize(
 
 
 def unsupported_reason(x: Array, side: int) -> str | None:
-    """Why the kernel cannot quantize this matrix in blocks of this side, or None."""
+    """Return why the kernel cannot quantize this matrix in blocks of this side, or None."""
     if side not in BLOCK_SIZES:
         return f"blocks of {side} are none of {' and '.join(map(str, BLOCK_SIZES))}"
     return quantize_triton.unsupported_reason(x.shape, x.dtype, (scaling.Coding("block", jnp.int8, side),))

@@ -1,4 +1,8 @@
-"""Folds the powers of two of a microscaled matrix into its codes, so that a product with scales of rows serves it."""
+"""Folds the powers of two of a microscaled matrix into its codes, for a product with row scales.
+
+In: e4m3 codes (M, N), E8M0 exponents uint8 (M, ceil(N / 32)), fp32 scales. Out: e4m3 (M, N), fp32 (M, 1). Hardware: Ada
+or newer. Reference: `_fold_reference` in fp8jax/ops/quantization/microscaling.py.
+"""
 
 from typing import Any
 
@@ -20,7 +24,7 @@ _ONE = tl.constexpr(127)
 
 @triton.jit
 def _power_as_fp16(byte: tl.tensor) -> tl.tensor:
-    """2^(byte - 127) in half precision, for bytes up to 127: exact from 2^-24 on, then 0; NaN for 255."""
+    """Return 2^(byte - 127) in fp16, for bytes up to 127: exact from 2^-24 on, then 0; NaN for 255."""
     field = byte.to(tl.int32) - (_ONE - 15)
     subnormal = tl.where(field > -10, 512 >> tl.minimum(tl.maximum(-field, 0), 9), 0)
     half_bits = tl.where(field > 0, field << 10, subnormal)
@@ -42,10 +46,7 @@ def _fold(
     GROUPS_POW2: tl.constexpr,
     BY_ROW: tl.constexpr,
 ) -> None:
-    """BLOCK_M rows, BLOCK_N columns at a time.
-
-    GROUPS_POW2 groups of a row, that is all or more, have their largest power found first.
-    """
+    """Fold BLOCK_M rows, BLOCK_N columns at a time; a row has up to GROUPS_POW2 groups."""
     GROUPS: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     top = tl.program_id(0) * BLOCK_M
@@ -78,23 +79,22 @@ def _fold(
 def fold_codes(
     codes: Array, exponents: Array, outer_scale: Array, *, num_warps: int = 4, compute_capability: int | None = None
 ) -> tuple[Array, Array]:
-    """Codes times their powers of two over the largest of their row, which goes into the row's scale.
+    """Return codes times their powers of two over the largest power of their row, and scales that include it.
 
-    Each product is rounded to nearest even: exact while the code stays normal, zero below 2^-10. A power that is NaN
-    makes its group NaN.
+    Each product is rounded to nearest even: exact while the code stays normal, zero below 2^-10. A NaN power turns its
+    group into NaN.
 
     Args:
         codes: (M, N) float8_e4m3fn.
         exponents: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
-        outer_scale: positive fp32 scales above them, (1, 1) or (M, 1). Where one times the largest power is below
-            fp32's smallest normal number, its row keeps it, and its powers go into the codes whole.
-        num_warps: tuning only. compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        outer_scale: positive fp32 level-1 scales, (1, 1) or (M, 1). If such a scale times the largest power is
+            subnormal in fp32, the row keeps the scale, and its powers are folded as they are.
 
     Returns:
         Codes (M, N) and fp32 scales (M, 1).
 
     Raises:
-        ValueError: shapes or dtypes are others.
+        ValueError: other shapes or dtypes.
     """
     m, n = codes.shape
     groups = -(-n // GROUP)

@@ -1,4 +1,8 @@
-"""Quantizes each row of a matrix under a scale of its own, found in the same pass: a program holds whole rows."""
+"""Codes of a matrix with one scale per row, in one pass: a program processes whole rows.
+
+In: (M, N) fp32, bf16 or fp16. Out: 8-bit codes (M, N), fp32 scales (M, 1). Hardware: Ada or newer for FP8 codes, Turing
+otherwise. Reference: `_reference` in fp8jax/ops/quantization/quantize.py; with an outer scale, that of microscaling.py.
+"""
 
 from typing import Any
 
@@ -12,14 +16,14 @@ from pallas_kernels.quantization import codec_triton as codec
 from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 
-# What a program holds: threads of 32 elements.
+# Limits of a program; a thread reduces 32 elements.
 MAX_COLUMNS, ELEMENTS_PER_PROGRAM, GROUP = 32768, 4096, 32
 
 
 @triton.jit
 def _row_offsets(program: tl.tensor, LEFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, M: tl.constexpr,
             N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Where in a program's rows the BLOCK_N elements from LEFT on are, and which of them there are."""
+    """Return the offsets of BLOCK_N columns from LEFT on in a program's rows, and their mask."""
     n = LEFT + tl.arange(0, BLOCK_N)
     return (tl.arange(0, BLOCK_M) * N)[:, None] + n[None, :], scaling.tile_mask(
         program * BLOCK_M + tl.arange(0, BLOCK_M), n, M, N
@@ -53,7 +57,7 @@ def _quantize_rows(
     BY_ROW: tl.constexpr,
     CODING: tl.constexpr,
 ) -> None:
-    """BLOCK_M rows of at most BLOCK_N + TAIL_N columns."""
+    """Write the codes of BLOCK_M rows of at most BLOCK_N + TAIL_N columns."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N < BLOCK_N
     program = tl.program_id(0)
     first = program.to(tl.int64) * (BLOCK_M * N)
@@ -81,7 +85,7 @@ def _quantize_rows(
 
 
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: scaling.Coding) -> str | None:
-    """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
+    """Return why the kernel does not support this shape, dtype or coding, or None."""
     if len(shape) == 2 and shape[1] > MAX_COLUMNS:
         return f"a row of {shape[1]} elements is longer than {MAX_COLUMNS}"
     if coding.stochastic:
@@ -97,20 +101,19 @@ def quantize_rows(
     num_warps: int | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array]:
-    """Codes of a matrix with one scale a row, in one pass over it.
+    """Return the codes of a matrix with one scale per row.
 
     Args:
         x: (M, N), fp32, bf16 or fp16, N at most 32768.
         coding: of kind "token", to nearest.
-        outer_scale: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for
-            the rows' own.
-        num_warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
+        outer_scale: positive fp32 scalar, or one per row (M, 1). Scales are then powers of two times it, rounded up.
+            None: scales are those of the rows.
 
     Returns:
         Codes (M, N) and fp32 scales (M, 1).
 
     Raises:
-        ValueError: the kernel cannot take these; the message says why.
+        ValueError: the kernel does not support these arguments; the message has the reason.
     """
     reason = unsupported_reason(x.shape, x.dtype, coding)
     if reason is not None:
@@ -136,7 +139,7 @@ def quantize_rows(
 
 
 def _block_widths(columns: int) -> tuple[int, int]:
-    """Two powers of two that cover a row, the second perhaps 0: one alone could be nearly twice as long."""
+    """Return two powers of two that cover a row, the second possibly 0: a single one may be nearly twice as long."""
     covering = max(triton.next_power_of_2(columns), GROUP)
     tail = max(triton.next_power_of_2(columns - covering // 2), GROUP)
     return (covering // 2, tail) if covering > GROUP and tail <= covering // 4 else (covering, 0)

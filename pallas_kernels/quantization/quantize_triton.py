@@ -1,7 +1,10 @@
-"""Quantizes a matrix in one pass: codes and scales of it, and of its transposed copy, each as its product wants them.
+"""Codes and scales of a matrix and of its transposed copy, in one pass.
 
-A program reads a tile once. It holds the tile as four slices of every fourth row, so that the codes of four
-neighbouring rows become one 32-bit word of the transposed copy, and the exchange between threads is of whole words.
+In: (M, N) fp32, bf16 or fp16. Out: 8-bit codes (M, N) and (N, M), their scales, column sums fp32 (N,). Hardware: Ada or
+newer for FP8 codes, Turing otherwise. Reference: `_reference` in fp8jax/ops/quantization/quantize.py.
+
+A program reads a tile once, as four slices of every fourth row. The codes of four neighbouring rows then become one
+32-bit word of the transposed copy, and threads exchange whole words.
 """
 
 import dataclasses
@@ -25,11 +28,11 @@ from pallas_kernels.quantization.scaling_triton import Coding as Coding
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 GROUP_SIZES = (16, 32, 64, 128)
 FP8_CAPABILITY = 89
-COLUMN_ALIGNMENT = 128  # columns of one of several matrices: those of the widest tile
+COLUMN_ALIGNMENT = 128  # packed matrices have multiples of the widest tile
 
 
 class Quantized(NamedTuple):
-    """Codes of a matrix (rows, columns); scale and microscale where they are computed, by rows and groups."""
+    """Codes of a matrix (rows, columns), and the scales that the kernel computed."""
 
     codes: Array
     scale: Array | None = None
@@ -37,7 +40,7 @@ class Quantized(NamedTuple):
 
 
 class ColumnOffsets(NamedTuple):
-    """Where the second and the third of the matrices begin that lie side by side; of one matrix both are 0."""
+    """First columns of the second and third of several packed matrices; 0 for a single matrix."""
 
     second_start: int = 0
     third_start: int = 0
@@ -67,7 +70,7 @@ def _quantize(
     SUMS: tl.constexpr,
     COLUMN_OFFSETS: tl.constexpr,
 ) -> None:
-    """A tile of BLOCK_M rows and BLOCK_N columns."""
+    """Write the codes of a tile (BLOCK_M, BLOCK_N)."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -103,7 +106,7 @@ def _quantize(
     random2 = random1
     if ROW_CODING.stochastic or COLUMN_CODING.stochastic:
         word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
-        # By the place in the whole matrix, of which this may be a part.
+        # Noise depends on the position in the whole matrix, because `x` may be a part.
         noise_index = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
         noise_index += tl.load(noise_ptr + 3)
         if ROW_CODING.stochastic:
@@ -191,7 +194,7 @@ def _quantize(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeLaunch:
-    """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
+    """Launch parameters: tuning only, never the result. Sides of a tile are powers of two; no group is longer."""
 
     block_m: int = 128
     block_n: int = 128
@@ -200,7 +203,7 @@ class QuantizeLaunch:
 
 
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
-    """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
+    """Return why the kernel does not support this shape, dtype or coding, or None."""
     if len(shape) != 2 or 0 in shape:
         return f"it takes matrices that are not empty, not shape {shape}"
     if max(shape) >= 2**22:
@@ -220,7 +223,7 @@ def unsupported_reason(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding
 
 
 def unsupported_packed_reason(matrices: Sequence[Any]) -> str | None:
-    """Why the kernel cannot take matrices as one that they are side by side, or None."""
+    """Return why the kernel does not support these packed matrices, or None."""
     if len(matrices) == 1:
         return None
     if not 1 < len(matrices) < 4 or any(x.shape[1] % COLUMN_ALIGNMENT or not x.shape[1] for x in matrices):
@@ -248,30 +251,31 @@ def quantize(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Array | None]:
-    """Codes of a matrix and of its transposed copy, in one pass over it.
+    """Return the codes of a matrix and of its transposed copy, and column sums.
 
     Args:
-        x: (M, N), fp32, bf16 or fp16; or the two or three matrices, of M rows, that it is side by side: see `joins`.
-        rows: codes of `x`, or None.
-        columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
-        row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
-        column_scale: likewise of `columns`, (N, 1) for each row of x.T.
-        partial_amax: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all:
-            the largest gives the scales of kind "tensor" that are not given, which are returned.
-        round_up_bf16: whether that one is rounded up to bf16 before.
-        words: two uint32 words, random and new at every call, for stochastic rounding.
-        place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
-            element, whose row is a multiple of 4, a quarter of its row times these columns plus its column.
-        sums: whether the sums of columns are wanted, too.
-        launch: how the work is cut; None takes the measured best.
-        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+        x: (M, N), fp32, bf16 or fp16; or two or three packed matrices of M rows, N columns in total.
+        rows: coding of `x`, or None.
+        columns: coding of x.T, (N, M), or None; "same" for the transposed codes of `rows`, of kind "tensor" or "block".
+        row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) per row.
+        column_scale: likewise of `columns`, (N, 1) per row of x.T.
+        partial_amax: fp32 (n,) largest finite magnitudes of parts of `x`. Each program reads all; n should be small.
+            Their maximum determines the missing scales of kind "tensor", which are then returned.
+        round_up_bf16: whether that maximum is rounded up to bf16.
+        words: two uint32 random words, new in every call, for stochastic rounding.
+        place: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
+            part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
+            column.
+        sums: whether to return column sums.
+        launch: tuning; None for the default.
+        compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
-        What was asked for, last the sums, fp32 (N,). Given scales are not returned; those of "same" are the transposed
-        ones of `rows`.
+        Codes of `rows`, codes of `columns`, and sums, fp32 (N,); None for what is not requested. Given scales are not
+        returned. Those of "same" are the transposed ones of `rows`.
 
     Raises:
-        ValueError: the kernel cannot take these; the message says why.
+        ValueError: the kernel does not support these arguments; the message has the reason.
     """
     writes_rows = rows is not None
     if isinstance(columns, Coding) and columns.kind == "block":
@@ -351,7 +355,7 @@ def quantize(
 
 
 def _best_launch(rows: Coding | None, columns: Coding | None, is_same: bool, dtype: Any) -> QuantizeLaunch:
-    """Measured on an H200: what has more to keep in registers takes smaller programs, or, not in bf16, more threads."""
+    """Return launch parameters chosen by measurement: register pressure favours small programs or more threads."""
     warps = 4 if dtype == jnp.bfloat16 else 8
     kinds = {c.kind for c in (rows, columns) if c is not None}
     if "block" in kinds:
@@ -361,17 +365,17 @@ def _best_launch(rows: Coding | None, columns: Coding | None, is_same: bool, dty
     if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not is_same):
         return QuantizeLaunch(128, max(64, rows.size if rows else 0), warps)
     if is_same and dtype == jnp.float32:
-        return QuantizeLaunch(64, num_warps=8)  # of weights: 27.0 us on an H100 where 128 rows and 16 warps take 28.8
+        return QuantizeLaunch(64, num_warps=8)  # fp32 weights
     return QuantizeLaunch(num_warps=16 if is_same else 8)
 
 
 def _scales_transposed(coding: Coding) -> bool:
-    """Whether scales are written transposed, as products of groups read them: a transposition later is a kernel."""
+    """Return whether scales are stored transposed, as group products read them: no kernel transposes them later."""
     return coding.kind == "group" and coding.size == 128
 
 
 def _output_shapes(coding: Coding | None, shape: tuple[int, int], writes_codes: bool = True) -> list[Any]:
-    """Of codes, scales and powers; of those that are not made, of one element."""
+    """Return the shapes of codes, scales and powers; one element each for unused outputs."""
     placeholder = (1, 1)
     if coding is None:
         return [jax.ShapeDtypeStruct(placeholder, dtype) for dtype in (jnp.uint8, jnp.float32, jnp.uint8)]
@@ -399,10 +403,7 @@ def call(
     compute_capability: int | None, aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None,
     **constexprs: Any,
 ) -> Any:  # fmt: skip
-    """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs.
-
-    `shape` is the matrix's where it is packed.
-    """
+    """Return the results of a kernel over a matrix and further inputs; `shape` is the matrix's if it is packed."""
     m, n = shape or inputs[0].shape
     return call_triton.call(
         *inputs,

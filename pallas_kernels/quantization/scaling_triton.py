@@ -1,6 +1,7 @@
-"""Device code of quantization: scales of groups and codes, bit for bit as the quantizer of `fp8jax.core` makes them.
+"""Device code of quantization: scales and codes, bit for bit those of `fp8jax.core`.
 
-A tile is [rows, columns]; magnitudes are compared as integers, above those of Inf and NaN, which enter no scale.
+A tile is [rows, columns]. Magnitudes are compared as integers. Inf and NaN order below finite values: they enter no
+scale.
 """
 
 import dataclasses
@@ -22,22 +23,23 @@ _TINY_BITS = tl.constexpr(0x00800000)
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _SIGN_BIT = tl.constexpr(-0x80000000)
 _INF_BITS = tl.constexpr(0x7F800000)
-_ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added to a small number, leaves an integer in the lowest bits
+_ROUND_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)  # added to a small number: its integer in the lowest bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """How codes are made of a matrix along its rows; static.
+    """How codes are computed along the rows of a matrix; static.
 
     Attributes:
-        kind: what shares a scale: "tensor" or "token" (a row), given; "group" of `size` of a row, or "block" of `size`
-            by `size`, computed; "mx", a computed power of two for each `size` of a row, under a given scale.
-        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127, where a NaN or Inf makes its scale NaN; of what
-            operations keep also int16, which stands for ten bits from -511 to 511, packed four in five bytes.
+        kind: granularity of the scales. "tensor" or "token" (per row): given scales. "group" of `size` along a row or
+            "block" of `size` by `size`: computed. "mx": a computed power of two per `size` of a row, under a given
+            scale.
+        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127. With int8, NaN or Inf turns its scale into NaN. For
+            residuals also int16: ten bits from -511 to 511, packed four in five bytes.
         size: 16, 32, 64 or 128; 0 for "tensor" and "token".
         ocp: for "mx", powers of two by OCP Microscaling Formats 1.0 (section 6.3), not rounded up.
         scale_dtype: float32 or bfloat16, of computed scales.
-        stochastic: rounded up or down with probabilities that make the expectation exact; else to nearest even.
+        stochastic: whether rounding is stochastic and unbiased; otherwise to nearest even.
     """
 
     kind: Literal["tensor", "token", "group", "block", "mx"]
@@ -63,9 +65,9 @@ class Coding:
 
 
 class CodingConstants(NamedTuple):
-    """A `Coding` as the device code takes it; also of no codes, "none", and of the "same" as those of the rows.
+    """A `Coding` as a compile-time constant; also "none" for no codes, and "same" for transposed codes of the rows.
 
-    Triton 3.9 knows the fields of such a constant on the device, and no properties.
+    Device code of Triton 3.9 supports fields of a constant, but no properties.
     """
 
     kind: str
@@ -77,25 +79,24 @@ class CodingConstants(NamedTuple):
     stochastic: bool
     by_row: bool = False
     writes_codes: bool = True
-    scales_transposed: bool = False  # they lie transposed
+    scales_transposed: bool = False  # whether scales are stored transposed
     integer: bool = False
-    num_partials: int = 0  # of parts, from which the kernel computes the scale; 0 where that is given
-    num_partials_pow2: int = 0  # the power of two above their number
-    round_up_bf16: bool = False  # whether the largest of them is rounded up to bf16
+    num_partials: int = 0  # partial maxima for the scale; 0 for a given scale
+    num_partials_pow2: int = 0  # next power of two
+    round_up_bf16: bool = False  # whether their maximum is rounded up to bf16
 
 
 NO_CODING = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
 INTEGER_CODING = NO_CODING._replace(format="int8", integer=True)
-# A result as it is, in the dtype of where it is written.
+# A result without codes, in the dtype of its destination.
 ARRAY_CODING = NO_CODING._replace(kind="array")
 
 
 @triton.jit
 def reversed_program_id() -> tl.tensor:
-    """The number of this program, of which the last one starts first.
+    """Return the index of this program in reversed order.
 
-    What was written, or read, just before ends with what lies last, and the L2 cache still holds that. Kernels that
-    read first what another one has made start there; those that read the same once more then start with the first.
+    The L2 cache still has the end of an array that was just written or read. Kernels that read it next start there.
     """
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
@@ -107,13 +108,13 @@ def load_raw(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl
 
 @triton.jit
 def load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """fp32 values."""
+    """Load fp32 values."""
     return load_raw(pointer, offsets, mask, MASKED).to(tl.float32)
 
 
 @triton.jit
 def magnitude_key(x: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
+    """Return ordered integer keys of magnitudes: finite values above Inf and NaN; for integer codings, below them."""
     if x.dtype == tl.bfloat16:
         magnitude = magnitude_key_bf16x2(x, 0 if CODING.integer else _TINY_BITS | (_TINY_BITS >> 16))
     else:
@@ -123,7 +124,7 @@ def magnitude_key(x: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def magnitude_key_bf16x2(x: tl.tensor, bias: tl.constexpr) -> tl.tensor:
-    """`magnitude_key` of bf16, two at a time; the bias is of both."""
+    """Return `magnitude_key` of bf16, two at a time; `bias` has both halves."""
     return tl.inline_asm_elementwise(
         """{.reg .b32 pair;
         and.b32 pair, $2, 0x7fff7fff;
@@ -136,13 +137,13 @@ def magnitude_key_bf16x2(x: tl.tensor, bias: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def max_along_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The maximum of each SIZE columns."""
+    """Return the maximum of each SIZE columns."""
     return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // SIZE, SIZE)), 2)
 
 
 @triton.jit
 def max_along_columns(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The maximum of each SIZE rows."""
+    """Return the maximum of each SIZE rows."""
     return tl.max(tl.reshape(x, (x.shape[0] // SIZE, SIZE, x.shape[1])), 1)
 
 
@@ -150,7 +151,7 @@ def max_along_columns(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def slice_amax_keys(
     x: tl.tensor, running_key: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`magnitude_key` maxima of the groups in a slice's rows, if asked for; and of it and `running_key`."""
+    """Return the `magnitude_key` maxima of groups in the rows of a slice, and the updated `running_key`, if needed."""
     row_keys = running_key
     if ROWS.kind == "group" or ROWS.kind == "mx":
         row_keys = max_along_rows(magnitude_key(x, ROWS), ROWS.size)
@@ -175,7 +176,7 @@ def repeat_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def magnitude_from_key(key: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """The magnitude whose `magnitude_key` is given; 0 where no value was finite and non-zero."""
+    """Return the magnitude of a `magnitude_key`; 0 if no value was finite and non-zero."""
     magnitude = key
     if CODING.integer:
         magnitude = tl.where(magnitude >= _INF_BITS, _INF_BITS + 1, magnitude)
@@ -189,14 +190,14 @@ def scale_from_key(key: tl.tensor, CODING: tl.constexpr, dtype: tl.constexpr) ->
     amax = magnitude_from_key(key, CODING)
     scale = tl.where(amax > 0, tl.maximum(amax * CODING.inverse_max, TINY), 1.0)
     if CODING.integer and dtype == tl.bfloat16:
-        # Rounded up: under a scale that was rounded down the largest code would saturate.
+        # Round up: with a scale that was rounded down, the largest code would saturate.
         scale = from_bits((float_bits(scale) + 0xFFFF) & -0x10000)
     return tl.where(amax == amax, scale, amax).to(dtype)
 
 
 @triton.jit
 def scale_from_partial_amax(partial_amax_ptr: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """The scale of a tensor, fp32, from the largest finite magnitudes of its parts."""
+    """Return the fp32 scale of a tensor from the largest finite magnitudes of its parts."""
     offsets = tl.arange(0, CODING.num_partials_pow2)
     amax_bits = tl.max(
         float_bits(tl.load(partial_amax_ptr + offsets, mask=offsets < CODING.num_partials, other=0.0)), 0
@@ -209,7 +210,7 @@ def scale_from_partial_amax(partial_amax_ptr: tl.tensor, CODING: tl.constexpr) -
 
 @triton.jit
 def reciprocal(scale: tl.tensor) -> tl.tensor:
-    """1 / scale of normal numbers, rounded to nearest: the hardware's approximation and one step of Newton's."""
+    """Return 1 / scale of normal numbers, rounded to nearest: the hardware's approximation and one Newton step."""
     scale = scale.to(tl.float32)
     estimate = codec.reciprocal_approx(scale)
     return tl.fma(estimate, tl.fma(-scale, estimate, 1.0), estimate)
@@ -217,7 +218,7 @@ def reciprocal(scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def e8m0_exponent(key: tl.tensor, inverse: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """E8M0 bytes, as int32, of groups of values times the inverse of their level 1 scale."""
+    """Return E8M0 bytes, as int32, of groups of values times the inverse of their level-1 scale."""
     amax = magnitude_from_key(key, CODING) * inverse
     amax = tl.where(amax < TINY, 0.0, amax)
     if CODING.ocp:
@@ -229,7 +230,7 @@ def e8m0_exponent(key: tl.tensor, inverse: tl.tensor, CODING: tl.constexpr) -> t
 
 @triton.jit
 def inverse_of_exponent(byte: tl.tensor) -> tl.tensor:
-    """2^(127 - byte)."""
+    """Return 2^(127 - byte)."""
     return from_bits((254 - byte) << 23)
 
 
@@ -237,10 +238,7 @@ def inverse_of_exponent(byte: tl.tensor) -> tl.tensor:
 def apply_inverse_scale(
     x: tl.tensor, inverse: tl.tensor, CODING: tl.constexpr, FINITE: tl.constexpr = False
 ) -> tl.tensor:
-    """x times the inverse of its scale, subnormal values as zeros; Inf becomes NaN where the format has no Inf.
-
-    Of FINITE values in fewer instructions, as in `encode`.
-    """
+    """Return x times the inverse scale, with subnormals flushed to zero; Inf becomes NaN in formats without Inf."""
     if FINITE:
         addend = from_bits(tl.full([], _SIGN_BIT, tl.int32))
     elif CODING.format == "float8_e5m2":
@@ -252,16 +250,16 @@ def apply_inverse_scale(
 
 @triton.jit
 def apply_inverse_power(x: tl.tensor, power: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """x times the inverse of its group's power of two, subnormal values as zeros, Inf as Inf.
+    """Return x times the inverse of its group's power of two, with subnormals flushed to zero; Inf stays.
 
-    It precedes the division by the level 1 scale, whose quotient alone may be subnormal and would be flushed.
+    It precedes the division by the level-1 scale: that quotient alone may be subnormal, and would be flushed.
     """
     return apply_inverse_scale(x, power, CODING, True)
 
 
 @triton.jit
 def hash_bits(number: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
-    """32 random bits for each number."""
+    """Return 32 random bits per number."""
     hash_ = number * 0x9E3779B9 + word1
     hash_ = (hash_ ^ (hash_ >> 16)) * 0x7FEB352D
     hash_ = (hash_ ^ (hash_ >> 15) ^ word2) * 0x846CA68B
@@ -270,7 +268,7 @@ def hash_bits(number: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tenso
 
 @triton.jit
 def rotate_noise(random: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
-    """The random bits of one of four elements that share them, turned so that no two have the same high bits."""
+    """Return the random bits of one of four elements that share them, rotated so that their high bits differ."""
     rotated = random
     if ELEMENT > 0:
         rotated = (random >> (8 * ELEMENT)) | (random << (32 - 8 * ELEMENT))
@@ -281,19 +279,18 @@ def rotate_noise(random: tl.tensor, ELEMENT: tl.constexpr) -> tl.tensor:
 def encode(
     x: tl.tensor, y: tl.tensor, noise: tl.tensor, CODING: tl.constexpr, FINITE: tl.constexpr = False
 ) -> tl.tensor:  # fmt: skip
-    """Codes, as uint8, of values x that are y after `apply_inverse_scale`.
+    """Return uint8 codes of values x; y is x after `apply_inverse_scale`.
 
-    Under a given scale y may be infinite where x is not, and saturates; under a computed one y will do for x.
+    With a given scale, y may be infinite and saturates although x is finite. With a computed scale, y can replace x.
 
-    Stochastically: below the smallest normal, adding that gives all values its exponent and so the step of subnormals;
-    the noise is added to the bits that are cut off.
+    Stochastic rounding adds noise to the truncated bits. Below the smallest normal number, that number is added first:
+    all values then have its exponent, and therefore the spacing of subnormals.
     """
     if CODING.format == "int8":
         value = tl.minimum(tl.maximum(y, -127.0), 127.0)
         if CODING.stochastic:
             fraction = from_bits(((noise >> 9) | 0x3F800000).to(tl.int32, bitcast=True)) - 1.0
-            # The sum is rounded down: beside an integer fp32 has no place for all of the noise's bits, and to nearest
-            # the largest draws would take it to the next.
+            # Round the sum down: it has more bits than fp32, and rounding to nearest would be biased.
             value = tl.floor(
                 tl.inline_asm_elementwise(
                     "add.rm.f32 $0, $1, $2;", "=f,f,f", [value, fraction], tl.float32, is_pure=True, pack=1
@@ -306,7 +303,7 @@ def encode(
             DROPPED_BITS: tl.constexpr = 21 if CODING.format == "float8_e5m2" else 20
             MIN_NORMAL: tl.constexpr = 2.0**-14 if CODING.format == "float8_e5m2" else 2.0**-6
             shift = tl.where(tl.abs(y) < MIN_NORMAL, MIN_NORMAL, 0.0)
-            shifted = tl.minimum(float_bits(tl.abs(y) + shift), 0x7FE00000)  # a NaN to which noise can be added
+            shifted = tl.minimum(float_bits(tl.abs(y) + shift), 0x7FE00000)  # noise added to this bound stays NaN
             truncated = (shifted + (noise & ((1 << DROPPED_BITS) - 1)).to(tl.int32, bitcast=True)) & (
                 -(1 << DROPPED_BITS)
             )
@@ -314,8 +311,8 @@ def encode(
         if CODING.format == "float8_e5m2" and FINITE:
             codes = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
         elif CODING.format == "float8_e5m2":
-            # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C; as does the NaN, of
-            # any sign, that it is times an inverse flushed to 0.
+            # The conversion saturates Inf to 0x7B; it must be 0x7C. The same holds for NaN from Inf times an inverse
+            # flushed to 0.
             infinite = tl.where(
                 tl.abs(y if ((CODING.kind == "group" or CODING.kind == "mx") or CODING.kind == "block") else x)
                 == float("inf"),
@@ -344,10 +341,7 @@ def scale_rows(
     scales_ptr: tl.tensor, powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     CODING: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values of a slice, from column `left` on, in units of their scales, which are stored where made here.
-
-    `keys` are the `magnitude_key` maxima of groups.
-    """
+    """Return a slice, from column `left` on, over its scales; those computed from `keys` are stored."""
     SIZE: tl.constexpr = CODING.size
     if CODING.kind == "group" or CODING.kind == "mx":
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)

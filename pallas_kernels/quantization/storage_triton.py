@@ -1,6 +1,7 @@
-"""How what operations keep lies in memory, and results that they write: loads and stores of a tile, shapes and dtypes.
+"""Storage of residuals and results of norms and activations: loads and stores of a tile, shapes and dtypes.
 
-Codes of ten bits are packed, four in five bytes: a row has all low bytes first, then the high bits, by fours.
+Hardware and reference are those of the kernels. Codes of ten bits are packed, four in five bytes. A row has all low
+bytes first, then the high bits of four codes per byte.
 """
 
 from typing import Any
@@ -16,10 +17,10 @@ from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.scaling_triton import Coding
 
-# The bits of 2^23, to which integers are added, and the number that then stands for the code 0, which is stored as 512.
+# The bits of 2^23, to which integers are added; and the float of code 0, which is stored as 512.
 _INTEGER_BITS = tl.constexpr(0x4B000000)
 _INTEGER_ZERO = tl.constexpr(2.0**23 + 512)
-# Added to a small number, leaves an integer plus 512 in the lowest bits.
+# Added to a small number: its integer plus 512 in the lowest bits.
 _ROUNDING = tl.constexpr(1.5 * 2.0**23 + 512)
 
 
@@ -28,10 +29,10 @@ def load_codes(
     codes_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, PREFETCH: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
-    """Codes of a tile, or values if exact; of ten bits the low bytes, and for each eight the word with their high bits.
+    """Return the codes of a tile, or its values if exact. Ten bits: low bytes, and words with the high bits of eight.
 
-    The first of the columns `n` is `left`. Copied ahead of time, the words are of sixteen, and each is read twice: such
-    a copy takes four bytes or more.
+    `left` is the first of the columns `n`. An asynchronous copy needs at least four bytes. With PREFETCH, words are
+    therefore those of sixteen codes, and each is read twice.
     """
     if OPERATION.format == "int10" and not OPERATION.exact:
         row = m.to(tl.int64)[:, None]
@@ -49,7 +50,7 @@ def load_codes(
 
 @triton.jit
 def decode_codes(codes: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
-    """fp32 values, in units of their scales, of what `load_codes` has loaded."""
+    """Return fp32 values, in units of their scales, from the result of `load_codes`."""
     if OPERATION.format == "int10":
         shift = (tl.arange(0, codes[0].shape[1]) % (16 if codes[1].dtype == tl.int32 else 8))[None, :] * 2
         block_m = ((scaling.repeat_columns(codes[1].to(tl.int32), 8) >> shift) & 3) << 8
@@ -64,26 +65,26 @@ def store_ten_bits(
     y: tl.tensor, codes_ptr: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes of ten bits of values in units of their scales: a row's low bytes, then its high bits, by fours."""
+    """Store ten-bit codes of values in units of their scales: low bytes of a row, then its high bits by fours."""
     word = codec.float_bits(tl.minimum(tl.maximum(y, -511.0), 511.0) + _ROUNDING)
     if not FINITE:
         word = tl.where(y == y, word, 512)
     row = m.to(tl.int64)[:, None]
-    # A thread writes eight neighbours at once, as many as of 16 bits: other layouts go through shared memory. Rows of
-    # 5 N / 4 bytes begin at multiples of eight, or of four.
+    # A thread writes eight neighbours at once, as many as of 16 bits: other layouts use shared memory. Rows of 5 N / 4
+    # bytes begin at multiples of eight, or of four.
     low = tl.multiple_of(row * (N // 4 * 5) + n[None, :], (1, 8 if N % 32 == 0 else 4))
     scaling.store(codes_ptr, low, word.to(tl.uint8), scaling.tile_mask(m, n, M, N), MASKED)
     shift = (tl.arange(0, y.shape[1]) % 8)[None, :] * 2
     block_m = tl.sum(tl.reshape(((word >> 8) & 3) << shift, (y.shape[0], y.shape[1] // 8, 8)), 2)
     g = left // 8 + tl.arange(0, y.shape[1] // 8)
     words = codes_ptr.to(tl.pointer_type(tl.uint16), bitcast=True)
-    # Each thread writes the bits that it has made.
+    # Each thread writes its own bits.
     word_offsets = tl.multiple_of(row * (N // 8 * 5) + N // 2 + g[None, :], (1, 1))
     scaling.store(words, word_offsets, block_m.to(tl.uint16), scaling.tile_mask(m, g, M, N // 8), MASKED)
 
 
 def code_shapes(shape: tuple[int, int], coding: Coding | None) -> list[jax.ShapeDtypeStruct]:
-    """Codes of an array that is kept, and their scales; one element each where none are."""
+    """Return the shapes of the codes of a residual and of their scales; one element each without codes."""
     if coding is None:
         return [jax.ShapeDtypeStruct((1, 1), jnp.uint8), jax.ShapeDtypeStruct((1, 1), jnp.float32)]
     (m, n), size = shape, coding.size
@@ -92,12 +93,12 @@ def code_shapes(shape: tuple[int, int], coding: Coding | None) -> list[jax.Shape
 
 
 def bytes_to_codes(x: Array, dtype: Any) -> Array:
-    """Bytes as codes of a dtype of one byte; else as they are."""
+    """Return bytes as codes of a dtype of one byte; other dtypes are unchanged."""
     return jax.lax.bitcast_convert_type(x, dtype) if jnp.dtype(dtype).itemsize == 1 else x
 
 
 def result_coding(result: tuple[Array | None, Any] | None) -> tuple[scaling.CodingConstants, Any]:
-    """How a kernel writes a result, from its scale and dtype: as codes, with rows' own scales, or as it is."""
+    """Return the coding and storage dtype of a result from its scale and dtype: codes, codes per row, or values."""
     if result is None:
         return scaling.NO_CODING, jnp.uint8
     scale, dtype = result
@@ -107,13 +108,13 @@ def result_coding(result: tuple[Array | None, Any] | None) -> tuple[scaling.Codi
 
 
 def matrix_shape(codes: Array, operation: Any) -> tuple[int, int]:
-    """That of the matrix whose codes, or the matrix itself if exact, are given."""
+    """Return the shape of the matrix with these codes, or of the matrix itself if exact."""
     m, n = codes.shape
     return m, (n // 5 * 4 if operation.format == "int10" and not operation.exact else n)
 
 
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: Coding | None) -> str | None:
-    """Why the kernels of norms and activations cannot take a matrix of this shape and dtype and keep it so, or None."""
+    """Return why norm and activation kernels do not support this shape, dtype or coding of residuals, or None."""
     is_packed = coding is not None and coding.is_packed and coding.size in quantize_triton.GROUP_SIZES
     reason = quantize_triton.unsupported_reason(shape, dtype, () if is_packed else (coding,))
     if reason is not None or coding is None:

@@ -1,4 +1,4 @@
-"""Tiles in slices of every fourth row, in device code: read, and written as words of a transposed copy."""
+"""Device code for tiles in slices of every fourth row: loads, and stores as words of a transposed copy."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,8 @@ def load_slices(
     pointer: tl.tensor, offsets: tl.tensor, stride: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Four slices of a tile of (M, N), of every fourth row each, which lie `stride` apart; `m` are rows of the first.
-
-    All are loaded before the first store, which could be to where they are read.
-    """
+    """Return four slices of a tile of (M, N), each of every fourth row, `stride` apart; `m` are rows of the first."""
+    # All loads come before the first store, which may alias the source.
     x0 = scaling.load_raw(pointer, offsets, scaling.tile_mask(m, n, M, N), MASKED)
     x1 = scaling.load_raw(pointer, offsets + stride, scaling.tile_mask(m + 1, n, M, N), MASKED)
     x2 = scaling.load_raw(pointer, offsets + 2 * stride, scaling.tile_mask(m + 2, n, M, N), MASKED)
@@ -24,10 +22,10 @@ def load_slices(
 
 @triton.jit
 def insert_byte(words: tl.tensor, codes: tl.tensor, j: tl.tensor, FOUR_AT_ONCE: tl.constexpr) -> tl.tensor:
-    """Words with codes put in as byte j; in assembly, because of LLVM's shifts ptxas 12.8 and 12.9 crash.
+    """Return words with codes inserted as byte j.
 
-    By four, no code is taken out of the register that it was made in; where the same codes are stored one by one, ptxas
-    13.0 crashes.
+    In assembly, because ptxas 12.8 and 12.9 crash on LLVM's shifts. FOUR_AT_ONCE leaves codes in their registers; ptxas
+    13.0 crashes with it if the same codes are stored one by one.
     """
     selector = 0x3210 + ((4 - j) << (4 * j))
     if FOUR_AT_ONCE:
@@ -56,7 +54,7 @@ def store_transposed(
     transposed_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, n: tl.tensor, words: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the words of a tile into the transposed copy; where its rows are not whole words, byte by byte."""
+    """Store the words of a tile into the transposed copy; byte by byte if its rows are not whole words."""
     tile_ptr, transposed = transposed_ptr + (left.to(tl.int64) * M + top), tl.trans(words)
     column = tl.arange(0, words.shape[1])[:, None]
     if M % 4 == 0:

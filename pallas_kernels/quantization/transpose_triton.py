@@ -1,4 +1,8 @@
-"""The transposed copy of a matrix of 8-bit codes, a tile of words as `quantize_triton` writes them."""
+"""The transposed copy of a matrix of 8-bit codes, in tiles of words as in `quantize_triton`.
+
+In: 8-bit (M, N), optionally fp32 factors (M, 1). Out: (N, M) in the same dtype. Hardware: Ada or newer. Reference:
+`_multiply_and_transpose` in fp8jax/ops/quantization/quantize.py.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +28,7 @@ def _transpose(
     BLOCK_N: tl.constexpr,
     CODING: tl.constexpr,
 ) -> None:
-    """The transposed copy of a tile of bytes, or of codes times a factor for each row."""
+    """Store the transposed copy of a tile of bytes, or of codes times a factor per row."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -52,17 +56,14 @@ def transpose(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> Array:
-    """The transposed copy of a matrix of 8-bit codes.
+    """Return the transposed copy of a matrix of 8-bit codes, (N, M) in the dtype of `x`.
 
     Args:
-        x: (M, N), any dtype of one byte. launch, compute_capability: as of `quantize`.
-        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
-
-    Returns:
-        (N, M) in the dtype of `x`.
+        x: (M, N), any dtype of one byte.
+        factor: fp32 (M, 1) factors of the rows of FP8 codes, rounded to nearest; None leaves the codes unchanged.
 
     Raises:
-        ValueError: it is no such matrix.
+        ValueError: `x` is empty, no matrix, or has wider elements.
     """
     if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
         raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")

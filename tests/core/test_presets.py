@@ -134,7 +134,6 @@ UNSAID = {
     "weights.master": "fp32", "weights.compute": "bf16",
     "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,
     "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None, "linear.select": "all",
-    "linear.fuse_parallel_matmuls": False,
     "linear.fast_accumulation": ("forward",), "context.residual": None, "context.mode": "faithful",
     "context.scales": "largest", "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
 }  # fmt: skip

@@ -79,13 +79,13 @@ def test_coat_knows_every_part_and_changes_no_parameter(recipe):
     model = make()
     report = fp8jax.explain(model, recipe, *map(jnp.asarray, pairs(0, 2)))
     swiglu, mlp = "silu(gate) * up", "gelu_tanh(gate)"
-    assert {part.path: part.computation for part in report.context_entries} == {
-        **dict.fromkeys(("vision/norm", "vision/layers/attention_norm", "vision/layers/mlp_norm"), "norm"),
+    assert {part.path: part.kind for part in report.context_entries} == {
+        **dict.fromkeys(("vision/norm", "vision/layers/attention_norm", "vision/layers/mlp_norm"), "LayerNorm"),
         # The last one's result is cut before the head reads it.
-        **dict.fromkeys(("decoder/layers/attention_norm", "decoder/layers/mlp_norm"), "norm"),
+        **dict.fromkeys(("decoder/layers/attention_norm", "decoder/layers/mlp_norm"), "RMSNorm"),
         **{"vision/layers/mlp/down": mlp, "projector/down": mlp, "decoder/layers/mlp/down": swiglu},
     }
-    assert all(part.context == recipe.context for part in report.context_entries if part.computation)
+    assert all(part.context == recipe.context for part in report.context_entries)
     alone = {layer.path for layer in report.skipped_layers if layer.kind in ("Linear", "LinearGeneral")}
     assert alone == {"vision/embed_patch", "decoder/head"}
     assert len(report.quantized_layers) == 6 + 2 + 7

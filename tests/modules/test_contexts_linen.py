@@ -142,8 +142,8 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
     variables = model.init(jax.random.key(0), HALF)
     quantized = fp8jax.linen.quantize(model, COAT)
     assert jax.tree.structure(quantized.init(jax.random.key(0), HALF)) == jax.tree.structure(variables)
-    (part,) = [p for p in fp8jax.explain(model, COAT, HALF).context_entries if p.computation != "norm"]
-    assert (part.computation, part.context) == (text, COAT.context)
+    (part,) = [p for p in fp8jax.explain(model, COAT, HALF).context_entries if not p.kind.endswith("Norm")]
+    assert (part.kind, part.context) == (text, COAT.context)
     kept = residuals(quantized.apply, variables, HALF)
     codes = [s for d, s in kept if d == "uint8"]
     gates = 1 if isinstance(model, Plain) else 2
@@ -202,8 +202,8 @@ class Shared(linen.Module):
 def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognised():
     model = Shared()
     variables = model.init(jax.random.key(0), HALF)
-    parts = {part.path: part.computation for part in fp8jax.explain(model, COAT, HALF).context_entries}
-    assert parts == {"narrow": "gelu(gate)", "mlp/down": "silu(gate) * up", "norm": "norm"}
+    parts = {part.path: part.kind for part in fp8jax.explain(model, COAT, HALF).context_entries}
+    assert parts == {"narrow": "gelu(gate)", "mlp/down": "silu(gate) * up", "norm": "LayerNorm"}
     quantized, linear = (fp8jax.linen.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
     for _ in range(2):  # the second time nn.jit may have the trace
         codes = [s for d, s in residuals(quantized.apply, variables, HALF) if d == "uint8"]
@@ -227,7 +227,7 @@ class Remade(linen.Module):
 
 
 def test_activations_of_what_a_checkpoint_gives_are_found():
-    assert [part.computation for part in fp8jax.explain(Remade(), COAT, HALF).context_entries] == [
+    assert [part.kind for part in fp8jax.explain(Remade(), COAT, HALF).context_entries] == [
         "silu(gate)",
         "gelu_tanh(gate)",
     ]
@@ -252,7 +252,7 @@ class Pair(linen.Module):
 
 
 def test_each_call_is_recognised_by_itself():
-    forms = {part.path: part.computation for part in fp8jax.explain(Pair(), COAT, HALF).context_entries}
+    forms = {part.path: part.kind for part in fp8jax.explain(Pair(), COAT, HALF).context_entries}
     assert forms == {"first/down": "silu(gate)", "second/down": "gelu_tanh(gate)"}
     variables = Chooses().init(jax.random.key(0), X)
     quantized, linear = (fp8jax.linen.quantize(Chooses(), recipe) for recipe in (COAT, LINEAR_ONLY))

@@ -38,13 +38,13 @@ def test_a_report_on_an_nnx_model():
     assert len(report.quantized_layers) == 6 * LAYERS
     layers = {layer.path: layer for layer in report.layers}
     query = layers["transformer_blocks/0/mha/query"]
-    assert (query.kind, query.kernel, query.reason) == ("LinearGeneral", (WIDTH, 2, WIDTH // 2), "the recipe")
+    assert (query.kind, query.shape, query.reason) == ("LinearGeneral", (WIDTH, 2, WIDTH // 2), "the recipe")
     assert query.products == {
         "forward": "e4m3:tensor x e4m3:tensor",
         "dgrad": "e5m2:tensor x e4m3:tensor",
         "wgrad": "e4m3:tensor x e5m2:tensor",
     }
-    assert query.x_residual == ("e4m3:tensor", 1.0)
+    assert query.residual == "e4m3:tensor, 1 B/element"
     reasons = {layer.path: layer.reason for layer in report.skipped_layers}
     assert reasons.pop("output_layer") == "an embedding or head"
     assert {path: reason.split()[0] for path, reason in reasons.items()} == {
@@ -76,7 +76,7 @@ def test_the_program_of_a_linen_model(recipe, products):
     assert all(kept in line for line in report.program.residuals)
     assert f"  saved {report.program.residuals[0]}" in str(report)
     assert len(report.quantized_layers) == 6 * LAYERS
-    assert {layer.kernel for layer in report.quantized_layers} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
+    assert {layer.shape for layer in report.quantized_layers} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
 
 
 def test_what_cpu_makes_of_the_products():
@@ -223,15 +223,15 @@ class Own(nnx.Module):
 
 def test_what_is_left_alone_has_a_reason():
     report = fp8jax.explain(Odd(nnx.Rngs(0)), fp8jax.recipes.switchback(), jnp.ones((2, 5, 8)), double=True)
-    skipped = {layer.path: (layer.kernel, layer.reason.split(":")[0]) for layer in report.skipped_layers}
+    skipped = {layer.path: (layer.shape, layer.reason.split(":")[0]) for layer in report.skipped_layers}
     assert skipped == {"conv": ((3, 8, 8), "convolutions are left alone")}
     up, own = report.quantized_layers
-    assert (own.path, own.kind, own.kernel) == ("own", "Own", (8, 8))
-    assert up.x_residual == ("bfloat16", 2.0)
+    assert (own.path, own.kind, own.shape) == ("own", "Own", (8, 8))
+    assert up.residual == "bfloat16, 2 B/element"
     assert up.products["wgrad"] == "bfloat16"
     assert any(p.operation == "conv_general_dilated" for p in report.program.traced)
     text = str(report)
-    for word in ("int8:token x int8:tensor", "convolutions are left alone", "conv_general_dilated", "bytes/element"):
+    for word in ("int8:token x int8:tensor", "convolutions are left alone", "conv_general_dilated", "B/element"):
         assert word in text
 
 
@@ -252,7 +252,7 @@ def test_flax_that_is_jitted_or_scanned_is_found():
     x = jnp.ones((4, 8))
     Model().init(jax.random.key(0), x)
     report = fp8jax.explain(Model(), TE, x)
-    kernels = {layer.path.rpartition("/")[0]: layer.kernel for layer in report.quantized_layers}
+    kernels = {layer.path.rpartition("/")[0]: layer.shape for layer in report.quantized_layers}
     assert kernels == {"JitBlock_0": (8, 8), "JitBlock_1": (8, 8), "ScanBlock_0": (3, 8, 8)}
     run = [p.executions for p in report.program.traced if p.operands == ("float8_e4m3fn", "float8_e4m3fn")]
     assert run == [2 + 3]

@@ -13,7 +13,7 @@ from tests.modules.residuals import COAT, kept_by
 
 WIDTH, X = 32, jnp.ones((12, 32), jnp.bfloat16)
 BF16 = {"dtype": jnp.bfloat16}
-LEAN = "e4m3:group16; quantized layers that read its result keep nothing of it"
+SAVED = "e4m3:group16, 1.125 B/element"
 
 
 class Model(nnx.Module):
@@ -43,39 +43,45 @@ class LinenModel(nn.Module):
 
 def keeps(model, rules):
     return {
-        part.path: part.residuals
+        part.path: part.residual
         for part in fp8jax.explain(model, rules, X).context_entries
-        if part.computation == "norm"
+        if part.kind.endswith("Norm")
     }
 
 
 @pytest.mark.parametrize("make", [Model, LinenModel])
 def test_a_norm_whose_reader_stays_as_it_is_keeps_what_this_reads(make):
     """It was said to keep nothing but codes."""
-    want = {"norm": f"{LEAN}; gate keeps it in bfloat16", "last": "e4m3:group16; head keeps it in bfloat16"}
+    want = {
+        "norm": f"{SAVED}; gate saves the result in bfloat16",
+        "last": f"{SAVED}; head saves the result in bfloat16",
+    }
     rules = [fp8jax.Rule("gate|head", None), COAT]
     assert keeps(make(), rules) == want
     faithful = fp8jax.recipes.Context("e4m3:group16")
     plain = fp8jax.recipes.Recipe("plain", context=faithful, linear=fp8jax.recipes.switchback().linear)
     found = keeps(make(), [fp8jax.Rule("gate|head", None), plain])
-    assert found["last"] == "e4m3:group16; head keeps it in bfloat16"
-    assert set(found["norm"].split("; ")[1:]) == {"gate keeps it in bfloat16", "up keeps it in bfloat16"}
+    assert found["last"] == f"{SAVED}; head saves the result in bfloat16"
+    assert set(found["norm"].split("; ")[1:]) == {
+        "gate saves the result in bfloat16",
+        "up saves the result in bfloat16",
+    }
     everything = fp8jax.Rule(".*", COAT)
-    assert keeps(make(), everything) == {"norm": LEAN, "last": LEAN}
+    assert keeps(make(), everything) == {"norm": SAVED, "last": SAVED}
 
 
 def test_what_is_said_to_be_kept_is_kept():
     for rules, copies in (([fp8jax.Rule("gate|head", None), COAT], 2), (fp8jax.Rule(".*", COAT), 0)):
         said = "".join(keeps(Model(), rules).values())
         kept = kept_by(fp8jax.nnx.quantize(Model(), rules), X)
-        assert said.count("keeps it in bfloat16") == copies
+        assert said.count("saves the result in bfloat16") == copies
         # One more is the sum that the gate multiplies.
         assert sum(dtype == "bfloat16" and math.prod(shape) == X.size for dtype, shape in kept) == copies + 1
 
 
 def test_a_tied_head_keeps_what_a_norm_gives_it():
     found = keeps(LinenModel(tied=True), [fp8jax.Rule("gate", None), COAT])
-    assert found["last"] == "e4m3:group16; table keeps it in bfloat16"
+    assert found["last"] == f"{SAVED}; table saves the result in bfloat16"
 
 
 def test_a_model_that_returns_a_norm_written_by_hand_is_no_norm():
@@ -109,4 +115,4 @@ class LinenHeads(nn.Module):
 @pytest.mark.parametrize("model", [Heads, LinenHeads])
 def test_the_kernel_of_a_class_of_a_users_own_is_its_largest_matrix(model):
     (layer,) = fp8jax.explain(model(), fp8jax.Rule("", "te_current"), X).quantized_layers
-    assert layer.kernel == (WIDTH, 4, 16)
+    assert layer.shape == (WIDTH, 4, 16)

@@ -11,8 +11,11 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.core.recipe import Context
-from fp8jax.modules import explain, program, report
+from fp8jax.modules import compiled, explain
+from fp8jax.rewrite.entries import PlanEntry
+from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.frozen_params import FrozenInfo
+from fp8jax.rewrite.rules import LayerChoice
 from tests.core.test_plan import LINEAR
 
 TE = fp8jax.recipes.te_current()
@@ -47,14 +50,14 @@ def traced(monkeypatch):
 
     def trace(fn, *args):
         jax.eval_shape(fn, *args)
-        return program.Program("none", (), ())
+        return compiled.Program("none", (), ())
 
     monkeypatch.setattr(explain, "inspect_program", trace)
 
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("model", MODELS)
-def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model):
+def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model, monkeypatch):
     report = fp8jax.explain(MODELS[model](), [fp8jax.Rule("gate", LINEAR), fp8jax.Rule("down", TE)], X)
     found = {layer.path: layer for layer in report.quantized_layers}
     assert set(found) == {"gate", "down"}
@@ -63,24 +66,26 @@ def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model):
         "dgrad": "e5m2:group64 x e5m2:block64",
         "wgrad": "e4m3:token x e5m2:group128",
     }
-    assert found["gate"].x_residual == ("int10:group128", pytest.approx(1.25 + 4 / 128))
+    assert found["gate"].residual == f"int10:group128, {1.25 + 4 / 128:.4g} B/element"
     assert found["gate"].token_spanning_spec is None
-    assert (found["down"].x_residual, found["down"].token_spanning_spec) == (("e4m3:tensor", 1.0), "e4m3:tensor")
-    assert {layer.path: layer.kernel for layer in report.layers} == {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
+    assert (found["down"].residual, found["down"].token_spanning_spec) == ("e4m3:tensor, 1 B/element", "e4m3:tensor")
+    assert {layer.path: layer.shape for layer in report.layers} == {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
+    monkeypatch.setenv("COLUMNS", "400")
     (row,) = [line for line in str(report).splitlines() if line.startswith("gate")]
     cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
-    assert cells[2:] == ["(16,24)", *found["gate"].products.values(), "int10:group128", "1.281", "rule 'gate'"]
+    want = ["(16,24)", *found["gate"].products.values(), "int10:group128, 1.281 B/element", "rule 'gate'"]
+    assert [cell for cell in cells[1:] if cell in want] == want
 
 
 @pytest.mark.parametrize(
     ("dtypes", "want"),
-    [({"dtype": jnp.bfloat16}, ("bfloat16", 2.0)), ({"param_dtype": jnp.float16}, ("float16", 2.0)),
-     ({"dtype": jnp.bfloat16, "param_dtype": jnp.float32}, ("bfloat16", 2.0)), ({}, ("float32", 4.0))],
+    [({"dtype": jnp.bfloat16}, ("bfloat16", 2)), ({"param_dtype": jnp.float16}, ("float16", 2)),
+     ({"dtype": jnp.bfloat16, "param_dtype": jnp.float32}, ("bfloat16", 2)), ({}, ("float32", 4))],
 )  # fmt: skip
 def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, want):
     report = fp8jax.explain(Block(nnx.Rngs(0), **dtypes), fp8jax.Rule("down", fp8jax.recipes.switchback()))
     (down,) = report.quantized_layers
-    assert down.x_residual == want
+    assert down.residual == "{}, {} B/element".format(*want)
     assert down.products == {
         "forward": "int8:token x int8:tensor",
         "dgrad": "int8:token x int8:tensor",
@@ -89,28 +94,32 @@ def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, 
 
 
 CONTEXTS = {
-    "e5m2:group8": Context("e5m2:group8"),
-    "e4m3:group16; quantized layers that read its result keep nothing of it": Context("e4m3:group16", "lean"),
-    "e4m3:group32; scales from bounds": Context("e4m3:group32", "faithful", "bound"),
-    "e4m3:token; quantized layers that read its result keep nothing of it; scales from bounds": Context(
-        "e4m3:token", "lean", "bound"
-    ),
+    "e5m2:group8, 1.25 B/element": Context("e5m2:group8"),
+    "e4m3:group16, 1.125 B/element": Context("e4m3:group16", "lean"),
+    "e4m3:group32, 1.062 B/element; scales from bounds": Context("e4m3:group32", "faithful", "bound"),
+    "e4m3:token, 1 B/element; scales from bounds": Context("e4m3:token", "lean", "bound"),
 }
 
 
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("model", MODELS)
-def test_each_norm_and_activation_is_said_to_keep_what_its_rule_says(model):
-    """An activation follows the rule of the layer that reads it, a norm its own."""
+def test_each_norm_and_activation_is_said_to_save_what_its_rule_says(model, monkeypatch):
+    """An activation follows the rule of the layer that reads it, a norm its own. If lean, its readers save nothing."""
+    monkeypatch.setenv("COLUMNS", "400")
     texts = [*CONTEXTS]
-    for keeps, other in ((texts[0], texts[1]), (texts[3], texts[2])):
-        one, two = (dataclasses.replace(TE, context=CONTEXTS[text]) for text in (keeps, other))
+    for saved, other in ((texts[0], texts[1]), (texts[3], texts[2])):
+        one, two = (dataclasses.replace(TE, context=CONTEXTS[text]) for text in (saved, other))
         rules = [fp8jax.Rule("norm", one), fp8jax.Rule("down", two), fp8jax.Rule("gate|up", TE)]
         report = fp8jax.explain(MODELS[model](), rules, X)
-        parts = {part.computation: (part.path, part.residuals, part.reason) for part in report.context_entries}
-        assert parts == {"norm": ("norm", keeps, "rule 'norm'"), "silu(gate) * up": ("down", other, "rule 'down'")}
+        entries = {entry.kind: (entry.path, entry.residual, entry.reason) for entry in report.context_entries}
+        assert entries == {"RMSNorm": ("norm", saved, "rule 'norm'"), "silu(gate) * up": ("down", other, "rule 'down'")}
         lines = str(report).splitlines()
-        assert sum(line.startswith("norm ") and keeps + "  " in line for line in lines) == 1
+        assert sum(line.startswith("norm ") and saved + "  " in line for line in lines) == 1
+        residuals = {layer.path: layer.residual for layer in report.layers}
+        codes = "e4m3:tensor, 1 B/element"
+        norm = "nothing: RMSNorm recomputes it" if one.context.lean else codes
+        activation = "nothing: silu(gate) * up recomputes it" if two.context.lean else codes
+        assert residuals == {"gate": norm, "up": norm, "down": activation}
 
 
 def test_state_bytes_tell_the_moments_apart():
@@ -144,8 +153,8 @@ def test_how_often_products_run_counts_loops():
 SWITCHBACK = fp8jax.recipes.switchback().linear
 
 
-def layer(linear=TE.linear, **how):
-    return report.Layer("a/b", "Linear", (16, 24), linear, "why", **how)
+def layer(linear=TE.linear, **fields):
+    return PlanEntry("a/b", "Linear", (16, 24), LayerChoice(linear, "why"), "why", "", is_product=True, **fields)
 
 
 @pytest.mark.parametrize(
@@ -157,46 +166,44 @@ def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
     part = dataclasses.replace(TE.linear, x=x, x_wgrad="e4m3:block32", x_residual="e4m3:block32")
     found = layer(part)
     assert found.token_spanning_spec == (x if spans else None)
-    said = str(report.Report((found, layer(None))))
+    said = str(Explanation((found, layer(None))))
     assert ("scales that span tokens: the inputs of 1 layers" in said) == spans
     assert layer(None).token_spanning_spec is None
     assert layer(None).products == {}
 
 
 @pytest.mark.parametrize(
-    ("rank", "linear", "saved", "size"),
-    [(0, TE.linear, "nothing", "0"), (2, TE.linear, "bfloat16", "2"), (2, SWITCHBACK, "bfloat16", "2")],
+    ("rank", "linear", "saved"),
+    [
+        (0, TE.linear, "nothing"),
+        (2, TE.linear, "bfloat16, 2 B/element"),
+        (2, SWITCHBACK, "bfloat16, 2 B/element"),
+    ],
 )
-def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(rank, linear, saved, size):
+def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(rank, linear, saved, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     found = layer(linear, dtype="bfloat16", frozen=FrozenInfo(fp8jax.QuantSpec("int8", "token"), 16, 24, rank))
     x, dy = (linear.spec(side) or "bfloat16" for side in ("x", "dy"))
     assert found.products == {"forward": f"{x} x int8:token", "dgrad": f"{dy} x int8:token", "wgrad": "-"}
-    assert found.x_residual == (saved, float(size))
-    plain = dataclasses.replace(found, frozen=FrozenInfo(None, 16, 24, 2))
+    assert found.residual == saved
+    plain = found._replace(frozen=FrozenInfo(None, 16, 24, 2))
     assert plain.products["forward"] == f"{x} x bfloat16"
-    (row,) = [line for line in str(report.Report((found,))).splitlines() if line.startswith("a/b")]
-    assert row.split()[-3:] == [saved, size, "why"]
-    unknown = dataclasses.replace(found, dtype=None, frozen=FrozenInfo(None, 16, 24, 2))
-    (row,) = [line for line in str(report.Report((unknown,))).splitlines() if line.startswith("a/b")]
-    assert row.split()[-4:] == ["as", "written", "?", "why"]
+    (row,) = [line for line in str(Explanation((found,))).splitlines() if line.startswith("a/b")]
+    assert " ".join(row.split()).endswith(f"int8:token {saved} why")
+    unknown = found._replace(dtype=None, frozen=FrozenInfo(None, 16, 24, 2))
+    assert unknown.residual == "as written"
 
 
-def test_what_a_norm_keeps_is_told_with_who_else_keeps_it():
-    lean, group = Context("e4m3:group16", "lean"), "e4m3:group16"
-    made = lambda context, **how: report.ContextEntry("n", "RMSNorm", "norm", context, "why", **how)  # noqa: E731
-    nothing = "; quantized layers that read its result keep nothing of it"
-    readers = {"readers": (("down", "bfloat16"), ("a product", "float32"))}
-    others = "; down keeps it in bfloat16; a product keeps it in float32"
-    for part, said in (
-        (made(lean), group + nothing),
-        (made(lean, has_only_listed_readers=True), group),
-        (made(lean, **readers), group + nothing + others),
-        (made(lean, has_only_listed_readers=True, **readers), group + others),
-        (made(lean, attention_layers=("q", "k")), "q, k: no copy of what attention keeps"),
-        (made(None), "as written"),
-        (dataclasses.replace(made(lean), computation=None), "as written"),
-    ):
-        assert part.residuals == said
-    note = "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
-    assert note in str(report.Report((layer(),), context_entries=(made(None), made(lean))))
-    assert note not in str(report.Report((layer(),), context_entries=(made(None), made(Context(group)))))
+def test_what_a_norm_saves_is_told_with_who_else_saves_it():
+    lean, text = Context("e4m3:group16", "lean"), "e4m3:group16, 1.125 B/element"
+    choice = LayerChoice(TE.linear, "why", lean)
+    norm = PlanEntry("n", "RMSNorm", (16,), choice, "why", "")
+    assert norm.residual == text
+    readers = (("down", "bfloat16"), ("a product", "float32"))
+    others = "; down saves the result in bfloat16; a product saves the result in float32"
+    assert norm._replace(readers=readers).residual == text + others
+    assert norm._replace(choice=LayerChoice(None, "why")).residual == "as written"
+    reader = layer()._replace(input_producer="RMSNorm", recomputes_input=True)
+    assert reader.residual == "nothing: RMSNorm recomputes it"
+    assert reader._replace(choice=LayerChoice(None, "why")).residual == "as written"
+    assert layer()._replace(has_saved_input=True).residual == "nothing: its producer saves it"

@@ -52,6 +52,6 @@ def test_it_fits_and_loses_nothing(name, monkeypatch):
         monkeypatch.setenv("COLUMNS", str(columns))
         folded = str(report)
         assert max(map(len, folded.splitlines())) <= columns
-        # Whatever stands in the table of many columns stands in that of few: broken after "/" or ",", "-" left out.
+        # What stands in the wide table stands in the narrow one, too: broken after "/", "," or "_", without "-".
         lost = [word for word in whole.split() if word != "-" and word not in folded]
-        assert all(piece in folded for word in lost for piece in re.findall(r"[^/,]*[/,]|[^/,]+", word))
+        assert all(piece in folded for word in lost for piece in re.findall(r"[^/,_]*[/,_]|[^/,_]+", word))

@@ -418,14 +418,6 @@ def test_held_weights_in_16_bits_leave_the_results_dtype():
             ValueError, match=f"gradient_dtype must be one of bfloat16, float16, float32, or None, not '{other}'"
         ):
             fp8jax.nnx.quantize_weights(quantized, gradient_dtype=other)
-    recipe = fp8jax.recipes.get("te_current")
-    recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, fuse_parallel_matmuls=True))
-    joined = fp8jax.nnx.quantize(nnx.Sequential(plain), recipe)
-    with pytest.raises(
-        ValueError, match=r"linear\.fuse_parallel_matmuls, whose products quantize their weights as one"
-    ):
-        fp8jax.nnx.quantize_weights(joined)
-    assert fp8jax.nnx.quantize_weights(joined, lambda *_: None) is not joined
 
 
 class Layers(nnx.Module):

@@ -84,7 +84,7 @@ def test_what_a_block_saves_does_not_depend_on_how_it_is_written(writing, kind):
         np.testing.assert_array_equal(got, want)
     block = (NnxBlock if kind == "nnx" else LinenBlock)(WRITINGS[writing])
     parts = fp8jax.explain(block, fp8jax.Rule(".*", COAT), X).context_entries
-    assert {part.computation for part in parts} == {"norm", MLP}
+    assert {part.kind for part in parts} == {"RMSNorm", MLP}
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])

@@ -72,7 +72,7 @@ def test_explain_of_a_model_says_what_is_folded(framework):
         "dgrad": "e4m3:token x e4m3:tensor",
         "wgrad": "e4m3:tensor x e4m3:tensor",
     }
-    assert found.x_residual == ("e4m3:token", pytest.approx(1, abs=0.01))
+    assert found.residual.startswith("e4m3:token, 1")
     assert str(report).count("MOSS's scales, folded into rows") == 1
     assert "folded" not in str(fp8jax.explain(layer, fp8jax.Rule("", "moss_mx"), X))
 

@@ -55,7 +55,7 @@ def test_a_gradient_is_not_known_in_a_program_inside():
     program(jnp.ones(3))
 
 
-def test_runs_know_nothing_of_each_other_and_functions_nothing_of_another_program():
+def test_runs_and_programs_have_facts_of_their_own():
     x = jnp.ones(3)
     around = gradient_facts.current()
     with gradient_facts.scope():
@@ -68,17 +68,40 @@ def test_runs_know_nothing_of_each_other_and_functions_nothing_of_another_progra
     assert around.pop(x) is None
     held = []
 
-    @jax.jit
     def program(y):
-        held.append(y)
-        around.attach(y, SAID)
-        return y
+        own = gradient_facts.current()
+        assert own is gradient_facts.current()
+        own.attach(y, SAID)
+        held.append((y, own))
+        return jax.jit(lambda z: (held.append((z, gradient_facts.current())), own)[0] or z)(y)
 
-    program(x)
-    assert around._facts
-    around.attach(x, SAID)
-    assert list(around._facts) == [id(x)]
-    assert around.pop(x) is SAID
+    for _ in range(3):
+        jax.jit(lambda y: program(y))(x)
+    facts = [own for _, own in held]
+    assert len({id(own) for own in (around, *facts)}) == 7
+    assert gradient_facts.current() is not facts[-1]
+    assert gradient_facts.current().pop(held[0][0]) is None
+    # Nothing of the first program is referenced by the thread.
+    first = weakref.ref(facts[0])
+    del facts
+    held.clear()
+    gc.collect()
+    assert first() is None
+
+
+def test_a_program_around_another_one_has_its_facts_before_and_after():
+    found = []
+
+    @jax.jit
+    def program(x):
+        found.append(gradient_facts.current())
+        jax.jit(lambda y: found.append(gradient_facts.current()) or y)(x)
+        found.append(gradient_facts.current())
+        return x
+
+    program(jnp.ones(3))
+    assert found[0] is found[2]
+    assert found[0] is not found[1]
 
 
 def test_products_of_one_array_share_its_codes_under_the_scale_of_the_first_state():

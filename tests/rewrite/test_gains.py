@@ -254,13 +254,14 @@ class Biased(nnx.Module):
         return self.down(jnp.tanh(self.up(x + jnp.tanh(self.proj(x)))))
 
 
-def test_a_bias_counts(known):
+def test_a_bias_counts(known, monkeypatch):
     """Its gradient is part of the pass that makes codes: 4 bytes an element of the result."""
     gained = {}
+    monkeypatch.setattr(explain, "inspect_program", lambda *args: None)
     for bias in (False, True):
         model = fp8jax.nnx.quantize(nnx.eval_shape(lambda bias=bias: Biased(512, nnx.Rngs(0), bias)), "te_current")
-        entries = explain._plan_nnx(model, (jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),), {}).entries
-        gained[bias] = {entry.path: entry.gain for entry in entries if entry.is_product}
+        report = fp8jax.explain(model, jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16))
+        gained[bias] = {layer.path: layer.gain for layer in report.layers}
     for path, outputs in (("proj", 512), ("up", 2048)):
         assert gained[True][path] - gained[False][path] == pytest.approx(4 * 4096 * outputs / 2.9e12)
 

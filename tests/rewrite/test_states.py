@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 import fp8jax
+from fp8jax.ops.products.scaled_linear import ScalingStats
 from fp8jax.rewrite import states
 from tests.programs import dots
 
@@ -172,7 +173,7 @@ def test_uses_are_merged_as_their_scaling_asks():
 
     def gradient(slot):
         given = states.use_inputs_from_parameter_states(
-            {"w": held._replace(amax_slot=slot)}, dict.fromkeys(uses, linears[0])
+            {"w": held._replace(stats=ScalingStats(dy=slot))}, dict.fromkeys(uses, linears[0])
         )
         return 2 * given[uses[0].key].slots.dy.sum() + 5 * given[uses[1].key].slots.dy
 

@@ -51,8 +51,7 @@ def modulated(norm):
 def rows(fn, recipe="coat", *args):
     """What runs as written: kind, path and reason of each."""
     explained = fp8jax.transform(fn, recipe).explain(P, *(args or (X,)))
-    planned = set(map(id, explained.entries))
-    return [(e.kind, e.path, e.reason) for e in explained.all_entries if id(e) not in planned]
+    return [(e.kind, e.path, e.reason) for e in explained.rows if not e.is_planned]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_norms_that_are_not_taken_are_listed_with_the_reason(norm, kind, path, w
 def test_a_norm_that_is_taken_is_listed_once_and_without_a_context_with_that_reason():
     fn = lambda p, x: jnp.sum((rms(x) * p["n"]) @ p["up"])  # noqa: E731
     taken = fp8jax.transform(fn, "coat").explain(P, X)
-    assert [e.kind for e in taken.all_entries] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
+    assert [e.kind for e in taken.rows] == [e.kind for e in taken.entries] == ["RMSNorm", "dot_general"]
     ((kind, path, why),) = rows(fn, "te_current")
     assert (kind, path, why.split(",")[0]) == ("RMSNorm", "n", "no rule's recipe has a context")
 
@@ -126,7 +125,7 @@ def test_lists_are_in_the_order_of_the_program_and_in_loops_too():
         return jnp.sum(lax.scan(jax.checkpoint(step), x, None, 2)[0])
 
     explained = fp8jax.transform(fn, "coat").explain(P, X)
-    assert [e.kind for e in explained.all_entries] == ["dot_general", "RMSNorm", "dot_general", "relu", "dot_general"]
+    assert [e.kind for e in explained.rows] == ["dot_general", "RMSNorm", "dot_general", "relu", "dot_general"]
 
 
 def test_adapters_of_flax_are_listed_in_place_of_their_products():
@@ -137,14 +136,14 @@ def test_adapters_of_flax_are_listed_in_place_of_their_products():
         nnx.LoRA(INNER, 4, WIDTH, base_module=base, rngs=nnx.Rngs(2)),
     )
     report = fp8jax.explain(model, "coat", X[0])
-    listed = {part.path: (part.computation, part.reason.split(";")[0]) for part in report.unplanned_entries}
+    listed = {row.path: (row.kind, row.reason.split(";")[0]) for row in report.rows if not row.is_planned}
     paths = [f"layers/{layer}/lora_{part}" for layer in ("0/lora", "2") for part in "ab"]
     assert listed == dict.fromkeys(paths, ("dot_general", "an adapter"))
     assert all(path in str(report) for path in paths)
     rules = [fp8jax.Rule(".*lora_[ab]", "te_current"), "coat"]
     plan = quantized_nnx.plan_call(fp8jax.nnx.quantize(model, rules), (X[0],), {})
     assert {e.path for e in plan.entries if "lora" in e.path} == set(paths)
-    assert not [e.path for e in plan.list_entries() if "lora" in e.path and not e.is_quantized]
+    assert not [e.path for e in plan.list_rows() if "lora" in e.path and not e.is_quantized]
 
 
 LIBRARY = '''
@@ -204,7 +203,7 @@ def test_lines_are_those_of_models_and_not_of_libraries(model):
     ):
         fast = fp8jax.filter_transform(lambda m, x, call=call: jnp.sum(call(m, x)), "coat")
         for _ in range(2):
-            listing = fast.explain(block, X).all_entries
+            listing = fast.explain(block, X).rows
             lines = {e.kind: e.line.rpartition("/")[2] for e in listing}
             assert [e.kind for e in listing] == ["LayerNorm", "dot_general", "relu", "dot_general"]
             assert lines == {

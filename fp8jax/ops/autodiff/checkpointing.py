@@ -1,17 +1,16 @@
-"""Codes at the boundaries of `jax.checkpoint`: values of any model that are saved in 8 bits.
+"""Values that `jax.checkpoint` saves in 8 bits, and the names of residuals for its policies.
 
-What fp8jax's own operations save carries names, too, so that a policy can choose among them:
+Residuals of fp8jax's operations have names:
 
-| name | what |
+| name | residual |
 |---|---|
 | `fp8jax_norm` | codes of a norm's input, and 1 / root of each row |
-| `fp8jax_activation` | codes of the gate or only input and of the factor; faithful, of the activated gate |
+| `fp8jax_activation` | codes of the gate or only input and of the factor; in mode "faithful" of the activated gate |
 | `fp8jax_input` | codes of a linear layer's input, one copy for all layers that read it |
 
-The result of a linear layer's product has the name `fp8jax_product`, which is not among `CHECKPOINT_NAMES`: a policy
-that keeps what products give, by the name of JAX's primitive, does not see a kernel's. A number or two a token, without
-which the operation before would have to run again, have the name `fp8jax_beside_product`; and so have the codes of a
-weight for the backward pass, a byte a parameter, where one GPU makes both copies at once, outside of loops.
+Two names are not in `CHECKPOINT_NAMES`. `fp8jax_product` is the result of a product: a policy that saves JAX's
+`dot_general` does not save that of a kernel. `fp8jax_beside_product` are one or two numbers per token that save a
+recomputation of the operation before, and the codes of a weight for dgrad, one byte per parameter.
 
     policy = jax.checkpoint_policies.save_only_these_names(*fp8jax.CHECKPOINT_NAMES)
 """
@@ -39,29 +38,29 @@ Tree = TypeVar("Tree")
 def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Array:
     """The values of `x` rounded to codes, for a `jax.checkpoint` that saves the codes.
 
-    The codes and their scales carry a name. Under a policy that saves this name a block keeps them and no 16-bit copy,
-    and what reads the value is computed again from them:
+    The codes and their scales have a name. Under a policy that saves this name, a block saves them in place of the
+    16-bit array, and recomputes the readers of the array from them:
 
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
         def block(x, w1, w2):
             h = fp8jax.save_quantized(x @ w1, "hidden")
             return jax.nn.gelu(h) @ w2
 
-    Forward and backward pass see the same rounded values. Gradients of all orders pass to `x` unchanged, as if nothing
-    were rounded. Without a policy that saves the name nothing is saved in 8 bits, and values are rounded all the same.
+    Forward and backward pass read the same rounded values. Gradients of all orders pass to `x` unchanged. Without a
+    policy that saves the name, values are rounded and nothing is saved in 8 bits.
 
     Args:
         x: (..., channels), any floating dtype.
         name: as of `jax.ad_checkpoint.checkpoint_name`; several values may share one.
-        spec: a `QuantSpec` or its string form. Of a string scales are stored in bf16 where they are by default in fp32,
-            as those of `Context.saved`: 1.125 bytes an element for "e4m3:group16". With "+expand" a value under
-            1/57,344 of its group's largest (e4m3) becomes 0: no tiny one takes codes from the others (exponent >= 1).
+        spec: a `QuantSpec` or its string form. A string stores scales in bf16 in place of fp32, as the residuals of a
+            `Context`: 1.125 bytes per element for "e4m3:group16". With "+expand" a value under 1/57,344 of the amax of
+            its group (e4m3) becomes 0, and the exponent is at least 1.
 
     Returns:
         (..., channels) in the dtype of `x`. NaN and Inf stay visible.
 
     Raises:
-        ValueError: the spec is malformed or rounds stochastically; or `x` is of no floating dtype, or has no axis.
+        ValueError: the spec is malformed or rounds stochastically; or `x` is not floating, or has no axis.
     """
     parsed_spec = QuantSpec.parse(spec)
     if isinstance(spec, str) and parsed_spec.scale_format == "fp32":
@@ -79,13 +78,13 @@ def save_quantized(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") 
 
 
 def with_checkpoint_name(tree: Tree, name: str) -> Tree:
-    """A tree whose arrays carry a name for policies of `jax.checkpoint`."""
+    """A tree whose arrays have a name for policies of `jax.checkpoint`."""
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)  # type: ignore[no-any-return]
 
 
 @jax.custom_jvp
 def _straight_through(x: Array, rounded: Array) -> Array:
-    """`rounded`, whose derivative by `x` is 1. Nothing of `x` is read, so that no checkpoint computes it again."""
+    """`rounded`, with derivative 1 with respect to `x`. It does not read `x`, so that no checkpoint recomputes `x`."""
     return rounded
 
 
@@ -99,17 +98,17 @@ _FP8JAX_NAMES = (*CHECKPOINT_NAMES, PRODUCT, PRODUCT_AUX, GUARD_NAME)
 
 
 def with_products(policy: Policy | None) -> Policy | None:
-    """A policy under which products of fp8jax are kept where JAX's own would be.
+    """A policy that saves products of fp8jax if `policy` saves those of JAX.
 
         policy = fp8jax.checkpoint_policies.with_products(jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         block = jax.checkpoint(block, policy=policy)
 
-    Where the policy keeps a `dot_general`, the result of a product is kept; or in its place, where that is all that the
-    backward pass reads, the codes that norms, activations and linear layers keep, which are smaller. `fp8jax.transform`
-    does so itself with checkpoints inside of the function that it is given.
+    If the policy saves a `dot_general`, the result of a product is saved. If the backward pass reads only the codes of
+    norms, activations and linear layers, these are saved instead, which are smaller. `fp8jax.transform` applies this to
+    checkpoints inside of the function that it transforms.
 
     Args:
-        policy: any policy of `jax.checkpoint`; None, which keeps nothing, stays None.
+        policy: any policy of `jax.checkpoint`; None, which saves nothing, stays None.
 
     Raises:
         TypeError: it is no function.
@@ -123,12 +122,12 @@ def with_products(policy: Policy | None) -> Policy | None:
 
 @dataclasses.dataclass(frozen=True)
 class WithProducts:
-    """What `with_products` returns; equal policies make equal ones, so that JAX traces once."""
+    """The policy of `with_products`. Equal policies give equal objects, so that JAX traces once."""
 
     policy: Policy
 
     def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
-        """As a policy is called: for each equation its primitive, the kinds of its operands, and its parameters."""
+        """The decision for an equation, from its primitive, the types of its operands and its parameters."""
         decision = self.policy(primitive, *operands, **params)
         if primitive.name != "name" or params["name"] not in _FP8JAX_NAMES or _is_saved(decision):
             return decision
@@ -136,7 +135,7 @@ class WithProducts:
 
 
 def evaluate_on_product(policy: Policy, result_type: Any = None) -> Any:
-    """What a policy says of a product of two matrices whose result is of this kind."""
+    """The decision of a policy for a product of two matrices with a result of this type."""
     dtype = jnp.bfloat16 if result_type is None else result_type.dtype
     dot_params: Any = {
         "dimension_numbers": (((1,), (0,)), ((), ())),
@@ -148,10 +147,10 @@ def evaluate_on_product(policy: Policy, result_type: Any = None) -> Any:
 
 
 def saves_products(policy: Policy | None) -> bool:
-    """Whether a policy keeps the results of products."""
+    """Whether a policy saves the results of products."""
     return policy is not None and _is_saved(evaluate_on_product(policy))
 
 
 def _is_saved(decision: Any) -> bool:
-    """Whether an answer is to keep a value, or to move it to the host: JAX takes a bool, or a kind of its own."""
+    """Whether a decision is to save a value or to offload it: a bool, or one of JAX's own types."""
     return bool(decision) if isinstance(decision, bool) else type(decision).__name__ != "RecomputeType"

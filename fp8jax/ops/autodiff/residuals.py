@@ -1,8 +1,8 @@
-"""What operations keep for the backward pass: codes as bytes, and results that are computed again from what is kept.
+"""Residuals of operations: codes as bytes, and results that are recomputed from them in the backward pass.
 
-FP8 arrays may not enter a differentiated function, because a cotangent takes the dtype of its primal: codes travel as
-bytes, which have none. An operation here computes its result and what it keeps outside of the differentiated function,
-from values alone, so that one function per operation makes both and a fused kernel can take its place.
+FP8 arrays may not enter a differentiated function, because a cotangent has the dtype of its primal. Codes are passed as
+bytes, which have no gradient. An operation computes its result and its residuals outside of the differentiated
+function, from values alone: one function makes both, and a fused kernel can replace it.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 
 def to_bytes(q: QTensor) -> QTensor:
-    """A quantized tensor as values without gradients, its codes as bytes."""
+    """A quantized tensor without gradients, its codes as bytes."""
     q = jax.tree.map(lax.stop_gradient, q)
     return q.with_codes(_cast_bytes(q.codes, jnp.uint8))
 
 
 def from_bytes(q: QTensor) -> QTensor:
-    """The quantized tensor that `to_bytes` was given."""
+    """The inverse of `to_bytes`."""
     dtype = jnp.uint8 if q.spec.is_packed else formats.get(q.spec.format).dtype
     return q.with_codes(_cast_bytes(q.codes, dtype))
 
 
 def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of one byte as another type of one byte, of whose bits they may have four; wider ones as they are."""
+    """Codes of 4 or 8 bits as another dtype of one byte; wider codes as they are."""
     if codes.dtype.itemsize > 1:
         return codes
     if _bits(codes.dtype) == 4:
@@ -52,12 +52,12 @@ def _bits(dtype: DTypeLike) -> int:
 
 
 def quantize_residual(x: Array, spec: QuantSpec) -> QTensor:
-    """The values of an array as codes in bytes, with scales along its last axis."""
+    """The values of an array as codes in bytes, with scales along the last axis."""
     return to_bytes(quantize(encoding.limit_group_range(lax.stop_gradient(x), spec, 1.0), spec))
 
 
 def dequantize_residual(residual: QTensor | Array) -> Array:
-    """The fp32 values of what `quantize_residual` returned, or of an array that is saved as it is."""
+    """The fp32 values of a result of `quantize_residual`, or of an array that is saved as it is."""
     return residual.astype(jnp.float32) if isinstance(residual, Array) else from_bytes(residual).dequantize()
 
 
@@ -74,29 +74,12 @@ def derive_key(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     return jax.random.fold_in(key, {"x_residual": 0, "dy": 1}[use])
 
 
-Layout = Callable[[Any], Array]
-
-
-class StoredWeight(NamedTuple):
-    """What a weight is made of, which is saved in its place: `layout(values)` is the weight.
-
-    `transposed` says that the last step transposes a matrix (outputs, inputs).
-    """
-
-    values: Any
-    layout: Layout = lambda values: values
-    transposed: bool = False
-
-    def with_step(self, step: Layout) -> "StoredWeight":
-        return self._replace(layout=lambda values: step(self.layout(values)))
-
-
 @jax.jit  # traced once for all arrays of these shapes
 def match_vmap_axes(x: Array, y: Array) -> Array:
-    """`x`, which `jax.vmap` maps where it maps `y`.
+    """`x`, mapped by `jax.vmap` if `y` is mapped.
 
-    A differentiated function that returns two results needs both mapped or none: else the cotangent of the one that is
-    not comes to its backward pass summed, and is added to that of every element.
+    A differentiated function with two results needs both mapped or none. Otherwise the cotangent of the unmapped result
+    reaches the backward pass summed over the batch, and is added to that of every element.
     """
     empty = (jnp.sum(jnp.isnan(a[..., :0])) for a in (x, y))
     return lax.select(sum(empty) > 0, x, x)
@@ -104,16 +87,16 @@ def match_vmap_axes(x: Array, y: Array) -> Array:
 
 @dataclasses.dataclass(eq=False)
 class CotangentFacts:
-    """The gradient of a result that is computed again, as the linear layer that does so knows it.
+    """The gradient of the input of a linear layer, and facts about it, for the operation that recomputes the input.
 
     Attributes:
         array: (..., channels).
-        spec: how that layer quantizes its own gradient.
-        row_bounds: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
-            Schwarz, from the norms of that layer's own gradient and of its weight.
-        codes: those of that layer's own gradient, where its input is to take their scales of tokens; else None.
-        predicted: what the operation says then of the cotangents that follow from it;
-            `fp8jax.ops.quantization.fused_outputs.CotangentPrediction`.
+        spec: how the layer quantizes the gradient of its output.
+        row_bounds: returns an upper bound of the magnitudes in each row, fp32 (rows,), by the Cauchy-Schwarz inequality
+            from the norms of the output's gradient and of the weight.
+        codes: codes of the output's gradient, if the input is to share their scales per token; else None.
+        predicted: set by the operation: facts about the cotangents that follow from this gradient
+            (`fp8jax.ops.quantization.fused_outputs.CotangentPrediction`), or None.
     """
 
     array: Array
@@ -124,12 +107,12 @@ class CotangentFacts:
 
 
 class Recomputed(NamedTuple):
-    """A result that is computed again.
+    """A recomputed result.
 
     Attributes:
         array: the result.
         fused_output: what kernels compute it from; `fp8jax.ops.quantization.fused_outputs.FusedOutput`.
-        predicted: what is known of the cotangents that follow from its gradient.
+        predicted: facts about the cotangents that follow from its gradient, or None.
     """
 
     array: Array
@@ -138,10 +121,10 @@ class Recomputed(NamedTuple):
 
 
 class Recomputable(Protocol):
-    """How an operation goes back from what it has saved; hashable, static under `jax.jit`."""
+    """The backward pass of an operation, from its residuals. It is hashable, and static under `jax.jit`."""
 
     def recompute(self, saved: Any, gradient: CotangentFacts) -> Recomputed:
-        """The operation's result, computed again, whose gradient is that."""
+        """The result of the operation, given the facts about its gradient."""
         ...
 
     def backward(
@@ -152,18 +135,24 @@ class Recomputable(Protocol):
         passthrough_cotangent: Array | None,
         predicted: Any,
     ) -> tuple[tuple[Array | None, ...], "tuple[ArrayFacts, ...]"]:
-        """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result.
+        """The cotangents of the differentiable inputs.
 
-        `passthrough_cotangent`, from the first input's other readers, is added to that input's; None where the
-        operation has none. `predicted` is what was known of the cotangents before, or None. The second result says what
-        the first ones are made from, and is empty where that is not known.
+        Args:
+            saved: residuals of the operation.
+            dy: cotangent of its result.
+            dtypes: of the inputs; None for an input without a cotangent.
+            passthrough_cotangent: from other readers of the first input, added to its cotangent; or None.
+            predicted: facts about the cotangents that were predicted when the result was recomputed, or None.
+
+        Returns:
+            The cotangents, and facts about them; no facts if nothing is known.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AlreadySaved:
-    """How to go back to an array that is saved in any case: flash attention saves its output (COAT, section D)."""
+    """The recomputation of an array that is saved anyway, such as the output of flash attention (COAT, section D)."""
 
     def recompute(self, saved: Array, gradient: CotangentFacts) -> Recomputed:
         return Recomputed(saved)
@@ -183,18 +172,17 @@ ALREADY_SAVED = AlreadySaved()
 
 
 class ArrayFacts(NamedTuple):
-    """What is known of an array besides its values: what it is made from.
+    """Facts about an array besides its values.
 
     Attributes:
-        recompute_rule: the operation that can make it again, and what that has saved; `ALREADY_SAVED` and None where
-            the array itself is saved in any case.
-        fused_output: what kernels compute it from, so that they quantize it without reading it;
-            `fp8jax.ops.quantization.fused_outputs.FusedOutput`.
-        scale: under which fp32 scale a layer of this recipe, or any that quantizes it so, is to quantize it.
-        predicted: of a gradient, what is known of the cotangents that follow from it;
-            `fp8jax.ops.quantization.fused_outputs.CotangentPrediction`.
-        codes: how the array was quantized before, as a matrix (tokens, inputs), and its codes, as bytes: layers that
-            quantize it so read these.
+        recompute_rule: the operation that recomputes it, and its residuals; `ALREADY_SAVED` and None if the array is
+            saved anyway.
+        fused_output: what kernels compute it from, to quantize it without reading it
+            (`fp8jax.ops.quantization.fused_outputs.FusedOutput`).
+        scale: a recipe or spec, and the fp32 scale under which its layers quantize the array.
+        predicted: of a gradient, facts about the cotangents that follow from it
+            (`fp8jax.ops.quantization.fused_outputs.CotangentPrediction`).
+        codes: a spec, and the codes of the array as a matrix (tokens, inputs) under that spec, as bytes.
         amax: of a gradient, its largest finite magnitude, an fp32 scalar.
     """
 
@@ -206,7 +194,7 @@ class ArrayFacts(NamedTuple):
     amax: Array | None = None
 
     def scale_for(self, *consumers: Linear | QuantSpec | None) -> Array | None:
-        """The scale that is given to consumers, if it is to all of them."""
+        """The scale, if it is given for all of these consumers; else None."""
         if self.scale is None or any(consumer != self.scale[0] for consumer in consumers):
             return None
         return self.scale[1]
@@ -216,17 +204,17 @@ NO_FACTS = ArrayFacts()
 
 
 def compute_uncached(use: Hashable, make: Callable[[], T], *dependencies: Any) -> T:
-    """What no other reader has made: `make()`."""
+    """`make()`: nothing is shared with other readers."""
     return make()
 
 
 class InputFacts(NamedTuple):
-    """What a caller knows of an input besides its values.
+    """Facts about an input, and what its readers share.
 
     Attributes:
-        facts: what it is made from.
-        get_or_compute: `get_or_compute(use, make, *dependencies)` gives what another reader has made of it in this way,
-            with the same other arrays; else `make()`.
+        facts: of the input.
+        get_or_compute: `get_or_compute(use, make, *dependencies)` returns what another reader made for the same `use`
+            and the same other arrays; else `make()`.
     """
 
     facts: ArrayFacts = NO_FACTS
@@ -245,18 +233,18 @@ def with_saved_vjp(
     returns_input: bool = False,
     name: str = "an operation",
 ) -> tuple[Array, Array | None]:
-    """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `residuals`.
+    """The result `y` of an operation, whose backward pass reads only `residuals`.
 
     Args:
-        operation: what goes back.
-        inputs: what gradients flow to; None where there is none.
+        operation: the backward pass.
+        inputs: arrays that gradients flow to, or None.
         residuals: arrays without gradients.
         y: the result, computed from the values of the inputs.
-        returns_input: whether other readers of the first input take it from here.
-        name: of the operation, for messages.
+        returns_input: whether to return the first input for its other readers.
+        name: of the operation, for error messages.
 
     Returns:
-        `y`, and the first input for its other readers, or None.
+        `y`, and the first input or None.
     """
     y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.qualified_op_name(name)
@@ -267,7 +255,7 @@ def with_saved_vjp(
 
 
 class _VjpConfig(NamedTuple):
-    """What is static about an operation; see `with_saved_vjp`."""
+    """The static part of an operation; see `with_saved_vjp`."""
 
     operation: Recomputable
     returns_input: bool

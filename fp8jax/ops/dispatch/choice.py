@@ -1,4 +1,4 @@
-"""What the choice between a kernel and XLA rests on: the device, and how arrays lie on it."""
+"""Choice between a kernel and XLA: compilation target, recorded choices, and calls by platform."""
 
 import concurrent.futures
 import contextlib
@@ -18,11 +18,11 @@ from fp8jax.ops.dispatch import trace_cache
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What computes an operation.
+    """The implementation of an operation.
 
     Attributes:
-        impl: "xla", or the language of the kernel, "mosaic" or "triton".
-        reason: why.
+        impl: "xla", or the kernel's language, "mosaic" or "triton".
+        reason: why it was chosen.
     """
 
     impl: Literal["xla", "mosaic", "triton"]
@@ -45,49 +45,48 @@ def _recording(records_var: _RecordsVar) -> Iterator[list[Any]]:
 
 
 def record_choice(operation: str, choice: Choice) -> Choice:
-    """Says what computes an operation of the program that is being traced, to whoever listens; returns the choice."""
+    """Add an operation's choice to the active `record_choices`, and return it."""
     if (records := _choices.get()) is not None:
         records.append((operation, choice))
     return choice
 
 
 def record_choices() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
-    """Within it, a list of the operations that are traced and of what computes each, in their order.
+    """Return a context whose value is the list of traced operations and their choices, in order.
 
-    A function that JAX has traced before, and does not trace again, says nothing.
+    A function that JAX traced before and finds in its cache is not recorded again.
     """
     return _recording(_choices)
 
 
 def record_residual(description: str) -> None:
-    """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
+    """Add the description of a saved residual to the active `record_residuals`."""
     if (records := _residuals.get()) is not None and description not in records:
         records.append(description)
 
 
 def record_residuals() -> contextlib.AbstractContextManager[list[str]]:
-    """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
+    """Return a context whose value is the list of residuals that traced layers save, each kind once."""
     return _recording(_residuals)
 
 
 def summary(recorded: Iterable[tuple[str, Choice]]) -> list[str]:
-    """A line for each operation, what computes it and why.
+    """Return a line per operation: its implementation and the reason.
 
-    Without numbers: JAX traces some functions several times, such as the body of a loop. How often what runs is read
-    from the compiled program (`fp8jax.modules.compiled`).
+    Counts are omitted, because JAX traces some functions several times. `fp8jax.modules.compiled` counts what runs.
     """
     return [f"{name} by {c.impl}: {c.reason}" for name, c in dict.fromkeys(recorded)]
 
 
 class Target(NamedTuple):
-    """What programs are traced for; see `target`."""
+    """The device that programs are traced for; see `target`."""
 
     capability: int | None = None
     kernels: bool = True
     free_multiprocessors: int = 0
 
 
-# JAX traces a function anew where it has another value.
+# A part of JAX's trace cache key.
 _target: Any = jax.make_user_context(Target())
 
 
@@ -95,15 +94,13 @@ _target: Any = jax.make_user_context(Target())
 def target(
     *, capability: int | None = None, kernels: bool | None = None, free_multiprocessors: int | None = None
 ) -> Iterator[Target]:
-    """Within it programs are traced for another GPU than the one that JAX finds here, or in another way.
-
-    What is not given stays as it is around it.
+    """Return a context in which programs are traced for another GPU, or without kernels. None keeps the current value.
 
     Args:
-        capability: compute capability of the CUDA GPU that a program is compiled for ahead of time, as 80 for an A100.
-        kernels: False traces programs for XLA alone, as if neither jax-triton nor Pallas were there.
-        free_multiprocessors: how many of the GPU's multiprocessors Mosaic kernels leave to others, such as collectives
-            that run at the same time. Those are persistent: else they take all, and NCCL waits for their end.
+        capability: compute capability of the CUDA GPU that a program is compiled for ahead of time, such as 80.
+        kernels: False traces for XLA alone, as if jax-triton and Pallas were not installed.
+        free_multiprocessors: number of multiprocessors that persistent Mosaic kernels leave free. Otherwise concurrent
+            collectives (NCCL) wait for the end of the kernel.
 
     Raises:
         ValueError: a number is out of range.
@@ -119,7 +116,7 @@ def target(
 
 
 def current_target() -> Target:
-    """What programs are traced for here."""
+    """Return the device that programs are traced for."""
     target: Target = _target.value
     return target
 
@@ -128,10 +125,10 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 
 def product_name_scope(a: Any, b: Any) -> Any:
-    """A context in which a product is named by what it multiplies, for `fp8jax.modules.compiled` to read.
+    """Return a name scope with the specs of a product's operands, which `fp8jax.modules.compiled` reads.
 
     Args:
-        a, b: arrays, or tensors with a `spec`; where neither has one the product has no name.
+        a, b: arrays, or tensors with a `spec`. If neither has one, the scope is empty.
     """
     if not (hasattr(a, "spec") or hasattr(b, "spec")):
         return contextlib.nullcontext()
@@ -140,12 +137,12 @@ def product_name_scope(a: Any, b: Any) -> Any:
 
 
 def on_cuda() -> bool:
-    """Whether programs run on CUDA GPUs, as `target` says, or JAX's backend."""
+    """Return whether programs run on CUDA GPUs, by `target` or JAX's backend."""
     return current_target().capability is not None or jax.default_backend() in ("cuda", "gpu")
 
 
 def capability() -> int:
-    """Compute capability of the GPU, as 90, or what `target` says; without either that of Hopper."""
+    """Return the compute capability of the target or GPU, such as 90. The default is Hopper's."""
     return current_target().capability or _detect_capability()
 
 
@@ -158,7 +155,7 @@ def _detect_capability() -> int:
 
 
 def varying_axes(arrays: Any) -> frozenset[str]:
-    """The mesh axes over which a `jax.shard_map` knows any array of a tree to vary."""
+    """Return the mesh axes over which any array of a tree varies inside `jax.shard_map`."""
     axes: frozenset[str] = frozenset()
     for kind in map(jax.typeof, jax.tree.leaves(arrays)):
         manual = getattr(kind, "manual_axis_type", None)
@@ -167,21 +164,21 @@ def varying_axes(arrays: Any) -> frozenset[str]:
 
 
 def match_varying_axes(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """Arrays as values that vary over the same mesh axes, where a `jax.shard_map` checks that; gradients are summed.
+    """Return the arrays cast to vary over the same mesh axes of a `jax.shard_map`. Gradients are summed over them.
 
-    Operations of JAX do so by themselves, differentiation rules of our own do not: in data-parallel training weights do
-    not vary over devices, their gradients on each do.
+    JAX's operations do this implicitly, custom rules must do it. In data-parallel training weights do not vary over
+    devices, but their gradients do.
     """
     return cast_varying_like(arrays, *arrays)
 
 
 def cast_varying_like(results: Any, *arguments: Any) -> Any:
-    """A tree of arrays, each as one that varies over the mesh axes that any of the arguments varies over."""
+    """Cast a tree of arrays to vary over the mesh axes of any of the arguments."""
     return cast_varying_over(results, varying_axes(arguments))
 
 
 def cast_varying_over(results: Any, axes: Collection[str]) -> Any:
-    """A tree of arrays, each as one that varies over these mesh axes."""
+    """Cast a tree of arrays to vary over these mesh axes."""
 
     def cast(x: Array) -> Array:
         missing = set(axes) - varying_axes(x)
@@ -191,9 +188,9 @@ def cast_varying_over(results: Any, axes: Collection[str]) -> Any:
 
 
 def mark_varying(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a device's own arrays, each of whose results may depend on all of them.
+    """Return the function with results that vary over the mesh axes of any argument.
 
-    The results of a kernel do not say over which mesh axes they vary; here it is those of any argument.
+    Results of a kernel have no such type.
     """
     return lambda *args: cast_varying_like(function(*args), *args)
 
@@ -202,22 +199,22 @@ IMPLS = ("auto", "xla", "triton")
 
 
 def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
-    """Raises ValueError for an unknown `impl`."""
+    """Raise ValueError for an unknown `impl`."""
     if impl not in impls:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
 
 
 def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
-    """What computes an operation for which there is a Triton kernel.
+    """Return the implementation of an operation that has a Triton kernel.
 
     Args:
         impl: "auto", "xla" or "triton".
-        unsupported_reason: says why the kernel cannot take the operands, or None; not asked where programs run on no
-            CUDA GPU, unless `impl` is "triton".
-        kernel: what the kernel is called.
+        unsupported_reason: returns why the kernel cannot run, or None. Not called without a CUDA GPU, unless `impl` is
+            "triton".
+        kernel: name of the kernel in the reason.
 
     Raises:
-        ValueError: `impl` is unknown; or it is "triton", and the kernel cannot run.
+        ValueError: `impl` is unknown, or it is "triton" and the kernel cannot run.
     """
     check_impl(impl)
     if impl == "xla":
@@ -233,10 +230,10 @@ def choose_impl(impl: str, unsupported_reason: Callable[[], str | None], kernel:
 def by_platform(
     *args: Any, cuda: Callable[..., Any], default: Callable[..., Any], hide_explicit_axes: bool = False
 ) -> Any:
-    """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`.
+    """Return `cuda(*args)`, a kernel, if the program runs on a CUDA GPU, else its reference, `default(*args)`.
 
-    With `hide_explicit_axes` the reference knows nothing of Explicit axes. Both are traced once for all calls that are
-    alike, as those of a model's blocks are.
+    Both are traced once for equal calls, such as those of a model's blocks. With `hide_explicit_axes` the reference
+    sees no Explicit axes.
     """
     return trace_cache.call_traced_once(functools.partial(_by_platform, cuda, default, hide_explicit_axes), *args)
 
@@ -249,7 +246,7 @@ def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], hide_exp
 
 
 def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
-    """The result of what was chosen: of a kernel that `impl` asked for wherever the program runs, else by platform."""
+    """Run the chosen implementation. A kernel is selected by platform, or always if `impl` requests it."""
     if choice.impl == "xla":
         return reference(*args)
     return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else mark_varying(kernel)(*args)
@@ -258,7 +255,7 @@ def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], refer
 def reshard_like(
     kernel: Callable[..., Any], reference: Callable[..., Any], args: Any, hide_explicit_axes: bool = False
 ) -> Callable[..., Any]:
-    """The reference with results placed as the kernel's: on Explicit axes types say how results lie."""
+    """Return the reference with results sharded like the kernel's, since shardings on Explicit axes are types."""
     axes = [name for x in jax.tree.leaves(args) for name in jax.typeof(x).sharding.mesh.explicit_axes]
     if not axes:
         return reference
@@ -278,16 +275,15 @@ def reshard_like(
     return resharded_reference
 
 
-TRITON_CAPABILITY = 75  # of kernels that convert no FP8
+TRITON_CAPABILITY = 75  # for kernels without FP8 conversions
 
 
 def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
-    """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None.
+    """Return why a Triton kernel cannot run with the installed packages and GPU, or None.
 
     Args:
-        kernel: its name in pallas_kernels, as "quantization.quantize_triton".
-        fp8: whether it makes or reads FP8 codes, which GPUs convert from Ada (8.9) on. Kernels of int8 codes and of
-            bytes run on Turing and Ampere (7.5 and 8.x), too.
+        kernel: module in pallas_kernels, such as "quantization.quantize_triton".
+        fp8: whether it reads or writes FP8 codes, which needs Ada (8.9). Others run from Turing (7.5) on.
 
     Raises:
         ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
@@ -301,7 +297,7 @@ def _missing_triton(kernel: str, capability: int, fp8: bool) -> str | None:
         return f"the GPU has compute capability {capability}, and Triton's kernels need {TRITON_CAPABILITY}"
     try:
         module = importlib.import_module(f"pallas_kernels.{kernel}")
-    except Exception as error:  # A broken installation fails to import in ways of its own.
+    except Exception as error:  # a broken installation may raise anything
         return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
     if fp8 and capability < module.FP8_CAPABILITY:
         return f"the GPU has compute capability {capability}, and fp8 conversions need {module.FP8_CAPABILITY}"
@@ -310,13 +306,13 @@ def _missing_triton(kernel: str, capability: int, fp8: bool) -> str | None:
 
 @functools.cache
 def _broken_triton(capability: int) -> str | None:
-    """Why the installed packages compile no Triton kernel, or None: seen from a small one, in a thread of its own.
+    """Return why the installed packages cannot compile a small Triton kernel, or None.
 
-    There nothing is known of the trace, mesh and settings around, nor of who listens to the choices.
+    It compiles in a new thread, without the caller's trace, mesh, settings and records.
     """
     from pallas_kernels.dispatch import call_triton, launch_triton
 
-    launch_triton.get_launcher()  # raises for an unknown value of its variable, which no package is to blame for
+    launch_triton.get_launcher()  # an unknown value is the user's error
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         error = pool.submit(call_triton.check, capability).exception()
     if error is None:

@@ -1,13 +1,13 @@
-"""Whether Triton kernels run on the GPU that programs are traced for, what runs without, and the warning of it.
+"""Whether Triton kernels run on the target GPU, what runs without them, and the warning.
 
-Without them XLA makes all codes. Two parts of a recipe are then slower than what they replace:
+Without kernels XLA quantizes. Two parts of a recipe are then slower than 16 bits:
 
-- Contexts in 8 bits (`Recipe.context`). Each costs a pass of its own to quantize and another one to decode. In models
-  norms and activations are therefore left as written: their inputs stay in the model's dtype, and layers quantize what
-  they read (`keeps_nonlinear_unchanged`). `fp8jax.rms_norm`, `glu` and their siblings keep what their recipe says.
-- Optimizer states in 8 bits (`Recipe.optimizer`). They stay in 8 bits, which users ask for to save memory.
+- 8-bit contexts (`Recipe.context`) cost a pass to quantize and one to decode. Norms and activations of models therefore
+  stay as written, and layers quantize their inputs (`keeps_nonlinear_unchanged`). `fp8jax.rms_norm`, `glu` and the like
+  follow the recipe.
+- 8-bit optimizer states (`Recipe.optimizer`) stay in 8 bits, because they save memory.
 
-All else is the same with and without kernels: scales per tensor take cuBLASLt's FP8 product, and XLA makes the codes.
+The rest is equally fast: products with scales per tensor use cuBLASLt.
 """
 
 import sys
@@ -15,17 +15,17 @@ import warnings
 
 from fp8jax.ops.dispatch.choice import TRITON_CAPABILITY, capability, current_target, missing_triton, on_cuda
 
-# The bounds of pyproject.toml, where a comment says why Python 3.11 needs another Triton.
+# The bounds of pyproject.toml, which explains why Python 3.11 needs another Triton.
 REQUIREMENTS = ("jax-triton>=0.3.1,<0.5", *(["triton>=3.6,<3.7"] if sys.version_info < (3, 12) else []))
 _LIBRARY_PACKAGES = ("fp8jax", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools")
 
 
 class MissingKernelsWarning(UserWarning):
-    """No Triton kernel of fp8jax runs on this GPU: XLA takes their place, which is slower."""
+    """Warns that no Triton kernel of fp8jax runs on this GPU, so XLA is used, which is slower."""
 
 
 def missing_kernels_reason() -> str | None:
-    """Why no Triton kernel runs in programs that are traced here; None where kernels run, or for other devices.
+    """Return why Triton kernels cannot run in programs traced here, or None if they can or the device needs none.
 
     Raises:
         ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
@@ -34,16 +34,16 @@ def missing_kernels_reason() -> str | None:
 
 
 def keeps_nonlinear_unchanged() -> bool:
-    """Whether models' norms and activations are left as written, whatever the context of their recipe."""
+    """Return whether norms and activations of models stay as written, under any context."""
     return missing_kernels_reason() is not None
 
 
 def advice() -> str | None:
-    """A text: why no kernels run here, and the line to type; None if they run or are switched off."""
+    """Return why no kernels run here and the command to install them, or None if they run or are disabled."""
     if not current_target().kernels or (reason := missing_kernels_reason()) is None:
         return None
     packages = " ".join(f'"{requirement}"' for requirement in REQUIREMENTS)
-    # No package helps a GPU that is too old.
+    # Packages do not help if the GPU is too old.
     remedy = f". Type: pip install {packages}" if capability() >= TRITON_CAPABILITY else ""
     return (
         f"no Triton kernel of fp8jax runs on this GPU, because {reason}. Steps may take longer than in bf16: XLA makes "
@@ -52,7 +52,7 @@ def advice() -> str | None:
 
 
 def warn_if_missing() -> None:
-    """Warns, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
+    """Warn, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
     if (message := advice()) is None or capability() == 0:
         return
     level, frame = 1, sys._getframe(0)

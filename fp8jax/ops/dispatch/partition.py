@@ -1,7 +1,7 @@
-"""Kernels on sharded arrays: one place that turns a call on whole arrays into calls on each device's own parts.
+"""Partitioning of kernels: turns a call on global arrays into calls on each device's shards.
 
-A kernel sees one device's arrays alone, and XLA cannot look into it. So a call says how its operands may be cut, in the
-notation of `fp8jax.ops.dispatch.shard_notation`.
+XLA cannot partition a kernel. Each call therefore declares how its operands may be sharded, in the notation of
+`fp8jax.ops.dispatch.shard_notation`.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ class Placement(NamedTuple):
     """The devices of a call.
 
     Attributes:
-        mesh: of all, over whose axes they exchange.
-        group: of those that XLA numbers.
+        mesh: mesh of all devices, whose axes collectives use.
+        group: mesh of the devices that XLA numbers.
     """
 
     mesh: Any
@@ -38,12 +38,12 @@ class Placement(NamedTuple):
 
     @classmethod
     def from_operand(cls, mesh: Any, call_mesh: Any, x: Any) -> "Placement":
-        """Finds the devices.
+        """Return the devices of a call.
 
         Args:
-            mesh: that JAX says, empty where it knows none and inside `jax.shard_map`.
-            call_mesh: the abstract mesh at the call.
-            x: an operand, as XLA tells it.
+            mesh: mesh from JAX's partitioner; empty if unknown and inside `jax.shard_map`.
+            call_mesh: abstract mesh at the call.
+            x: an operand from XLA's partitioner.
         """
         devices = np.array(x.sharding._device_assignment)
         if AxisType.Manual in call_mesh.axis_types:
@@ -57,7 +57,7 @@ class Placement(NamedTuple):
         return cls(full_mesh, full_mesh)
 
     def spec(self, x: Any) -> PartitionSpec:
-        """The mesh axes that cut each dimension of an array; none where it is cut as no axes do, by parts of one."""
+        """Return the PartitionSpec of an array; empty if no mesh axes produce its tiles."""
         hlo_sharding = x.sharding and x.sharding._to_xla_hlo_sharding(len(x.shape))
         if hlo_sharding is None or not hlo_sharding.is_tiled():
             return PartitionSpec()
@@ -68,20 +68,20 @@ class Placement(NamedTuple):
 
 
 def auto_axis_sizes(mesh: Any) -> dict[str, int]:
-    """Sizes of the mesh axes over which XLA places arrays."""
+    """Return the sizes of the mesh's Auto axes."""
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in kinds if kind == AxisType.Auto and size > 1}
 
 
 def manual_mesh_context(mesh: Any) -> Any:
-    """A context in which arrays are a device's own, whatever mesh a program has set."""
+    """Return a context in which all mesh axes are Manual."""
     kinds = (AxisType.Manual,) * len(mesh.axis_names)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(tuple(mesh.axis_sizes), mesh.axis_names, kinds))
 
 
 @functools.cache
 def _axes_by_device_order(sizes: tuple[tuple[str, int], ...]) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """By the devices that hold the parts of a dimension, in their order, the mesh axes that cut it."""
+    """Return the mesh axes that shard a dimension, by the devices of its shards in order."""
     grid = np.arange(math.prod(size for _, size in sizes)).reshape([size for _, size in sizes])
     orders: dict[tuple[int, ...], tuple[str, ...]] = {}
     for count in range(1, len(sizes) + 1):
@@ -104,27 +104,26 @@ def run_partitioned(
     out_spec: Sequence[Any] | None = None,
     is_kernel: bool = True,
 ) -> Any:
-    """Runs a function of a device's own arrays on arrays that may be sharded, under `jit` as well as `jax.vmap`.
+    """Run a function of shards on arrays that may be sharded, under `jit` and `jax.vmap`.
 
-    Arrays on Auto mesh axes are cut as XLA's partitioner places them, those on Explicit axes as their types say. Inside
-    `jax.shard_map` the arrays are a device's own already.
+    On Auto mesh axes XLA's partitioner shards the arrays, on Explicit axes their types do. Inside `jax.shard_map` the
+    arrays are shards already.
 
     Args:
-        name: of the program.
-        static: all else that `function` is compiled for; with the name and the code it tells kernels apart in JAX's
-            persistent cache, so its `repr` must say it all.
-        function: `function(sharding, *operands)`, which closes over no array; `sharding` sums and compares over
-            devices.
-        operands: arrays, trees of them, or None.
-        ins: for each operand how it may be cut, in the notation of this file; of a tree, for each of its parts.
-        outs: the same of what `function` returns.
-        units: what the parts of a dimension are multiples of, beside its blocks.
-        sum_dim: the dimension that the only result is summed over; `function` then gives that to `sharding.psum`.
-        out_spec: how the only result is to lie on Explicit mesh axes; on Auto ones XLA's partitioner says.
-        is_kernel: False if `function` is of JAX's operations alone, which `jax.vmap` may map; kernels run one by one.
+        name: name of the function in the program.
+        static: all other static inputs of `function`. Its `repr` is part of the key in JAX's persistent cache, so it
+            must be complete.
+        function: `function(sharding, *operands)`, which must not close over arrays. `sharding` reduces over devices.
+        operands: arrays, trees of arrays, or None.
+        ins: notation of each operand; for a tree, of each of its parts.
+        outs: notation of the results.
+        units: number that shards of a dimension must be multiples of, in addition to blocks.
+        sum_dim: dimension that the only result is summed over. `function` must reduce it with `sharding.psum`.
+        out_spec: sharding of the only result on Explicit mesh axes. On Auto axes XLA's partitioner decides.
+        is_kernel: whether `function` is a kernel, which `jax.vmap` runs sequentially. Other functions are mapped.
 
     Returns:
-        What `function` returns for whole arrays.
+        The results for global arrays.
     """
     if on_one_device() and not is_kernel:
         return function(UNSHARDED, *operands)
@@ -153,11 +152,11 @@ def run_partitioned(
 
 @functools.cache
 def _code_digest() -> str:
-    """A digest of the code that kernels are made and called by, and of the packages that compile them.
+    """Return a digest of the code and packages that compile kernels.
 
-    XLA sees nothing of a kernel in a program that it partitions. So the name of the call says all that there is to tell
-    programs apart in JAX's persistent cache, which hits only where `jax_remove_custom_partitioning_ptr_from_cache_key`
-    is set: keys otherwise hold the address of a function.
+    The kernel's code is no part of a program for the partitioner, so the call's name must identify it in JAX's
+    persistent cache. That cache hits only with `jax_remove_custom_partitioning_ptr_from_cache_key`, since keys
+    otherwise hold a pointer.
     """
     digest = hashlib.sha256()
     for package in ("pallas_kernels", "fp8jax.core", "fp8jax.ops"):
@@ -172,7 +171,7 @@ def _code_digest() -> str:
 
 
 def on_one_device() -> bool:
-    """Whether arrays are a device's own: there is no other, or `jax.shard_map` has cut them over all mesh axes."""
+    """Return whether arrays are on one device: there is no other, or all mesh axes are Manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -180,7 +179,7 @@ def on_one_device() -> bool:
 
 
 def _match_dimensions(notation: Any, tree: Any) -> list[Dimensions]:
-    """The dimensions of each array of a tree."""
+    """Return the dimensions of each array of a tree."""
     if tree is None:
         return []
     if isinstance(notation, str):
@@ -206,7 +205,7 @@ def _partitioned_call(
 
     @jax.custom_batching.custom_vmap
     def mapped(*arrays: Array) -> tuple[Array, ...]:
-        # Under jit, because an eager call is not partitioned.
+        # An eager call is not partitioned.
         return jax.jit(call)(*arrays)
 
     @mapped.def_vmap
@@ -239,14 +238,14 @@ def _call_on_auto_axes(function: Callable, notation: Notation, arrays: tuple[Arr
     lengths, count = notation.lengths([x.shape for x in arrays]), len(arrays)
     closed_jaxpr = jax.make_jaxpr(lambda *shards: tuple(function(UNSHARDED, *shards)))(*arrays)
     call_mesh = jax.sharding.get_abstract_mesh()
-    # So that XLA numbers the devices of a group in the mesh's order; see `Placement`.
+    # This makes XLA number the devices of a group in the mesh's order; see `Placement`.
     order_anchor = (np.int8(0),) if AxisType.Manual in call_mesh.axis_types else ()
-    # What is partitioned takes its constants, such as tables, as operands.
+    # custom_partitioning needs constants, such as tables, as operands.
     ins = (*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in closed_jaxpr.consts))
     full_notation = notation._replace(ins=ins, outs=(*((),) * len(order_anchor), *notation.outs))
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        """XLA's partitioner calls it once for each call of a compiled program."""
+        """Partition a call; XLA's partitioner calls this once per call in a program."""
         call_placement = Placement.from_operand(mesh, call_mesh, arguments[0])
         operand_specs = [call_placement.spec(x) for x in arguments[:count]]
         out_spec = call_placement.spec(results[-1]) if notation.sum_dim else None
@@ -285,12 +284,12 @@ def _call_on_explicit_axes(
     )
     ins, outs = notation.specs(sharding)
     resharded = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
-    if auto_axis_sizes(mesh):  # XLA may cut each part further.
+    if auto_axis_sizes(mesh):  # XLA may shard each part further
         out_shardings = tuple(NamedSharding(mesh, spec) for spec in outs)
         run = functools.partial(_call_on_auto_axes, function, notation)
         return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=out_shardings)(*resharded)
     run = functools.partial(function, sharding)
-    # Without names all axes are mapped over but those that `jax.vmap` hides while it traces.
+    # No names mean all axes, except those that `jax.vmap` hides while it traces.
     names = set(sizes) if AxisType.Manual in mesh.axis_types else set()
     return jax.shard_map(
         lambda *shards: tuple(run(*shards)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=names, check_vma=False

@@ -1,10 +1,10 @@
-"""How the arrays of a kernel's call may be cut over devices, in a small notation, one name a dimension.
+"""Notation for how a call's arrays may be sharded, with one name per dimension.
 
-`"m n"` is a matrix, `"n m"` its transposed copy, `"m n/128"` has an entry for each block of 128 along n, which then is
-cut between blocks only. Dimensions of one name are cut alike, `-` is never cut, and `""` is a scalar. Names that stand
-first are cut first where one mesh axis could cut several.
+`"m n"` is a matrix, `"n m"` its transpose. `"m n/128"` has an entry per block of 128 along n, which is then sharded
+between blocks only. Dimensions of one name are sharded alike. `-` is never sharded, and `""` is a scalar. If a mesh
+axis could shard several dimensions, the first name wins.
 
-What cannot be cut as it lies, such as a matrix in shards that do not end with a block, is gathered.
+Arrays that cannot be sharded as they are placed are gathered, such as shards that end within a block.
 """
 
 import math
@@ -20,7 +20,7 @@ from fp8jax.core.spec import QuantSpec
 
 
 class Dimension(NamedTuple):
-    """A dimension of an operand: the name it is cut by, None where it never is, and what a block of it counts."""
+    """A dimension of an operand: its name (None if never sharded), and the length of a block."""
 
     name: str | None
     block: int = 1
@@ -30,19 +30,18 @@ Dimensions = tuple[Dimension, ...]
 
 
 class DimSharding(NamedTuple):
-    """How the arrays of a call are cut.
+    """The sharding of a call's dimensions.
 
     Attributes:
-        axes: the mesh axes of each dimension that is cut.
-        scatter_axes: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that
-            (FSDP).
+        axes: mesh axes of each sharded dimension.
+        scatter_axes: mesh axes over which a sum is scattered, by dimension of the result (FSDP).
     """
 
     axes: dict[str, tuple[str, ...]]
     scatter_axes: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  # never changed
 
     def pmax(self, x: Array, names: str) -> Array:
-        """The largest of what the devices found in their parts of some dimensions; NaN where one found it."""
+        """Return the maximum over the shards of some dimensions; NaN if any shard has NaN."""
         axes = self._mesh_axes(names)
         if not axes:
             return x
@@ -50,7 +49,7 @@ class DimSharding(NamedTuple):
         return jnp.where(bad > 0, jnp.nan, lax.pmax(jnp.where(jnp.isnan(x), -jnp.inf, x), axes)).astype(x.dtype)
 
     def psum(self, x: Array, names: str, scatter_dims: str = "") -> Array:
-        """The sum of what the devices have of some dimensions; of the named dimensions of `x` the part they keep."""
+        """Return the sum over the shards of some dimensions, scattered along `scatter_dims` of `x`."""
         axes = self._mesh_axes(names)
         for i, name in enumerate(scatter_dims.split()):
             if scatter_axes := self.scatter_axes.get(name):
@@ -59,19 +58,19 @@ class DimSharding(NamedTuple):
         return lax.psum(x, axes) if axes else x
 
     def shard_offset(self, name: str, length: int) -> Array | int:
-        """Where a device's part, of this length, begins in a dimension."""
+        """Return the offset of the device's shard, of this length, in a dimension."""
         axes = self._mesh_axes(name)
         return lax.axis_index(axes) * length if axes else 0
 
     def num_shards(self, name: str) -> int | Array:
-        """How many parts a dimension is cut into."""
+        """Return the number of shards of a dimension."""
         axes = self._mesh_axes(name)
         return lax.axis_size(axes) if axes else 1
 
     def rng_offset(self, global_shape: Sequence[int], shard_shape: Sequence[int]) -> Array:
-        """Columns of a whole matrix "m n", and the place in it, in fours of rows, of a device's part; uint32 (2,).
+        """Return the columns of the global matrix "m n" and the shard's position, in groups of four rows, uint32 (2,).
 
-        The noise of an element goes by its place in the whole, whoever quantizes it.
+        Noise depends on an element's global position, not on the sharding.
         """
         first = self.shard_offset("m", shard_shape[0]) // 4 * global_shape[1] + self.shard_offset("n", shard_shape[1])
         return jnp.stack([jnp.asarray(value, jnp.uint32) for value in (global_shape[1], first)])
@@ -84,12 +83,12 @@ UNSHARDED = DimSharding({})
 
 
 class Notation(NamedTuple):
-    """How a call may be cut.
+    """How a call may be sharded.
 
     Attributes:
-        ins, outs: the dimensions of each operand and result.
-        units: what parts of a dimension are multiples of, beside its blocks.
-        sum_dim: the dimension that the only result is summed over, of whose sum a device may keep a part.
+        ins, outs: dimensions of each operand and result.
+        units: number that shards of a dimension must be multiples of, in addition to blocks.
+        sum_dim: dimension that the only result is summed over. The sum may be scattered.
     """
 
     ins: tuple[Dimensions, ...]
@@ -98,7 +97,7 @@ class Notation(NamedTuple):
     sum_dim: str | None = None
 
     def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Lengths of the named dimensions, from operands that hold each whole, not in blocks."""
+        """Return the lengths of the named dimensions, from operands that have them unblocked."""
         lengths: dict[str, int] = {}
         for dimensions, shape in zip(self.ins, shapes, strict=True):
             if len(dimensions) != len(shape):
@@ -110,21 +109,21 @@ class Notation(NamedTuple):
         return lengths
 
     def unit(self, name: str) -> int:
-        """The shortest part that a dimension may be cut into."""
+        """Return the smallest shard of a dimension."""
         sizes = [d.block for side in (self.ins, self.outs) for dims in side for d in dims if d.name == name]
         return math.lcm(*sizes, *(unit for unit_name, unit in self.units if unit_name == name))
 
     def with_batch_dim(self, name: str, is_mapped: Sequence[bool]) -> "Notation":
-        """With one more leading dimension of all results and of some operands."""
+        """Return the notation with a leading dimension of all results and of the mapped operands."""
         batch_dim = (Dimension(name),)
         ins = tuple(batch_dim + d if b else d for d, b in zip(self.ins, is_mapped, strict=True))
         return self._replace(ins=ins, outs=tuple(batch_dim + d for d in self.outs))
 
     def shardy_rule(self, lengths: dict[str, int], devices: int) -> tuple[str, dict[str, int]]:
-        """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer.
+        """Return the rule for XLA's partitioner (Shardy), and the sizes of factors that it cannot infer.
 
-        Dimensions whose lengths are no multiples of `devices`, as of any mesh axis, are said to have nothing to do with
-        each other: Shardy would cut some of them over a part of a mesh axis, which JAX cannot express.
+        Dimensions that are not multiples of `devices`, or of any mesh axis, get unrelated factors. Shardy would
+        otherwise shard some over a part of a mesh axis, which JAX cannot express.
         """
         sizes: dict[str, int] = {}
         inferable: set[str] = set()
@@ -153,13 +152,13 @@ class Notation(NamedTuple):
         mesh: dict[str, int],
         out_spec: Any = None,
     ) -> DimSharding:
-        """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension.
+        """Return the mesh axes of each dimension, from the operands' shardings. An axis shards one dimension.
 
         Args:
-            lengths: of the dimensions.
-            specs: of the operands.
-            mesh: sizes of its axes.
-            out_spec: how the only result is to lie, where that is known.
+            lengths: length of each dimension.
+            specs: PartitionSpec of each operand.
+            mesh: size of each mesh axis.
+            out_spec: sharding of the only result, if known.
         """
         axes: dict[str, tuple[str, ...]] = {}
         used_axes: set[str] = set()
@@ -182,7 +181,7 @@ class Notation(NamedTuple):
         return DimSharding(axes, scattered)
 
     def specs(self, sharding: DimSharding) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-        """How operands and results lie where their dimensions are cut so."""
+        """Return the PartitionSpecs of operands and results under a sharding."""
 
         def spec(dimensions: Dimensions, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
             return PartitionSpec(*(axes.get(d.name) if d.name else None for d in dimensions))
@@ -193,7 +192,7 @@ class Notation(NamedTuple):
 
 
 def dimensions(text: str) -> Dimensions:
-    """A description of one array."""
+    """Parse the notation of one array."""
     entries = []
     for word in text.split():
         name, _, block = word.partition("/")
@@ -202,7 +201,7 @@ def dimensions(text: str) -> Dimensions:
 
 
 def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ...]:
-    """How a quantized array of this shape may be cut, from the names of its axes: for each of its leaves in order."""
+    """Return the notation of each leaf of a QTensor of this shape, from the names of its axes."""
 
     def block_dims(block: Sequence[int]) -> str:
         return " ".join(_block_dim(name, b, spec) for name, b in zip(names.split(), block, strict=True))
@@ -214,7 +213,7 @@ def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ..
 
 
 def _block_dim(name: str, block: int, spec: QuantSpec) -> str:
-    """One scale for all of an axis is never cut; scales of blocks are cut between these."""
+    """Return a dimension of scales: sharded between blocks, or never for a single scale."""
     if block == 1:
         return name
     return f"{name}/{block}" if spec.granularity in ("group", "block", "mx") and block == spec.group_size else "-"

@@ -1,7 +1,7 @@
-"""Where the parts of a product lie on a mesh with Explicit axes, on which types say how arrays are sharded.
+"""Shardings of products on a mesh with Explicit axes, where they are part of types.
 
-A result lies where JAX's own `dot_general` of the plain operands puts it, and a gradient as what it is the gradient of.
-Between those, matrices are multiplied as on a mesh with Auto axes. On any other mesh nothing here does anything.
+A result has the sharding of JAX's `dot_general` on plain operands, and a gradient that of its primal. Matrices in
+between are multiplied as on Auto axes. Without Explicit axes these functions do nothing.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ from fp8jax.core import blocks
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 
-# How users say where a product's result lies on Explicit axes, as `jax.lax.dot_general` takes it.
+# The argument of `jax.lax.dot_general` for the sharding of a product on Explicit axes.
 OutSharding = NamedSharding | PartitionSpec | None
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:
-    """The sharding of each axis of an array or a quantized matrix."""
+    """Return the sharding of each axis of an array or a quantized matrix."""
     array = x.codes if isinstance(x, QTensor) else x
     spec = tuple(jax.typeof(array).sharding.spec)
     return (*spec, *[None] * (array.ndim - len(spec)))
 
 
 def explicit_mesh(*trees: Any) -> Any:
-    """The mesh with Explicit axes on which any of the arrays lies, or None."""
+    """Return the mesh with Explicit axes of any of the arrays, or None."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: OutSharding = None) -> Any:
-    """The sharding of a product by JAX's own rule, as `merge` and `reshape` take it; None without Explicit axes.
+    """Return a product's sharding by JAX's rule, for `merge` and `reshape`; None without Explicit axes.
 
     Raises:
         ShardingTypeError: the rule needs `out_sharding`.
-        ValueError: there are no Explicit axes that `out_sharding` could be of.
+        ValueError: `out_sharding` is set without Explicit axes.
     """
     mesh = explicit_mesh(lhs, rhs)
     if mesh is None and out_sharding is None:
@@ -56,7 +56,7 @@ def _sharding_or_none(x: Any) -> NamedSharding | None:
 
 
 def merge_spec(spec: Sequence[Any] | None, counts: Sequence[int]) -> tuple[Any, ...] | None:
-    """The sharding of an array whose runs of so many axes have become one each."""
+    """Return the sharding of an array after `merge`."""
     if spec is None:
         return None
     entries, remaining = [], list(spec)
@@ -68,9 +68,9 @@ def merge_spec(spec: Sequence[Any] | None, counts: Sequence[int]) -> tuple[Any, 
 
 
 def merge(x: Array, *counts: int) -> Array:
-    """An array whose runs of so many axes become one each, none of them replicated that was sharded.
+    """Merge consecutive axes, `counts[i]` axes into axis i, without replicating a sharded one.
 
-    Elements move between devices if an axis is sharded that others of its run come before.
+    Elements move between devices if an axis other than the first of its group is sharded.
     """
     shape, remaining = [], list(x.shape)
     for count in counts:
@@ -80,7 +80,7 @@ def merge(x: Array, *counts: int) -> Array:
 
 
 def reshape_to_matrix(x: Array, rows: int, columns: int) -> Array:
-    """The elements of an array as a matrix; its axes are merged, where they can be."""
+    """Reshape an array to a matrix, by merging axes if possible."""
     for count in range(x.ndim + 1):
         if (math.prod(x.shape[:count]), math.prod(x.shape[count:])) == (rows, columns):
             return merge(x, count, x.ndim - count)
@@ -88,15 +88,15 @@ def reshape_to_matrix(x: Array, rows: int, columns: int) -> Array:
 
 
 def reshape(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:
-    """`x.reshape(shape)` with a sharding, which is of no meaning without Explicit axes."""
+    """Return `x.reshape(shape)` with a sharding, which is ignored without Explicit axes."""
     if tuple(shape) == x.shape:
-        return x  # and no equation: gradients of it are known by what they are
+        return x  # no equation: gradient facts are looked up by array identity
     sharding = named_sharding(spec, x)
     return lax.reshape(x, shape, out_sharding=sharding)
 
 
 def transpose_sharding(out_sharding: OutSharding, axes: Sequence[int]) -> OutSharding:
-    """The sharding, as users give it, of a result with its axes in this order."""
+    """Return a user's sharding of a result after a transposition of its axes."""
     if out_sharding is None:
         return None
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
@@ -106,13 +106,13 @@ def transpose_sharding(out_sharding: OutSharding, axes: Sequence[int]) -> OutSha
 
 
 def named_sharding(spec: Sequence[Any] | None, *arrays: Any) -> NamedSharding | None:
-    """A sharding over the mesh with Explicit axes of any of the arrays, or None."""
+    """Return a sharding over the mesh with Explicit axes of any of the arrays, or None."""
     mesh = None if spec is None else explicit_mesh(*arrays)
     return None if mesh is None or spec is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def reshard(x: Array, spec: Sequence[Any], *like: Array) -> Array:
-    """An array in another sharding, where it or others that it must lie with have Explicit axes."""
+    """Reshard an array, if it or one of `like` has Explicit axes."""
     sharding = named_sharding(spec, x, *like)
     if sharding is None or list(map(blocks.spec_entry_axes, spec_of(x))) == list(map(blocks.spec_entry_axes, spec)):
         return x
@@ -120,14 +120,12 @@ def reshard(x: Array, spec: Sequence[Any], *like: Array) -> Array:
 
 
 def matmul_sharded(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: Sequence[Any] | None) -> Array:
-    """`function(a, b)`, the product of quantized matrices by the contraction of their last axes.
-
-    What one device needs whole of another's operand it is sent as codes.
+    """Return `function(a, b)`, a product contracted along the last axes. Operands are gathered as codes.
 
     Args:
         function: a function of global arrays.
         a, b: (M, K) and (N, K), quantized or not.
-        spec: the sharding of the product; None without Explicit axes.
+        spec: sharding of the product; None without Explicit axes.
     """
     mesh = explicit_mesh(a, b)
     if mesh is None or spec is None:
@@ -138,7 +136,7 @@ def matmul_sharded(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: 
 
 
 def _gather_operand(operand: Any, other: Any, out_rows: Any) -> Any:
-    """An operand whole along those mesh axes over which the other one's rows are sharded, and stay so in `out_rows`."""
+    """Gather an operand over the mesh axes that shard the other operand's rows and `out_rows`."""
     names = {*blocks.spec_entry_axes(spec_of(other)[0])} & {*blocks.spec_entry_axes(out_rows)}
     spec = tuple(
         tuple(name for name in blocks.spec_entry_axes(entry) if name not in names) or None for entry in spec_of(operand)
@@ -155,7 +153,7 @@ def _gather_operand(operand: Any, other: Any, out_rows: Any) -> Any:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DtypeAndSharding:
-    """The dtype and sharding that the gradient of an array has; static, so that no array is kept for it."""
+    """The dtype and sharding of an array's gradient, as a static pytree that keeps no array alive."""
 
     dtype: DTypeLike
     spec: tuple[Any, ...]
@@ -165,5 +163,5 @@ class DtypeAndSharding:
         return cls(x.dtype, spec_of(x))
 
     def cast_cotangent(self, gradient: Array) -> Array:
-        """A gradient as one of this kind."""
+        """Cast and reshard a gradient."""
         return reshard(gradient.astype(self.dtype), self.spec)

@@ -1,7 +1,7 @@
-"""Functions that are traced once for all calls that are alike, in whatever program they stand.
+"""Functions that are traced once for all equal calls of a program.
 
-A model calls the same operations for each of its blocks, and JAX knows a function by its identity: partial functions
-and closures that say the same are others to it, and would be traced anew for each block.
+A model calls the same operations in each block. JAX's cache compares functions by identity, so equal closures and
+partial functions would be traced again for each block.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class _FunctionByContent:
-    """A function that is known by what it says."""
+    """A function that is hashed and compared by its content."""
 
     def __init__(self, function: Callable[..., Any], content: Hashable) -> None:
         self.function, self._content = function, content
@@ -27,16 +27,15 @@ class _FunctionByContent:
 
 
 def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose trace is that of an earlier call of an equal function with arrays of the same types.
+    """Return `function(*args)`, with the trace of an earlier call of an equal function on arrays of equal types.
 
-    Functions are equal that have the same code and the same content: what they close over, what is bound to them, and
-    their defaults. The program that is traced calls the trace, which is lowered once, too; XLA takes calls apart before
-    all else. A function that closes over arrays, or over what has no hash, is traced anew; outside of any trace it is
-    called as it is.
+    Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once; XLA
+    inlines the calls. Functions that close over arrays or unhashable objects are traced each time. Outside of a trace
+    the function is called directly.
 
     Args:
-        function: of arrays alone; what it is traced in, such as a mesh and `fp8jax.ops.dispatch.choice.target`, JAX
-            tells apart.
+        function: function of arrays. JAX's cache accounts for its context, such as a mesh and
+            `fp8jax.ops.dispatch.choice.target`.
         args: trees of arrays.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
@@ -55,7 +54,7 @@ def _call_jitted(key: _FunctionByContent, *args: Any) -> Any:
 
 
 def clear_cache() -> None:
-    """Forgets all traces: what a function calls was replaced, as tests do."""
+    """Clear all traces, for tests that replace what a function calls."""
     _call_jitted.clear_cache()  # type: ignore[attr-defined]
 
 
@@ -63,7 +62,7 @@ _HASHABLE_TYPES = {bool, int, float, str, type(None), type}
 
 
 def _content(x: Any) -> Hashable:
-    """What tells a function, or what it closes over, from others; TypeError where nothing does."""
+    """Return a hashable key of a function or a value in its closure, or raise TypeError if there is none."""
     if type(x) in _HASHABLE_TYPES:
         return type(x), x
     if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):

@@ -1,8 +1,7 @@
-"""The cross-entropy of a linear head, whose logits are never whole: tokens are taken a chunk at a time.
+"""Cross-entropy of a linear head, computed in chunks of tokens so that the logits are never in memory as a whole.
 
-Of 16,384 tokens and a vocabulary of 128,256, logits in fp32 take 8.4 GB, and their cotangents as much. A loss that is
-one number has its gradients computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989, section
-3.2), so that three products are all that the head takes; where each token has a loss, logits are computed again.
+A scalar loss computes its gradients in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989, section
+3.2): three products in total. A loss per token recomputes the logits in the backward pass.
 """
 
 import dataclasses
@@ -42,19 +41,16 @@ from fp8jax.ops.losses.logits import (
 from fp8jax.ops.products.linear import require_stateless
 from fp8jax.recipes import linear_part, resolve
 
-# Of logits and their cotangents, in fp32 and 16 bits, and, of a head of codes, both in 16: fewer and larger chunks, as
-# its products take less of the time that each chunk's addition to the weight's gradient takes.
+# Bytes of a chunk's logits and their cotangents: fp32 and 16 bits, or both 16 bits for a quantized head. Quantized
+# products are faster, so that the cost of adding to dw favours larger chunks.
 CHUNK_BYTES, QUANTIZED_CHUNK_BYTES = 3 * 2**29, 2**31
-MAX_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
-QUANTIZED_CHUNK_TOKENS = 8192  # tokens of a head of codes: with more, measured, it is no faster
-TILE = 128  # tokens of which a product computes no part
+MAX_CHUNKS = 16  # each makes a pass over the weight's gradient
+QUANTIZED_CHUNK_TOKENS = 8192  # per chunk; more is not faster
+TILE = 128  # tokens of a tile of the product
 
 
 def num_chunks(tokens: int, vocabulary: int, is_quantized: bool) -> int:
-    """How many chunks the tokens of a device are taken in; quantized heads have logits in 16 bits.
-
-    A quarter more than would do, where chunks then are of whole tiles.
-    """
+    """Return the number of chunks of a device's tokens, or up to a quarter more if chunks are then whole tiles."""
     bytes_per_logit, chunk_bytes = (4, QUANTIZED_CHUNK_BYTES) if is_quantized else (6, CHUNK_BYTES)
     number = -(-bytes_per_logit * tokens * vocabulary // chunk_bytes)
     number = min(max(number, -(-tokens // QUANTIZED_CHUNK_TOKENS) if is_quantized else 1), MAX_CHUNKS)
@@ -63,7 +59,7 @@ def num_chunks(tokens: int, vocabulary: int, is_quantized: bool) -> int:
 
 
 class TokenChunks(NamedTuple):
-    """How an axis of tokens is cut in so many chunks."""
+    """Split of an axis of tokens into `number` chunks of `size`."""
 
     axis: int
     size: int
@@ -71,7 +67,7 @@ class TokenChunks(NamedTuple):
 
     @staticmethod
     def from_array(x: Array, vocabulary: int, is_quantized: bool, tokens_per_chunk: int | None) -> "TokenChunks":
-        """Of (..., channels) along its longest axis of tokens, by a given number of them or as `num_chunks` says."""
+        """Split (..., channels) along its longest token axis, by `tokens_per_chunk` or by `num_chunks`."""
         tokens = x.size // x.shape[-1]
         axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
         number = (
@@ -80,7 +76,7 @@ class TokenChunks(NamedTuple):
         return TokenChunks(axis, x.shape[axis], min(number, x.shape[axis]))
 
     def split(self, x: Array) -> Array:
-        """(chunks, ...) of (...); what fills the last rows up is 0. Every `number`-th token is in one chunk."""
+        """Split (...) to (chunks, ...), padded with 0. A chunk holds every `number`-th token."""
         padding = -self.size % self.number
         if padding:
             x = jnp.pad(x, [(0, padding if i == self.axis else 0) for i in range(x.ndim)])
@@ -96,7 +92,7 @@ class TokenChunks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _LossConfig:
-    """What a token's loss is of its logits, and what multiplies."""
+    """Static arguments of the loss and the recipe of the head's products."""
 
     softcap: float | None
     label_smoothing: float
@@ -123,46 +119,44 @@ def linear_cross_entropy(
     recipe: Recipe | Linear | str | None = None,
     key: Array | None = None,
 ) -> Array:
-    """The softmax cross-entropy of `x @ w + bias` with integer labels, without the logits of all tokens in memory.
+    """Return the softmax cross-entropy of `x @ w + bias` with integer labels, without storing all logits.
 
-    Logits, their softmax and the loss are fp32. Products take `w` in the dtype of `x`; the gradient of `w` is summed
-    over chunks in fp32. A token's loss is
+    Logits, softmax and loss are fp32. Products read `w` in the dtype of `x`. The gradient of `w` is summed over chunks
+    in fp32. A token's loss is
 
         lse - (1 - label_smoothing) z[label] - label_smoothing mean(z) + z_loss lse^2,    lse = logsumexp(z),
 
-    where z is the logit, or softcap tanh(logit / softcap). Smoothing is optax's, the term in lse^2 PaLM's (arXiv
+    where z is the logit, or softcap tanh(logit / softcap). Smoothing is optax's. The z-loss is PaLM's (arXiv
     2204.02311, section 5), the cap Gemma 2's (arXiv 2408.00118, section 2).
 
     Args:
-        x: (..., channels), what the head reads; at least two axes.
-        w: (channels, vocabulary); with `vocabulary_axis=0` (vocabulary, channels), as an embedding's table is. Where a
-            mesh cuts the vocabulary, each device computes its own part of the logits; channels are gathered once.
-        labels: (...), integers of any dtype in [0, vocabulary), or `ignore_label`. The loss of any other label that
-            counts is NaN, whatever the recipe and the mesh: it is not taken for an ignored one, and no entry of the
-            vocabulary is put in its place. Under `jax.experimental.checkify`, with `user_checks`, an error names it.
+        x: (..., channels), the input of the head; at least two axes.
+        w: (channels, vocabulary), or (vocabulary, channels) with `vocabulary_axis=0`, as in an embedding table. If a
+            mesh shards the vocabulary, each device computes its shard of the logits. Channels are gathered once.
+        labels: (...), integers in [0, vocabulary), or `ignore_label`. Any other label of a counted token makes the loss
+            NaN. Under `jax.experimental.checkify` with `user_checks` it raises an error.
         bias: (vocabulary,).
-        where: bool (...), the tokens that count; None counts all. What the others hold, NaN too, has no effect.
-        ignore_label: tokens with this label do not count, either; by default -100, as in PyTorch and in Hugging Face's
-            data sets. None ignores no label, nor does one that the dtype of `labels` cannot hold.
+        where: bool (...), the tokens that count; None counts all. Values of other tokens, NaN too, have no effect.
+        ignore_label: tokens with this label do not count, by default -100 as in PyTorch and Hugging Face. None, or a
+            value that the dtype of `labels` cannot represent, ignores no label.
         softcap: above 0.
         label_smoothing: in [0, 1].
         z_loss: at least 0.
-        reduction: "mean" over the tokens that count (0 if none does), "sum", or "none".
-        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1.5 GiB of
-            logits and their cotangents, with a recipe of codes 2 GiB and 8,192 at the most; but no more than 16 chunks.
-        recipe: the head's products follow it: a part `Linear`, such as `fp8jax.recipes.HEAD`, or a recipe's part `head`
-            if that is quantized, else `linear`; None multiplies in the dtype of `x`. Where operands have one FP8 scale
-            each, all chunks have the same, and logits are rounded to the dtype of `x`; else each chunk has its own.
-            Heads in 8 bits cost accuracy: errors of logits are 3 % of their spread, of which the loss is a little above
-            that of the same model in 16 bits.
+        reduction: "mean" over the counted tokens (0 if there are none), "sum", or "none".
+        tokens_per_chunk: tokens per chunk and device. None limits logits and cotangents to 1.5 GiB (quantized: 2 GiB
+            and 8,192 tokens), with at most 16 chunks.
+        recipe: recipe of the head's products: a `Linear`, such as `fp8jax.recipes.HEAD`, or a `Recipe`, whose `head`
+            applies if quantized, else `linear`. None multiplies in the dtype of `x`. With one FP8 scale per operand,
+            all chunks share the scales and logits are rounded to the dtype of `x`. Else each chunk has its own scales.
+            An 8-bit head costs accuracy.
         key: PRNG key for recipes that round stochastically.
 
     Returns:
-        fp32, () or, for "none", (...); 0 where a token does not count. Gradients go to `x`, `w` and `bias`.
+        fp32, () or, for "none", (...); 0 for tokens that do not count. It has gradients for `x`, `w` and `bias`.
 
     Raises:
-        ValueError: shapes do not match, or an argument is out of its range.
-        TypeError: labels are no integers, or `x` and `w` no floats.
+        ValueError: shapes do not match, or an argument is out of range.
+        TypeError: labels are not integers, or `x` and `w` not floating.
     """
     check_operands(x, w, labels, bias, where, vocabulary_axis)
     if reduction not in ("mean", "sum", "none"):
@@ -188,7 +182,7 @@ def linear_cross_entropy(
     if ignore_label is not None:
         is_counted = is_counted & ~is_ignored(labels, ignore_label)
     if where is not None or ignore_label is not None:
-        x = jnp.where(is_counted[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
+        x = jnp.where(is_counted[..., None], x, 0)  # NaN times weight 0 would be NaN in dw
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
     vocabulary = w.shape[loss.vocabulary_axis]
@@ -203,16 +197,15 @@ def linear_cross_entropy(
     weights = is_counted.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
-        # Gradients of a mean over many tokens are below the smallest fp16: they are divided when they are scaled.
+        # Gradients of a mean would underflow in fp16. Divide the sum, whose gradients are scaled in fp32.
         return _sum(loss, x, w, bias, key, labels, weights, token) / total
     return _sum(loss, x, w, bias, key, labels, weights / total, token)
 
 
 class _Softmax(NamedTuple):
-    """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp.
+    """Intermediate values of the loss for its gradient. `z` are capped logits.
 
-    `label_logit` is the label's logit; `local_labels` are labels in the device's part of the vocabulary;
-    `has_matmul_output` says that logits are as a product made them.
+    `local_labels` are relative to the device's shard. `has_matmul_output` is whether a product wrote `z` unchanged.
     """
 
     z: Array
@@ -225,7 +218,7 @@ class _Softmax(NamedTuple):
 
 
 def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
-    """The loss of each token, (...), of logits (..., a device's part of the vocabulary)."""
+    """Return the loss of each token (...), from logits (..., shard of the vocabulary)."""
     if loss.softcap is not None:
         logits = Logits(loss.softcap * jnp.tanh(logits.values / loss.softcap))
     z, (local_max_logit, total) = logits.values, max_and_sum_exp(logits)
@@ -255,7 +248,7 @@ def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Ar
 
 
 def _logit_cotangents(loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array) -> Array:
-    """The gradient with respect to logits of the sum of `weights` times the losses; 0 where the weight is."""
+    """Return the gradient of sum(weights * losses) with respect to the logits; 0 for tokens of weight 0."""
     z, is_label, lse, *_ = softmax
     d = jnp.exp(z - lse[..., None])
     if loss.z_loss:
@@ -270,21 +263,21 @@ def _logit_cotangents(loss: _LossConfig, sharding: DimSharding, softmax: _Softma
 
 
 def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
-    """NaN where a label that counts is none."""
+    """Return the weights, with NaN for counted tokens whose label is invalid."""
     return jnp.where(softmax.is_valid_label | (weights == 0), weights, jnp.nan)
 
 
 def _cotangent_facts(
     loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
 ) -> LogitCotangentFacts | None:
-    """What `_logit_cotangents` are of logits as a product made them."""
+    """Return `_describe_cotangents` if the logits are as the product wrote them, else None."""
     return _describe_cotangents(loss, sharding, softmax, weights) if softmax.has_matmul_output else None
 
 
 def _describe_cotangents(
     loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
 ) -> LogitCotangentFacts:
-    """What `_logit_cotangents` are, before the cap."""
+    """Return the formula of `_logit_cotangents`, before the cap."""
     other_weight = loss.label_smoothing / (softmax.z.shape[-1] * int(sharding.num_shards("v")))
     lse, labels, weights = (
         x.reshape(-1) for x in (softmax.lse, softmax.local_labels, _mark_invalid_labels(softmax, weights))
@@ -297,7 +290,7 @@ def _describe_cotangents(
 def _run_sharded(
     loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
 ) -> Any:
-    """`function(sharding, *operands)` of a device's tokens and vocabulary; operations of linear layers cut operands."""
+    """Run `function(sharding, *operands)` on shards of tokens and vocabulary. `LinearHead` shards its own products."""
     if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
         return function(UNSHARDED, x, w, bias, *other_operands)
     weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]
@@ -338,7 +331,7 @@ def _compute_losses(
     key: Array | None,
     labels: Array,
 ) -> Array:
-    """The loss of each token, (...)."""
+    """Return the loss of each token, (...)."""
     head = make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype)
     chunks = _chunks(loss, x, weight_shape(w, loss.vocabulary_axis))
 
@@ -349,7 +342,7 @@ def _compute_losses(
 
 
 class _Gradients(NamedTuple):
-    """The weighted sum of the losses, and its gradients with respect to what the head reads, its weight, its bias."""
+    """The weighted sum of the losses, and its gradients with respect to the head's input, weight and bias."""
 
     total: Array
     x: Array
@@ -367,7 +360,7 @@ def _compute_gradients(
     labels: Array,
     weights: Array,
 ) -> _Gradients:
-    """Three products a chunk."""
+    """Compute loss and gradients with three products per chunk."""
     head, shape = (
         make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype),
         weight_shape(w, loss.vocabulary_axis),
@@ -404,7 +397,7 @@ def _compute_gradients(
     )
     zeros = cast_varying_like(zeros, x, labels, weights)
     (total, dw, db), dx = lax.scan(chunk, zeros, tuple(map(chunks.split, (x, labels, weights))))
-    # Devices sum in the dtype of products, once; tokens that others have the rest of the vocabulary of, likewise.
+    # Reduce dw and the loss over shards of tokens, and dx over shards of the vocabulary, once, in the products' dtype.
     total, dx = sharding.psum(total, tokens), sharding.psum(chunks.merge(dx), "v")
     return _Gradients(
         total, dx, sharding.psum(dw.astype(x.dtype), tokens), None if db is None else sharding.psum(db, tokens)
@@ -424,7 +417,7 @@ def _sharded_losses(
 def _sharded_gradients(
     loss: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
 ) -> _Gradients:
-    """Gradients by operands; those by codes have no derivative by what is read."""
+    """Return the gradients. Those under a recipe cannot be differentiated again."""
     x, w, bias, *other_operands = operands if loss.linear_recipe is None else lax.stop_gradient(operands)
     outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[loss.vocabulary_axis], "v")
     total, *gradients = _run_sharded(
@@ -466,12 +459,12 @@ def _sum_backward(loss: _LossConfig, residuals: Any, cotangent: Array) -> Any:
 
 
 def _dtype_carriers(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """Empty arrays that carry the dtypes of cotangents to a backward pass."""
+    """Return empty arrays that carry the cotangents' dtypes to a backward pass."""
     return tuple(None if a is None else jnp.zeros((0,), a.dtype) for a in arrays)
 
 
 def _scale_gradients(gradients: _Gradients, dtype_carriers: Any, factor: Array | float) -> Any:
-    """Of all operands; the gradients times a factor, in the dtypes of what they are gradients of."""
+    """Return the cotangents of all operands: gradients times a factor, in the operands' dtypes."""
     scaled = [
         None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
         for g, like in zip(gradients[1:], dtype_carriers, strict=True)

@@ -1,8 +1,7 @@
-"""The products of an output head: logits, and from their cotangents the gradients of what it reads and of its weight.
+"""Products of an output head: logits, and the gradients of its input and weight from the logits' cotangents.
 
-A head whose operands have one scale each (`quantize_head`) is quantized once for all tokens, whatever they are cut
-into, and the cotangents of its logits need no pass for their largest magnitude: softmax less the label's 1 is at most
-one.
+If all operands have one scale (`quantize_head`), the head is quantized once for all chunks of tokens. The cotangents
+need no amax pass: a softmax less the label's 1 is at most 1.
 """
 
 import functools
@@ -26,20 +25,20 @@ from fp8jax.ops.products.product import QuantizedWeight
 from fp8jax.ops.products.weights import quantize_weight
 from fp8jax.ops.quantization.quantize import quantize
 
-# The gradients of what the head reads and of its weight, of logits' cotangents in fp32 and what is known of these.
+# Maps the fp32 cotangents of logits, and facts about them, to the gradients of the input and of the weight.
 VjpFn = Callable[[Array, LogitCotangentFacts | None], tuple[Array, Array]]
 
 
 class Head(Protocol):
-    """What turns (..., channels) into logits."""
+    """Protocol of a function from (..., channels) to logits."""
 
     def logits(self, x: Array) -> tuple[Logits, VjpFn]:
-        """Logits (..., vocabulary), and what gives gradients of theirs: of `x`, and of the weight in fp32."""
+        """Return logits (..., vocabulary) and their vjp, to gradients of `x` and (fp32) of the weight."""
         ...
 
 
 class PlainHead(NamedTuple):
-    """A head in the dtype of what it reads; `axis` of the weight is the vocabulary's."""
+    """A head in the dtype of its input. `axis` is the weight's vocabulary axis."""
 
     w: Array
     axis: int
@@ -60,7 +59,7 @@ class PlainHead(NamedTuple):
 
 
 class LinearHead(NamedTuple):
-    """A head as any linear layer of a recipe: each chunk of tokens, and its cotangents, have scales of their own."""
+    """A head that is a linear layer of a recipe. Each chunk of tokens, and its cotangents, have their own scales."""
 
     w: Array
     axis: int
@@ -70,7 +69,7 @@ class LinearHead(NamedTuple):
 
     @classmethod
     def from_weight(cls, w: Array, axis: int, linear_recipe: Linear, key: Array | None) -> "LinearHead":
-        """With the weight's codes, made once for all chunks where both products read codes."""
+        """Return the head. If both products read codes, the weight is quantized once for all chunks."""
         w = w if axis else w.T
         codes = linear_recipe.spec("w") is not None and linear_recipe.spec("w_dgrad") is not None
         return cls(w, axis, linear_recipe, quantize_weight(w, recipe=linear_recipe) if codes else None, key)
@@ -87,12 +86,13 @@ class LinearHead(NamedTuple):
 
 
 class HeadCodes(NamedTuple):
-    """A head's weight as codes, in bytes, and the scales of what else its products read.
+    """Codes of a head's weight, as bytes, and the scales of its other operands.
 
     Attributes:
-        forward: (vocabulary, channels). dgrad: (channels, vocabulary).
-        x_scale, d_scale: fp32 scalars, of what the head reads and of the cotangents of its logits; `d_scale` is None
-            where none are.
+        forward: QTensor (vocabulary, channels).
+        dgrad: QTensor (channels, vocabulary).
+        x_scale, d_scale: fp32 scalars for the input and for the logits' cotangents. `d_scale` is None without
+            gradients.
     """
 
     forward: QTensor
@@ -101,13 +101,10 @@ class HeadCodes(NamedTuple):
     d_scale: Array | None
 
     def chunk_divisor(self, linear_recipe: Linear, bound: Array) -> Array:
-        """What the cotangents of a chunk of tokens are divided by, under the scale of all tokens; fp32 scalar.
+        """Return the divisor of a chunk's cotangents under the common scale, fp32 scalar.
 
-        It is 1, unless that scale is far too large for them: then a power of two.
-
-        Args:
-            linear_recipe: the head's.
-            bound: what the cotangents of the chunk do not exceed, an fp32 scalar.
+        It is 1, or a power of two if that scale is far too large for the chunk. `bound` is an fp32 upper bound of the
+        chunk's cotangents.
         """
         spec = linear_recipe.spec("dy")
         assert spec is not None
@@ -119,15 +116,14 @@ class HeadCodes(NamedTuple):
         return jnp.where(scaling.is_loose(max_cotangent, bound, fmt), power, 1.0)
 
 
-# How the vocabulary may be cut over devices, by leaf, in the notation of `fp8jax.ops.dispatch.shard_notation`.
+# Sharding of the vocabulary, per leaf, in the notation of `fp8jax.ops.dispatch.shard_notation`.
 CODES_DIMS = (("v -", "- -"), ("- v", "- -"), "", "")
 
 
 def has_codes(linear_recipe: Linear | None) -> bool:
-    """Whether a recipe's head is a `QuantizedHead`.
+    """Return whether a recipe's head is a `QuantizedHead`.
 
-    It is for FP8 with one scale an operand, rounded to nearest, and the same codes in both products of what the head
-    reads and of its weight.
+    This needs FP8 with one scale per operand, rounded to nearest, and operands that two products share.
     """
     if linear_recipe is None:
         return False
@@ -143,12 +139,13 @@ def has_codes(linear_recipe: Linear | None) -> bool:
 
 
 def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cotangent: Array | None) -> HeadCodes:
-    """The codes of a head's weight, made once for all tokens, and scales.
+    """Return the codes of a head's weight and the scales for all chunks.
 
     Args:
-        x: what the head reads, all of it. w: its weight, of which `axis` is the vocabulary's.
-        linear_recipe: a part of a recipe, of which `has_codes` holds.
-        max_cotangent: what the cotangents of logits do not exceed, fp32; None where there are none.
+        x: input of the head, all tokens.
+        w: weight with the vocabulary along `axis`.
+        linear_recipe: a `Linear` for which `has_codes` is True.
+        max_cotangent: fp32 upper bound of the logits' cotangents, or None without gradients.
     """
     x, w = lax.stop_gradient((x, w))
     spec, x_spec = linear_recipe.spec("w"), linear_recipe.spec("x")
@@ -167,14 +164,14 @@ def quantize_head(x: Array, w: Array, axis: int, linear_recipe: Linear, max_cota
 
 
 class QuantizedHead(NamedTuple):
-    """A head of FP8 codes with one scale each; `axis` of the weight is the vocabulary's."""
+    """A head of FP8 codes with one scale per operand. `axis` is the weight's vocabulary axis."""
 
     codes: HeadCodes
     axis: int
     linear_recipe: Linear
 
     def logits(self, x: Array) -> tuple[Logits, VjpFn]:
-        """Logits are rounded to the dtype of `x`: in 16 bits by 2^-9, where codes have errors of 2^-5 an element."""
+        """As `Head.logits`, rounded to the dtype of `x`. In bf16 this is far below the error of the codes."""
         linear_recipe, codes = self.linear_recipe, self.codes
         matrix = x.reshape(-1, x.shape[-1])
         rows, columns = quantize(matrix, linear_recipe.spec("x"), "same", scale=codes.x_scale)
@@ -199,22 +196,22 @@ class QuantizedHead(NamedTuple):
 
 
 def max_logit_cotangent(vocabulary: int | Array, softcap: float | None, z_loss: float) -> float:
-    """What the cotangents of a token's logits, of a weight of 1, do not exceed.
+    """Return an upper bound of the cotangents of a token's logits, for weight 1.
 
-    With z-loss, softmax is multiplied by 1 + 2 z_loss lse. A cap bounds lse; without one it is taken to be at most 128
-    above that of equal logits of 0, and `bound_excess` says by how much it is more.
+    With z-loss, softmax is multiplied by 1 + 2 z_loss lse. The cap bounds lse. Without a cap, lse is assumed at most
+    log(vocabulary) + 128, and `bound_excess` measures the excess.
     """
     return 1 + 2 * z_loss * ((128 if softcap is None else softcap) + math.log(vocabulary))
 
 
 def bound_excess(vocabulary: int | Array, z_loss: float, lse: Array) -> Array:
-    """How many times as large as `max_logit_cotangent` cotangents of tokens of these lse, not capped, may be; fp32."""
+    """Return by what factor, at least 1, uncapped cotangents may exceed `max_logit_cotangent`, fp32."""
     factors = jnp.where(jnp.isfinite(lse), jnp.abs(1 + 2 * z_loss * lse), 1.0)
     return jnp.maximum(jnp.max(factors, initial=1.0) / max_logit_cotangent(vocabulary, None, z_loss), 1.0)
 
 
 def make_head(w: Array | HeadCodes, axis: int, linear_recipe: Linear | None, key: Array | None, dtype: Any) -> Head:
-    """The head of a weight or its codes for inputs of a dtype; its operands are made once for all chunks of tokens."""
+    """Return the head of a weight or its codes, for inputs of a dtype, with operands shared by all chunks."""
     if linear_recipe is None:
         assert not isinstance(w, HeadCodes)
         return PlainHead(w.astype(dtype), axis)
@@ -226,7 +223,7 @@ def make_head(w: Array | HeadCodes, axis: int, linear_recipe: Linear | None, key
 
 
 def compute_logits(head: Head, x: Array, bias: Array | None) -> tuple[Logits, VjpFn]:
-    """Logits with a bias, and what gives the gradients of `x` and of the weight, of theirs."""
+    """Return logits with bias, and their vjp."""
     z, vjp_fn = head.logits(x)
     if bias is not None:
         z = Logits(z.values + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(z.values.ndim - 1))))
@@ -234,5 +231,5 @@ def compute_logits(head: Head, x: Array, bias: Array | None) -> tuple[Logits, Vj
 
 
 def weight_shape(w: Array | HeadCodes, axis: int) -> tuple[int, ...]:
-    """Of a device's part of the weight."""
+    """Return the shape of a device's shard of the weight."""
     return w.shape if not isinstance(w, HeadCodes) else (w.dgrad if axis else w.forward).shape

@@ -1,18 +1,18 @@
-"""Labels of a head's loss: which are ignored, and what is checked of them and of the operands beside them."""
+"""Labels of the cross-entropy: ignored labels, and validation of operands."""
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import checkify
 
-# PyTorch's, and so that of tokenized data sets: labels of prompts and of padding.
+# PyTorch's default, which tokenized data sets use for prompts and padding.
 IGNORE_LABEL = -100
 
 
 def check_operands(
     x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int
 ) -> None:
-    """Raises where operands of `fp8jax.linear_cross_entropy` do not fit each other."""
+    """Raise ValueError or TypeError if the operands of `fp8jax.linear_cross_entropy` do not match."""
     if vocabulary_axis not in (-2, -1, 0, 1):
         raise ValueError(f"vocabulary_axis must be 0 or 1, got {vocabulary_axis}")
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[1 - vocabulary_axis % 2]:
@@ -32,7 +32,7 @@ def check_operands(
 
 
 def is_ignored(labels: Array, ignore_label: int) -> Array:
-    """Which labels are `ignore_label`, bool (...); none where their dtype cannot hold it."""
+    """Return which labels are `ignore_label`, bool (...); none if their dtype cannot represent it."""
     limits = jnp.iinfo(labels.dtype)
     if not limits.min <= ignore_label <= limits.max:
         return jnp.zeros(labels.shape, bool)
@@ -40,7 +40,7 @@ def is_ignored(labels: Array, ignore_label: int) -> Array:
 
 
 def to_int32_labels(labels: Array, vocabulary: int) -> Array:
-    """Labels in int32, which holds any entry of a vocabulary; -1 for those outside of it, whatever their dtype."""
+    """Return labels as int32; -1 for any label outside of the vocabulary."""
     return jnp.where(_is_in_vocabulary(labels, vocabulary), labels, -1).astype(jnp.int32)
 
 
@@ -52,7 +52,7 @@ def _is_in_vocabulary(labels: Array, vocabulary: int) -> Array:
 
 
 def check_labels(labels: Array, is_counted: Array, vocabulary: int) -> None:
-    """An error under checkify where a label that counts is none; elsewhere nothing is computed for it."""
+    """Raise an error under checkify if a counted label is outside of the vocabulary. Without checkify, do nothing."""
     counted_labels = jnp.where(is_counted, labels, 0)
     checkify.debug_check(
         jnp.all(_is_in_vocabulary(labels, vocabulary) | ~is_counted),

@@ -1,4 +1,4 @@
-"""Logits of a head, which on a GPU two passes read as the product wrote them: one for the loss, one for cotangents."""
+"""Logits of a head. On a GPU, kernels for the loss and for the cotangents read them as the product wrote them."""
 
 import functools
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Logits(NamedTuple):
 
     Attributes:
         values: fp32 (..., vocabulary).
-        matmul_output: the same as a product has written them, (tokens, vocabulary); None where more was added.
+        matmul_output: the same as the product wrote them, (tokens, vocabulary); None after a bias or a cap.
     """
 
     values: Array
@@ -30,13 +30,13 @@ class Logits(NamedTuple):
 
 
 class LogitCotangentFacts(NamedTuple):
-    """What cotangents of logits z are.
+    """Formula of the cotangents of logits z:
 
-    weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight)
+        weights (exp(z - lse) (1 + two_z_loss lse) - label_weight [label] - other_weight)
 
     Attributes:
-        lse, weights: fp32 (tokens,). Where the weight is 0, so are cotangents.
-        labels: int32 (tokens,), in the device's part of the vocabulary.
+        lse, weights: fp32 (tokens,). Cotangents are 0 for weight 0.
+        labels: int32 (tokens,), relative to the device's shard of the vocabulary.
         two_z_loss, label_weight, other_weight: numbers.
     """
 
@@ -49,15 +49,15 @@ class LogitCotangentFacts(NamedTuple):
 
 
 def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, softcap: float | None) -> Array:
-    """What no cotangent of the logits of any token exceeds, fp32 scalar.
+    """Return an upper bound of the logits' cotangents over all tokens, fp32 scalar.
 
-    The softmax of all entries but the label's is at most 1 less that of the label. Without smoothing, z-loss or a cap
-    the bound is the largest cotangent itself, that of a label.
+    Apart from the label, softmax entries are at most 1 less that of the label. Without smoothing, z-loss or a cap the
+    bound is tight: the largest cotangent of a label.
 
     Args:
-        facts: what the cotangents are, before those of the cap.
+        facts: the cotangents before the cap.
         z: capped logits (..., vocabulary).
-        label_logit: the label's (...).
+        label_logit: logits of the labels (...).
         softcap: the cap, or None.
     """
     label_logit, z = label_logit.reshape(-1), z.reshape(-1, z.shape[-1])
@@ -72,9 +72,9 @@ def cotangent_bound(facts: LogitCotangentFacts, z: Array, label_logit: Array, so
 
 
 def max_and_sum_exp(logits: Logits, impl: str = "auto") -> tuple[Array, Array]:
-    """The largest logit of each token, and the sum of exponentials of what all are below it, fp32 (...).
+    """Return each token's largest logit m and the sum of exp(logit - m), fp32 (...).
 
-    Below what is not finite nothing is subtracted.
+    A non-finite m is not subtracted.
     """
     if logits.matmul_output is None:
         return _max_and_sum_exp(logits.values)
@@ -104,12 +104,12 @@ def _max_and_sum_exp(z: Array) -> tuple[Array, Array]:
 
 
 def zero_nonfinite(x: Array) -> Array:
-    """0 where `x` is not."""
+    """Return x with 0 in place of non-finite values."""
     return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
 def label_logits(logits: Array, labels: Array) -> Array:
-    """The logit of each token's label, fp32 (...); 0 of one outside of (tokens, vocabulary)."""
+    """Return the logit of each token's label, fp32 (...), from (tokens, vocabulary); 0 for labels out of range."""
     size = logits.shape[1]
     columns = jnp.where(labels < 0, size, labels).reshape(-1)
     label_logit = logits.at[jnp.arange(logits.shape[0]), columns].get(mode="fill", fill_value=0)
@@ -131,12 +131,13 @@ def quantize_cotangents(
     scale: Array,
     impl: str = "auto",
 ) -> tuple[QTensor, QTensor]:
-    """`quantize(d, rows, columns, scale=scale)` of logits' cotangents, which a kernel makes of logits as it does so.
+    """Return `quantize(d, rows, columns, scale=scale)` of logits' cotangents. A kernel computes `d` from the logits.
 
     Args:
-        z: logits (tokens, vocabulary). d: their cotangents, in the dtype of `z`.
-        facts: what these are; None where that is not known.
-        rows, columns: FP8 with one scale, to nearest; of `d`, and of its transposed copy.
+        z: logits (tokens, vocabulary).
+        d: their cotangents, in the dtype of `z`.
+        facts: the formula of `d`, or None if unknown.
+        rows, columns: specs of `d` and its transposed copy: FP8 with one scale, rounded to nearest.
         scale: fp32 scalar, for the format of `rows`.
     """
     specs = rows, columns

@@ -1,4 +1,4 @@
-"""Which kernel multiplies two quantized matrices on a GPU, and how it is called."""
+"""Choice and call of the GPU kernel for a product of two quantized matrices."""
 
 import functools
 import os
@@ -19,12 +19,12 @@ from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.microscaling import fold_microscales, is_foldable
 
 HOPPER, MICROSCALING, BLOCK_SIZE = 90, 100, 128
-# GPUs of the kernel in Triton: those with int8 matrix units before Hopper that have bf16.
+# GPUs of the Triton kernel: int8 matrix units and bf16, before Hopper.
 TRITON_CAPABILITIES = range(80, 90)
 
 
 def is_int8_blocks(a: QTensor, b: QTensor) -> bool:
-    """Whether both are int8 in blocks of 128, so that the kernel for them takes their scales."""
+    """Return whether both operands are int8 in blocks of 128, which the int8 kernel supports."""
     return all(
         (q.spec.format, q.spec.granularity, q.spec.group_size) == ("int8", "block", BLOCK_SIZE) and len(q.shape) == 2
         for q in (a, b)
@@ -32,7 +32,7 @@ def is_int8_blocks(a: QTensor, b: QTensor) -> bool:
 
 
 def unsupported_int8_reason(a: QTensor, b: QTensor) -> str | None:
-    """Why the kernel of int8 blocks cannot multiply them, or None."""
+    """Return why the int8 kernel cannot multiply the operands, or None."""
     if not is_int8_blocks(a, b):
         return f"it takes int8 in blocks of {BLOCK_SIZE}, not {a.spec} with {b.spec}"
     if 0 in (*a.shape, *b.shape):
@@ -47,12 +47,12 @@ def unsupported_int8_reason(a: QTensor, b: QTensor) -> str | None:
 
 
 def kernel_language() -> Literal["mosaic", "triton"]:
-    """What the kernel for the GPU is written in."""
+    """Return the language of the GPU's int8 kernel."""
     return "triton" if capability() in TRITON_CAPABILITIES else "mosaic"
 
 
 def matmul_int8(dtype: DTypeLike, a: FallbackTensor | QTensor, b: QTensor) -> Array:
-    """a @ b.T by the kernel, in bf16 or fp32."""
+    """Return a @ b.T by the int8 kernel, in bf16 or fp32."""
     from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
 
     kernel: Any = matmul_int8_block
@@ -74,16 +74,12 @@ KernelName = Literal["row", "block", "mx", "mx right", "int8"]
 
 
 def choose_kernel(a: Any, b: Any) -> tuple[Choice, KernelName | Literal["cublas", "native"] | None]:
-    """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
+    """Return the choice on a CUDA GPU, and the kernel's name for `run` (None for the reference).
 
-    With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200.
-    Of ten shapes in three runs of `experiments.bench gemm` ours led each time for 16384 x 22016 x 4096 alone, by 3 to
-    10 %; for the others the sign changed from run to run, or ours took up to 16 % longer. XLA also lets cuBLASLt add
-    what a result is added to, which saves a pass worth more: so it is cuBLASLt for every shape. But XLA calls it with
-    8-bit operands only where its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false):
-    otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken, and elsewhere the reference,
-    which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
-    groups are ours; so are those of int8 products, whose int32 sums XLA writes and reads again.
+    With one scale per operand, our kernel and cuBLASLt are about equally fast (`experiments.bench gemm`). cuBLASLt can
+    also add a residual, so it is preferred. XLA reliably calls it with FP8 operands only if its own Triton products are
+    disabled (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false). Otherwise the kernel runs on Hopper, and the reference
+    elsewhere. Row scales, group scales and int8 products use our kernels: XLA would need a second pass.
     """
     kernel = find_kernel(a, b)
     if kernel == "int8":
@@ -128,7 +124,7 @@ _DESCRIPTIONS = {
 
 
 def unsupported_reason(a: Any, b: Any) -> str | None:
-    """Why no Mosaic kernel can multiply them, or None."""
+    """Return why no Mosaic kernel can multiply the operands, or None."""
     if find_kernel(a, b) == "int8":
         other = None if kernel_language() == "mosaic" else "it needs a Hopper GPU"
         return unsupported_int8_reason(strip_residual(a), b) or other
@@ -145,7 +141,7 @@ def _kernel_unsupported_reason(a: QTensor, b: QTensor) -> str | None:
     if not current_target().kernels:
         return "kernels are switched off"
     kernel = find_kernel(a, b)
-    if _is_int8_pair(a, b) and kernel is None:  # on no GPU
+    if _is_int8_pair(a, b) and kernel is None:  # no GPU has such a kernel
         return f"int8 kernels take scales of tensors, rows and blocks of 128, not {a.spec} with {b.spec}"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
@@ -159,7 +155,7 @@ def _kernel_unsupported_reason(a: QTensor, b: QTensor) -> str | None:
 
 
 def contraction_length(q: QTensor) -> int:
-    """Length along the contraction over which a scale holds; 0 where it holds over all."""
+    """Return the length along the contraction that shares a scale, or 0 if all of it does."""
     if q.spec.granularity == "mx":
         return q.spec.group_size or 0
     length = q.spec.block_shape(q.shape)[1]
@@ -167,7 +163,7 @@ def contraction_length(q: QTensor) -> int:
 
 
 def find_kernel(a: Any, b: Any) -> KernelName | None:
-    """The kernel for operands with such scales, if there is one; `unsupported_reason` may have something against it."""
+    """Return the kernel for such scales, or None. `unsupported_reason` may still reject the operands."""
     if isinstance(a, FallbackTensor) or is_int8_blocks(a, b):
         return "int8"
     micro = [q.spec.granularity == "mx" for q in (a, b)]
@@ -197,10 +193,9 @@ def run(
     b: QTensor,
     out_spec: Sequence[Any] | None = None,
 ) -> Array:
-    """a @ b.T by what `choose_kernel` named, of matrices that may be sharded.
+    """Return a @ b.T by the kernel that `choose_kernel` returned, for operands that may be sharded.
 
-    Where a contraction is cut, parts are summed. `out_spec` is how the result is to lie on Explicit mesh axes,
-    if it is known.
+    A sharded contraction is summed over devices. `out_spec` is the result's sharding on Explicit mesh axes, or None.
     """
     if kernel_name == "native":
         return _scaled_matmul(a, b).astype(dtype)
@@ -220,11 +215,11 @@ def run(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _call_kernel(kernel_name: KernelName, fast: bool, n_reserved: int, dtype: DTypeLike, a: Any, b: QTensor) -> Array:
-    """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
+    """Call a kernel under jit: lowering Mosaic is slow, and equal products of a program are then lowered once."""
     from pallas_kernels.matmul.hopper import reserved_sms
 
     with reserved_sms(n_reserved):
-        # Behind a barrier: where a loop saves the result, XLA (dynamic slice fusion) would make a second call for that.
+        # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
         return lax.optimization_barrier(_run_kernel(kernel_name, fast, dtype, a, b))
 
 
@@ -240,16 +235,15 @@ def _run_kernel(kernel_name: KernelName, fast: bool, dtype: DTypeLike, a: Any, b
 
 
 def accumulation_precision(fast: bool) -> lax.Precision:
-    """What XLA makes of an FP8 product: with the highest precision cuBLASLt has fast accumulation off."""
+    """Return the precision for XLA: with the highest, cuBLASLt disables fast accumulation."""
     return lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
 
 
 def _cublas(fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
-    """XLA makes one cuBLASLt call of this, which gets the fp32 scales: it folds their cast to bf16 away.
+    """Return an FP8 product that XLA compiles to one cuBLASLt call with fp32 scales; it folds their cast to bf16.
 
-    Behind barriers, because XLA would first merge products that share an operand (q, k, v; gate, up) into one of 16
-    bits, and because it leaves a cast of a scale that it can move away from the product where it is, rounding it.
-    Written with operands of bf16 whatever the result: where XLA leaves the product as written it is not one of fp32.
+    Without barriers, XLA merges products with a common operand (q, k, v) into a 16-bit one. It also moves the cast of a
+    scale away, which rounds it. The operands are bf16 for any dtype, in case XLA does not match the pattern.
     """
     wide_dtype, out = jnp.bfloat16, jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
@@ -259,18 +253,18 @@ def _cublas(fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
 
 
 def row_scales(q: QTensor) -> Array:
-    """Scales of rows, fp32 (rows, 1), or (1, 1); of parts of rows where they change along the contraction."""
+    """Return row scales, fp32 (rows, 1) or (1, 1); more columns if they vary along the contraction."""
     block_rows = q.spec.block_shape(q.shape)[0]
     return blocks.broadcast_blocks(q.scale.astype(jnp.float32), (q.shape[0], 1), (block_rows, 1))
 
 
 def group_scales(q: QTensor, size: int) -> Array:
-    """The scale of each row in each part of `size` of the contraction, fp32 (rows, parts), where none is of less."""
+    """Return the scale of each row and section of `size` along the contraction, fp32 (rows, sections)."""
     return jnp.broadcast_to(row_scales(q), (q.shape[0], -(-q.shape[1] // size)))
 
 
 def _epilogue_scales(a: QTensor, b: QTensor) -> tuple[Array | None, Array | None, Array | None]:
-    """The scales of two matrices as the epilogue of a kernel takes them: of all, of rows and of columns."""
+    """Return the epilogue's scales of two matrices: per tensor, per row and per column."""
     left, right = row_scales(a), row_scales(b)
     if left.shape[0] == 1 and right.shape[0] == 1:
         return (left * right).reshape(()), None, None
@@ -310,7 +304,7 @@ def _mx(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
 
 
 def _scaled_matmul(a: QTensor, b: QTensor) -> Array:
-    """In fp32, by the microscaling of the GPU's tensor cores; level 1 scales come after."""
+    """Return the product in fp32 by the tensor cores' microscaling, followed by the outer scales."""
 
     def powers(q: QTensor) -> Array:
         one = jnp.full((q.shape[0], q.shape[1] // 32), 127, jnp.uint8)

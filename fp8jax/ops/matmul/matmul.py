@@ -1,4 +1,4 @@
-"""Products of quantized matrices, both with the contraction along their last axis, as 8-bit matrix units want them."""
+"""Products of quantized matrices. Both operands are contracted along their last axis, as 8-bit matrix units require."""
 
 import functools
 import math
@@ -48,51 +48,45 @@ def matmul(
     out_spec: Sequence[Any] | None = None,
     transposed: bool = False,
 ) -> Array:
-    """a @ b.T of matrices that may be quantized.
+    """Return a @ b.T for matrices that may be quantized.
 
-    Two quantized operands are multiplied as codes, with fp32 (for integers int32) accumulation, and their scales
-    applied to the sum; scales that change along the contraction split it, and each part is promoted to fp32 under its
-    own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
-    other operand is an fp32 array). On a CUDA GPU, where no kernel takes FP8 codes, or int8 codes whose scales change
-    along the contraction, both operands are rounded to bf16 and multiplied there, with fp32 sums: never in fp32, which
-    GPUs multiply at a fraction of the speed. GPUs without bf16, such as a T4, get fp16, and scales outside of it.
+    Codes are multiplied with fp32 (integers: int32) accumulation, and scales are applied to the sum. Scales that vary
+    along the contraction split it, and each section is promoted to fp32 under its own scales. Operands without codes
+    for matrix units are multiplied in bf16 (fp32 if one is an fp32 array). If a GPU has no kernel for the codes, both
+    operands are rounded to bf16 and multiplied with fp32 sums. GPUs without bf16, such as a T4, use fp16 and apply
+    scales outside.
 
-    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 to 512 of the contraction,
-    after which sums are promoted to fp32, or with fast accumulation over all of it. That is 2e-3 to 4e-3 relative on
-    normal data at a length of 8192, most of it the rounding of a bf16 result, and grows with the length: gradients of
-    weights, whose contraction is over all tokens, lose by it. Bits are cut off, not rounded: a sum of products of one
-    sign comes out too small, with fast accumulation by 5e-3 at a length of 512 already.
+    Hopper's tensor cores accumulate FP8 products with about 14 bits, and truncate. Sums are promoted to fp32 after 128
+    to 512 elements, or never with fast accumulation. The error grows with the contraction and is biased towards zero,
+    which matters most for wgrad.
 
-    Of int8 blocks with residuals (`fp8jax.ops.quantization.fallback`; arXiv 2503.08040, algorithm 1) sums over a
-    block's length are exact, in int32, and enter fp32 under their two scales.
+    Int8 blocks with residuals (`fp8jax.ops.quantization.fallback`; arXiv 2503.08040, algorithm 1) are summed exactly,
+    in int32, over a block, and promoted to fp32 under their two scales.
 
     Args:
-        a: (M, K), or a floating array. Quantized, no scale may be of one index of the contraction alone, as those of
-            "channel" are. Blocks may have residuals.
-        b: (N, K), likewise, without residuals: beside those of `a`, blocks of the same side.
-        dtype: of the result.
-        impl: "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the
-            fastest there (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a
-            Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.dispatch.partition`); for two of int8 a kernel
-            where
-            there is one: on Hopper for scales of tensors and rows, from Ampere on for blocks of 128; for other operands
-            the reference. "mosaic" is the kernel. `fp8jax.ops.dispatch.choice.record_choices` tells what was chosen.
-        fast: fast accumulation, where the GPU has it.
-        exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
-            under a level 1 scale are first folded (`fp8jax.ops.quantization.microscaling.fold_microscales`, with a copy
-            of them for the time of the product): exact while a code stays normal under its row's largest power of two,
-            else rounded to 2^-9 of the row's scale. Only kernels have this choice, the reference is exact.
-        out_spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
-        transposed: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
-            decoded matrix then serves both.
+        a: (M, K), a QTensor, a floating array or a `FallbackTensor`. No scale may be per index of the contraction
+            ("channel").
+        b: (N, K), likewise, but no `FallbackTensor`. If `a` is one, `b` has blocks of the same size.
+        dtype: dtype of the result.
+        impl: "xla" is the reference. On a CUDA GPU "auto" is the fastest (results/gemm.json). For FP8 that is cuBLASLt,
+            or a Mosaic kernel on Hopper, on any number of devices. For int8 it is a kernel: on Hopper for scales per
+            tensor or row, from Ampere on for blocks of 128. Otherwise it is the reference. "mosaic" is the kernel.
+            `fp8jax.ops.dispatch.choice.record_choices` records the choice.
+        fast: whether to use fast accumulation, if the GPU has it.
+        exact: whether to apply every power of two of microscaled operands in fp32, at half the speed. Else e4m3 codes
+            with an outer scale are folded first (`fp8jax.ops.quantization.microscaling.fold_microscales`). Codes that
+            become subnormal are then rounded to 2^-9 of the row's scale. The reference is always exact.
+        out_spec: sharding of both axes of the result on Explicit mesh axes; None follows JAX's rule.
+        transposed: whether `b` is the transposed copy of another product's operand. If codes are decoded, both products
+            then share one decoded matrix.
 
     Returns:
         (M, N) array.
 
     Raises:
-        ValueError: shapes do not match, or an operand has a scale for each index of the contraction; `impl` is
-            unknown, or it is "mosaic" and no kernel can run: the message says why.
-        ShardingTypeError, JAX's own: JAX's own rule needs a sharding of the result.
+        ValueError: shapes do not match, a scale is per index of the contraction, `impl` is unknown, or `impl` is
+            "mosaic" and no kernel can run.
+        ShardingTypeError: JAX's rule needs a sharding of the result.
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
@@ -139,7 +133,7 @@ def matmul(
 
 
 def _describe(q: Any) -> str:
-    """What an operand is, for messages."""
+    """Describe an operand for messages."""
     if isinstance(q, FallbackTensor):
         return f"{q.base.spec} with residuals"
     return str(q.spec) if isinstance(q, QTensor) else f"an array of {q.dtype}"
@@ -173,11 +167,11 @@ def _choose_kernel(a: Operand | FallbackTensor, b: Operand, impl: str, cuda: boo
 
 
 def _needs_16_bits(a: Operand | FallbackTensor, b: Operand) -> bool:
-    """Whether XLA on a GPU would widen codes to fp32 for a product, at a fraction of the speed of 16 bits."""
+    """Return whether XLA on a GPU would widen codes to fp32, which is far slower than 16 bits."""
     if isinstance(a, FallbackTensor):
         return True
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
-        # Without bf16 XLA widens that, too.
+        # XLA also widens bf16 arrays on GPUs without bf16.
         is_dense = not (isinstance(a, QTensor) or isinstance(b, QTensor))
         return not is_dense or (capability() < _BF16_CAPABILITY and _dense_dtype(a, b) == jnp.bfloat16)
     integers = all(has_matmul_codes(q) and jnp.issubdtype(q.codes.dtype, jnp.integer) for q in (a, b))
@@ -185,12 +179,12 @@ def _needs_16_bits(a: Operand | FallbackTensor, b: Operand) -> bool:
 
 
 def dot_in_16_bits(transposed: bool = False) -> Callable[..., Array]:
-    """The product of codes that are decoded on a GPU, a function of the result's dtype and two operands."""
+    """Return a function (dtype, a, b) that decodes codes to 16 bits and multiplies them."""
     return functools.partial(_dot_decoded, transposed=transposed) if capability() >= _BF16_CAPABILITY else _dot_fp16
 
 
 def _dot_decoded(dtype: DTypeLike, a: Any, b: Any, transposed: bool = False) -> Array:
-    """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
+    """Return the product of the values, rounded to bf16, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
 
@@ -198,13 +192,13 @@ def _dot_decoded(dtype: DTypeLike, a: Any, b: Any, transposed: bool = False) -> 
         return x.astype(jnp.bfloat16) if isinstance(x, Array) else x.dequantize(jnp.bfloat16)
 
     if transposed and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
-        # XLA takes these transpositions away and finds the codes decoded already.
+        # XLA cancels the two transpositions and reuses the decoded codes.
         return _dot_fp32_sums(decode(a), decode(transpose(b, impl="xla")).T, dtype)
     return _dot_fp32_sums(decode(a), decode(b), dtype)
 
 
 def _dot_fp16(dtype: DTypeLike, a: Any, b: Any) -> Array:
-    """One product of what the codes stand for, rounded to fp16 in units of each row, with fp32 sums."""
+    """Return the product of the values, rounded to fp16 in units of each row, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
     (left, rows), (right, columns) = map(_to_fp16, (a, b))
@@ -212,15 +206,15 @@ def _dot_fp16(dtype: DTypeLike, a: Any, b: Any) -> Array:
 
 
 def _decode_unscaled(q: QTensor) -> Array:
-    """The fp32 values of codes, in units of their scales."""
+    """Return the fp32 values of codes, in units of their scales."""
     return formats.get(q.spec.format).decode(q.codes)
 
 
 def _to_fp16(x: Any) -> tuple[Array, Array]:
-    """A matrix in fp16, which holds 8-bit codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
+    """Return a matrix in fp16, and the fp32 unit of each row or of all rows (rows or 1, 1).
 
-    Under scales that change along a row its unit is the largest: smaller values keep 2^-24 of that or their own 11
-    bits. Of what is no code, the largest magnitude is the unit.
+    The unit is the scale. If scales vary along a row it is the largest, and smaller values keep 11 bits or 2^-24 of it.
+    The unit of an array is its amax.
     """
     if isinstance(x, QTensor) and has_matmul_codes(x):
         size = contraction_length(x)
@@ -239,14 +233,14 @@ def _to_fp16(x: Any) -> tuple[Array, Array]:
 
 
 def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
-    """A product that sums in fp32; of devices that share the sum, each sends 16 bits where the result has them."""
+    """Return a product with fp32 sums. Partial sums travel between devices in 16 bits if the result has 16 bits."""
     narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
     return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
 
 
 def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
     if 0 in (*a.shape, *b.shape):
-        # Of blocks, which have the scales, an empty matrix has none.
+        # An empty matrix has no blocks, hence no scales.
         return mark_varying(lambda *_: jnp.zeros((a.shape[0], b.shape[0]), dtype))(a, b)
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and has_matmul_codes(a) and has_matmul_codes(b)):
         wide = _dense_dtype(a, b)
@@ -260,7 +254,7 @@ def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
 
 
 def has_matmul_codes(q: QTensor) -> bool:
-    """Whether matrix units take the codes of a quantized matrix as they are."""
+    """Return whether matrix units support the codes directly."""
     along = {"channel": 1, "token": 0, "group": 0, "mx": 0}.get(q.spec.granularity)
     if along is not None and q.spec.axis % 2 == along:
         raise ValueError(
@@ -284,7 +278,7 @@ def _dot_codes(a: Array, b: Array, fast: bool) -> Array:
 
 
 def _dot_promoted(a: QTensor, b: QTensor, size: int) -> Array:
-    """Sums products over `size` long parts of the contraction, each under its own scales, in fp32."""
+    """Sum the products of sections of `size` along the contraction, each under its own scales, in fp32."""
     count = -(-a.shape[1] // size)
 
     def split_contraction(q: QTensor) -> tuple[Array, Array]:
@@ -302,7 +296,7 @@ def _dot_promoted(a: QTensor, b: QTensor, size: int) -> Array:
 
 
 def _section_scales(q: QTensor, size: int, n_sections: int) -> Array:
-    """The scale of each row in each part of the contraction, (rows, parts)."""
+    """Return the scale of each row and section of the contraction, (rows, sections)."""
     shape = (q.shape[0], n_sections * size)
     scale = blocks.broadcast_blocks(q.scale.astype(jnp.float32), q.shape, q.spec.block_shape(q.shape))
     scale = jnp.broadcast_to(scale, q.shape)

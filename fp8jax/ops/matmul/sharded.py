@@ -1,4 +1,4 @@
-"""Products of quantized matrices that several devices may share."""
+"""Products of sharded quantized matrices."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from fp8jax.ops.quantization.fallback import FallbackTensor
 
 
 def is_unpacked_quantized(*operands: Any) -> bool:
-    """Whether all are quantized, in codes that lie as the matrix does."""
+    """Return whether all operands are quantized and unpacked."""
     return all(isinstance(q, QTensor | FallbackTensor) and not strip_residual(q).spec.is_packed for q in operands)
 
 
@@ -31,28 +31,25 @@ def sharded_matmul(
     *,
     kernel: bool = False,
 ) -> Array:
-    """`function(dtype, a, b)`, a product a @ b.T.
+    """Return `function(dtype, a, b)`, a product a @ b.T, on shards.
 
-    XLA by itself would gather what it has decoded. So each device is sent codes and decodes what it reads, and where a
-    contraction is cut it sends its sums in 16 bits, as those of a gradient in bf16: in fp32 they would travel twice as
-    long.
+    XLA would gather decoded operands. Here devices exchange codes and decode their shard. Sums of a sharded contraction
+    travel in 16 bits, like bf16 gradients.
 
     Args:
-        function: closes over no array.
-        static: what tells it from other functions.
-        dtype: of the result.
-        a, b: (M, K) and (N, K), quantized or not; what is not `is_unpacked_quantized` is left to XLA.
-        out_spec: as of `fp8jax.ops.matmul.matmul.matmul`.
-        kernel: as of `fp8jax.ops.dispatch.partition.run_partitioned`.
+        function: (dtype, a, b) -> product. It must not close over arrays.
+        static: hashable key of the function.
+        dtype: dtype of the result.
+        a, b: (M, K) and (N, K), quantized or not. Without `is_unpacked_quantized` XLA partitions the product.
+        out_spec: as in `fp8jax.ops.matmul.matmul.matmul`.
+        kernel: as in `fp8jax.ops.dispatch.partition.run_partitioned`.
     """
     if not is_unpacked_quantized(a, b) or 0 in (*a.shape, *b.shape):
         return sharding.matmul_sharded(functools.partial(function, dtype), a, b, out_spec)
 
     def multiply_shard(dim_sharding: DimSharding, a: Any, b: Any) -> Array:
-        out = jnp.dtype(
-            jnp.bfloat16 if "k" in dim_sharding.axes else dtype
-        )  # of one kind: jitted kernels are found by it
-        with product_name_scope(strip_residual(a), b):  # XLA's partitioner traces it anew
+        out = jnp.dtype(jnp.bfloat16 if "k" in dim_sharding.axes else dtype)  # a np.dtype, so that jit caches hit
+        with product_name_scope(strip_residual(a), b):  # XLA's partitioner traces this again
             return dim_sharding.psum(function(out, a, b), "k", "m n").astype(dtype)
 
     a_notation = notation(strip_residual(a).spec, a.shape, "m k")
@@ -69,5 +66,5 @@ def sharded_matmul(
 
 
 def strip_residual(q: Any) -> Any:
-    """A quantized matrix without its residual, if it has one; others as they are."""
+    """Return the base of a `FallbackTensor`, or the operand itself."""
     return q.base if isinstance(q, FallbackTensor) else q

@@ -1,4 +1,4 @@
-"""Gated and plain activations that keep their inputs in 8 bits for the backward pass (COAT, section 5.2)."""
+"""Gated and plain activations that save their inputs in 8 bits for the backward pass (COAT, section 5.2)."""
 
 import dataclasses
 import functools
@@ -36,16 +36,16 @@ def glu(
     recipe: Recipe | Context | str,
     activation: str = "silu",
 ) -> Array:
-    """activation(gate) * up (Shazeer, 2020).
+    """Return activation(gate) * up (Shazeer, 2020).
 
-    Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_linear` is it with the
-    layer that reads it, which keeps less.
+    The forward pass is JAX's. The backward pass reads the codes of `gate` and `up`, and with a faithful context those
+    of activation(gate). Without a spec in the context, JAX differentiates. `glu_linear` fuses it with the next layer
+    and saves less.
 
     Args:
         gate: (..., channels), any floating dtype.
-        up: the same shape and dtype.
-        recipe: a `Recipe`, its part `Context`, or a name.
+        up: array of the same shape and dtype.
+        recipe: a `Recipe`, its `Context`, or a preset's name.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
 
     Returns:
@@ -59,11 +59,11 @@ def glu(
 
 
 def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> Array:
-    """activation(x), of which the backward pass reads the codes of `x`.
+    """Return activation(x). The backward pass reads the codes of `x`.
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe, activation: as of `glu`.
+        recipe, activation: as in `glu`.
 
     Returns:
         (..., channels) in the dtype of `x`.
@@ -75,7 +75,7 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> 
 
 
 def check_glu_inputs(gate: Array, up: Array) -> None:
-    """Raises ValueError for what are no two inputs of a gated activation."""
+    """Raise ValueError if gate and up differ in shape or dtype."""
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
 
@@ -85,9 +85,9 @@ MAX_SLOPE = 1.13
 
 
 class ActivationResiduals(NamedTuple):
-    """What an activation saves: the codes of its gate or only input, of `up`, and of the activated gate.
+    """Residuals of an activation: codes of gate (or the only input), of `up`, and of activation(gate).
 
-    Where inputs are kept as they are, these in place of their codes.
+    Unquantized inputs are saved as arrays.
     """
 
     gate: QTensor | Array
@@ -97,13 +97,14 @@ class ActivationResiduals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ActivationBackward:
-    """How an activation goes back: `fp8jax.ops.autodiff.residuals.Recomputable`.
+    """Backward rule of an activation, a `fp8jax.ops.autodiff.residuals.Recomputable`.
 
     Attributes:
-        activation: its name. dtype: of its inputs.
-        uses_bounds: whether scales of its cotangents come from bounds.
-        writes_cotangents: whether kernels write its cotangents, as `fused_outputs.writes_result`.
-        biased: whether layers before it have biases, whose gradients are sums of its cotangents.
+        activation: name of the activation.
+        dtype: dtype of its inputs.
+        uses_bounds: whether cotangents get scales from bounds.
+        writes_cotangents: whether kernels write 16-bit cotangents, as in `fused_outputs.writes_result`.
+        biased: whether the preceding layers have biases. Their gradients are sums of the cotangents.
     """
 
     activation: str
@@ -169,9 +170,9 @@ class ActivationBackward:
     def _predict_cotangents(
         self, saved: ActivationResiduals, gradient: CotangentFacts, sources: Any
     ) -> fused_outputs.CotangentPrediction:
-        """Scales of the cotangents of gate and up from bounds on them, if these are wanted.
+        """Return scales of the cotangents of gate and up from bounds, or an empty prediction.
 
-        `sources` are how kernels compute the cotangents, or None.
+        `sources` is the result of `_operands` for the cotangents.
         """
         spec = gradient.spec
         if not self.uses_bounds or spec is None or spec.format != "e5m2" or not fused_outputs.supports(spec):
@@ -200,7 +201,7 @@ class ActivationBackward:
         )
 
     def _cotangent_amaxes(self, saved: ActivationResiduals, dy: Array) -> tuple[Array, ...]:
-        """The largest magnitudes of the cotangents of gate and up."""
+        """Return the amax of the cotangents of gate and up."""
         up, activated = (None if q is None else dequantize_residual(q) for q in saved[1:])
         cotangents = activation_cotangents(
             ACTIVATIONS[self.activation], dequantize_residual(saved.gate), up, activated, dy
@@ -210,10 +211,7 @@ class ActivationBackward:
     def _operands(
         self, saved: ActivationResiduals, like: Array, dy: Array | None, *, fp8: bool = True
     ) -> tuple[Any, Any] | None:
-        """How the kernels compute the result, or with its gradient those of the inputs, alike to an array.
-
-        None for XLA.
-        """
+        """Return the kernels' operation and operands of the result, or of the cotangents of `dy`; None for XLA."""
         spec = None if isinstance(saved.gate, Array) else saved.gate.spec
         operation = _kernel_operation(self.activation, like, saved.up, spec, saved.activated is not None, fp8=fp8)
         if operation is None:
@@ -231,9 +229,9 @@ class ActivationBackward:
 
 
 def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands: Any, bounds: tuple[Array, ...]) -> Any:
-    """The largest magnitudes of an activation's cotangents, or 0 where a sample of rows shows that no bound is loose.
+    """Return the amax of an activation's cotangents, or 0 if a sample of rows shows that no bound is loose.
 
-    The fp32 scalars are those of the gate and, if the activation is gated, of `up`.
+    The results are fp32 scalars, for the gate and, if gated, for `up`.
     """
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
 
@@ -246,7 +244,7 @@ def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands:
 
 
 def _row_bounds(residual: QTensor) -> Array:
-    """An upper bound of the magnitudes in each row, fp32 (rows,), from the scales."""
+    """Return an upper bound of the magnitudes in each row, fp32 (rows,), from the scales."""
     scale = fused_outputs.to_matrix(residual.scale).astype(jnp.float32)
     return jnp.max(scale, -1, initial=0.0) * formats.get(residual.spec.format).max
 
@@ -259,10 +257,9 @@ def activate(
     *,
     has_bias: bool = False,
 ) -> tuple[Array, ArrayFacts]:
-    """The result of an activation, `glu` where there is an `up`, and what it is made from.
+    """Return the result of an activation (`glu` if there is an `up`) and its `ArrayFacts`.
 
-    `has_bias` says that linear layers with a bias have made an input: the pass that quantizes its gradient then gives
-    that of the bias, too.
+    `has_bias`: whether layers with biases compute an input. The pass that quantizes its gradient then also sums it.
     """
     context, function, consumer = context_part(recipe), _function(name), fused_outputs.find_consumer(recipe)
     omits_activated, operation, writes_result = (
@@ -280,7 +277,7 @@ def activate(
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     out_spec = None if consumer is None else consumer.spec("x")
     fused_output = scale = codes = None
-    # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
+    # Without the barrier, XLA fuses an approximate GELU into the FP8 product, and fails if that has other readers.
     barrier_gate = lax.optimization_barrier(g)
     activated = function(barrier_gate)
     y = activated if u is None else activated * u
@@ -310,7 +307,7 @@ def activate(
 
 
 def _scale_from_sample(out_spec: QuantSpec, sample: Array, amax: Array | float = 0.0) -> Array:
-    """The scale of a result from the largest magnitudes of a sample of it, and of all of it if that is known."""
+    """Return the scale of a result from the amax of a sample and, if known, of the whole result."""
     return scaling.to_scale(jnp.maximum(scaling.amax_from_sample(sample), amax), formats.get(out_spec.format))
 
 
@@ -333,7 +330,7 @@ def _kernel_operation(
 def _save_and_write_result(
     operation: Any, gate: Array, up: Array | None, spec: QuantSpec
 ) -> tuple[ActivationResiduals, Array]:
-    """What is kept, and the result."""
+    """Return the residuals and the result."""
     coding, dtype = fused_outputs.to_coding(spec), gate.dtype
     g, u = fused_outputs.to_matrix(gate), None if up is None else fused_outputs.to_matrix(up)
     parts, _, y = fused_outputs.run(
@@ -352,9 +349,9 @@ def _to_residuals(parts: Any, like: Array, spec: QuantSpec) -> ActivationResidua
 def _save_and_quantize_result(
     operation: Any, gate: Array, up: Array | None, spec: QuantSpec | None, out_spec: QuantSpec | None
 ) -> tuple[ActivationResiduals, fused_outputs.FusedOutputs, Array | None, Any]:
-    """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes.
+    """Return the residuals, the fused result and, if its spec is known, its scale and codes.
 
-    Codes of rows have their scales beside them.
+    Codes of rows are a pair: codes and row scales.
     """
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
@@ -381,7 +378,7 @@ def _save_and_quantize_result(
             )
         return parts, peak, scale, codes
 
-    # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
+    # Without residuals or row codes to compute, the layers that read the result find its scale.
     is_empty = spec is None and (out_spec is None or not out_spec.is_folded)
     parts, peak, scale, codes = ((), None, None, None) if is_empty else fused_outputs.run(save_and_quantize, g, u)
     residuals = ActivationResiduals(gate, up, None) if spec is None else _to_residuals(parts, gate, spec)

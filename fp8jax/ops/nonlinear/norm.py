@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm that keep their input in 8 bits for the backward pass (COAT, section 5.2)."""
+"""RMSNorm and LayerNorm that save their input in 8 bits for the backward pass (COAT, section 5.2)."""
 
 import dataclasses
 import math
@@ -38,20 +38,20 @@ def rms_norm(
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
+    """Return x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
 
-    Forward it is exact, in fp32; the backward pass reads the codes of `x` and the fp32 root of each row. Where inputs
-    are kept as they are JAX differentiates. `norm_linear` is a norm with the layers that read it, which keep less.
+    The forward pass is exact, in fp32. The backward pass reads the codes of `x` and the fp32 root of each row. Without
+    a spec in the context, JAX differentiates. `norm_linear` fuses it with the next layers and saves less.
 
     Args:
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name.
+        recipe: a `Recipe`, its `Context`, or a preset's name.
         eps: added to the mean square.
-        dtype: of the result; that of `x` if None.
+        dtype: dtype of the result; None means that of `x`.
 
     Returns:
-        (..., channels). Gradients have the dtypes of what they are gradients of.
+        (..., channels). Gradients have the dtypes of their inputs.
 
     Raises:
         ValueError: the shapes do not match.
@@ -68,17 +68,17 @@ def layer_norm(
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
+    """Return (x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
 
-    Forward it is exact, in fp32; the backward pass reads the codes of `x - mean(x)`, whose error unlike that of codes
-    of `x` does not grow with the mean, and the fp32 root of each row.
+    The forward pass is exact, in fp32. The backward pass reads the fp32 root of each row and the codes of the centered
+    `x`, whose error does not grow with the mean.
 
     Args:
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
         bias: (channels,), or None.
         eps: added to the variance.
-        recipe, dtype: as of `rms_norm`.
+        recipe, dtype: as in `rms_norm`.
 
     Returns, raises: as `rms_norm`.
     """
@@ -86,9 +86,9 @@ def layer_norm(
 
 
 class NormResiduals(NamedTuple):
-    """What a norm saves: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters.
+    """Residuals of a norm: codes of its (centered) input, fp32 inverse root of each row (..., 1), and parameters.
 
-    Where inputs are kept as they are, the input in place of its codes.
+    An unquantized input is saved as an array.
     """
 
     codes: QTensor | Array
@@ -99,7 +99,7 @@ class NormResiduals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NormBackward:
-    """How a norm goes back: `fp8jax.ops.autodiff.residuals.Recomputable`."""
+    """Backward rule of a norm, a `fp8jax.ops.autodiff.residuals.Recomputable`."""
 
     centered: bool
     dtype: DTypeLike
@@ -150,7 +150,7 @@ class NormBackward:
         return _cast((fused_outputs.reshape_like(dx, dy), *sums), dtypes), (ArrayFacts(amax=peak),)
 
     def _input(self, saved: NormResiduals) -> tuple[Array, Array | None]:
-        """The input, centered where the norm is, and its mean where that is not taken from what is saved."""
+        """Return the (centered) input, and its mean if that is not part of the residuals."""
         z = dequantize_residual(saved.codes)
         if not (self.centered and isinstance(saved.codes, Array)):
             return z, None
@@ -176,9 +176,9 @@ def normalize(
     centered: bool,
     returns_input: bool = False,
 ) -> tuple[Array, Array | None, ArrayFacts]:
-    """A norm's result, and what it is made from; between them `x` for its other readers, if `returns_input`.
+    """Return a norm's result, `x` for its other readers if `returns_input`, and the `ArrayFacts` of the result.
 
-    The norm adds the gradients of those to its own.
+    The backward pass adds the gradient of the returned `x`.
     """
     for name, parameter in (("scale", scale), ("bias", bias)):
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
@@ -253,14 +253,13 @@ def normalize(
 class ResultBound(NamedTuple):
     """A bound on the magnitudes of a norm's result, known before it is computed.
 
-    No normalized value is more than the root of the channels, the norm of its row. The bound is far too large if eps is
-    far above the mean squares of all rows, or if one channel has a scale far above those of the others.
+    A normalized value is at most the root of the number of channels. The bound is far too large if eps is far above all
+    mean squares, or if one channel's scale is far above the others.
 
     Attributes:
-        max_magnitude: the bound, an fp32 scalar.
-        outlier_ratio: how far the largest scale is above OUTLIER_FACTOR times the geometric mean of the others, fp32,
-            at least 1.
-        spec: how the result is quantized.
+        max_magnitude: the bound, fp32 scalar.
+        outlier_ratio: largest scale / (OUTLIER_FACTOR * geometric mean of the scales), fp32, at least 1.
+        spec: spec of the result.
     """
 
     max_magnitude: Array
@@ -283,28 +282,28 @@ class ResultBound(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """The scale that the bound gives."""
+        """The scale from the bound."""
         return scaling.to_scale(self.max_magnitude, formats.get(self.spec.format))
 
     def is_loose(self, amax: Array) -> Array:
-        """Whether the scale must come from the result's largest magnitude instead: `fp8jax.core.scaling.is_loose`."""
+        """Return whether the scale must come from the result's amax instead (`fp8jax.core.scaling.is_loose`)."""
         return scaling.is_loose(self.max_magnitude * self.outlier_ratio, amax, formats.get(self.spec.format))
 
     def scale_from_amax(self, amax: Array) -> Array:
-        """The scale of a result whose largest magnitude is known."""
-        # The input of the weight's gradient is computed again from rounded codes.
+        """Return the scale of a result with a known amax."""
+        # Wgrad recomputes its input from rounded codes, so it may exceed the amax.
         bound = jnp.where(
             self.is_loose(amax), jnp.minimum(RECOMPUTE_HEADROOM * amax, self.max_magnitude), self.max_magnitude
         )
         return scaling.to_scale(bound, formats.get(self.spec.format))
 
 
-# How many times their geometric mean the largest scale of a norm's channels may be before it counts as an outlier.
+# A channel's scale is an outlier above this multiple of the geometric mean.
 OUTLIER_FACTOR = 8.0
 
 
 def _geometric_mean(scale: Array) -> Array:
-    """That of the finite magnitudes which are not 0, an fp32 scalar; 1 if there are none."""
+    """Return the geometric mean of the finite nonzero magnitudes, fp32 scalar; 1 if there are none."""
     magnitude = jnp.abs(scale.astype(jnp.float32))
     is_counted = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
     logarithms = jnp.log2(jnp.where(is_counted, magnitude, 1.0))
@@ -321,14 +320,14 @@ def _save_and_quantize_result(
     bound: ResultBound | None,
     dtype: DTypeLike | None,
 ) -> tuple[NormResiduals, Array | None, Array, Any, Array | None]:
-    """What is kept, the mean of rows where the norm is centered, and of the result what follows.
+    """Return the residuals, the row means (if centered), and the amax, requested output and scale of the result.
 
-    These are its largest magnitude; what is asked for in `dtype`, codes under a scale, codes and scales of rows, or the
-    result itself; and the scale, if there is a bound.
+    The requested output in `dtype` is the result itself, its codes under a scale, or codes and row scales. The scale is
+    None without a bound.
     """
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
-    # JAX keeps traced functions: `make` must not hold arrays of a trace.
+    # JAX caches traced functions. `make` must not close over tracers.
     coding, out_spec = fused_outputs.to_coding(spec), None if bound is None else bound.spec
 
     def make(backend: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:

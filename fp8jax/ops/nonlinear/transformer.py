@@ -1,7 +1,7 @@
-"""The linear layers of a transformer with what comes before them, as functions for models without modules.
+"""Fused blocks of a transformer: linear layers with the operation before them, for models without modules.
 
-One FP8 copy serves both neighbours of each array between them, and no 16-bit copy survives to the backward pass (COAT,
-section 5.2 and appendix D).
+One FP8 copy serves both neighbours of each array. No 16-bit copy survives to the backward pass (COAT, section 5.2 and
+appendix D).
 """
 
 import math
@@ -18,7 +18,8 @@ from fp8jax.ops.nonlinear.activation import activate, check_glu_inputs
 from fp8jax.ops.nonlinear.norm import normalize
 from fp8jax.ops.products.linear import flatten_tokens, linears, output_spec, require_stateless
 from fp8jax.ops.products.operands import Input
-from fp8jax.ops.products.product import QuantizedWeight, recipe_dot
+from fp8jax.ops.products.product import recipe_dot
+from fp8jax.ops.products.weights import QuantizedWeight, StepWeight
 from fp8jax.recipes import resolve
 
 
@@ -36,10 +37,10 @@ def norm_linear(
     quantized: Sequence[QuantizedWeight] | None = None,
     out_sharding: OutSharding = None,
 ) -> tuple[Array, ...]:
-    """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
+    """Apply a norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
-    The layers share one quantized copy of the norm's result. For the backward pass a lean context keeps the codes of
-    `x` alone, a faithful one also that copy.
+    The layers share one quantized copy of the norm's result. A lean context saves only the codes of `x`, a faithful one
+    also that copy.
 
         x, q, k, v = fp8jax.norm_linear(x, scale, (wq, wk, wv), recipe=recipe, residual=True)
         x = fp8jax.attention_output(attention(q, k, v), wo, x, recipe=recipe)
@@ -48,22 +49,21 @@ def norm_linear(
         x: (..., channels), any floating dtype.
         scale: (channels,), of the norm; or None.
         weights: (channels, outputs) each.
-        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
+        recipe: a `Recipe` or a preset's name. Its `linear` and `context` apply.
         norm: "rms" or "layer".
         norm_bias: (channels,), for "layer"; or None.
         eps: added to the mean square or variance.
-        residual: whether to return `x`, too, for what is added to it: the gradient of that sum is then added in the
-            norm's own backward pass.
-        quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
-        key, out_sharding: as of `linear`.
+        residual: whether to also return `x`, for a residual sum. Its gradient is added in the norm's backward pass.
+        quantized: results of `quantize_weight` for each weight. None quantizes them in this call.
+        key, out_sharding: as in `linear`.
 
     Returns:
-        (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
+        (..., outputs) for each weight, in the dtype of `x`; preceded by `x` if `residual`.
 
     Raises:
-        ValueError: an unknown norm, a bias for "rms", or another number of `quantized` than of weights; or as
-            `rms_norm` and `linear`.
-        TypeError: `recipe` is a part of one.
+        ValueError: unknown norm, bias for "rms", or different numbers of `quantized` and weights; or as `rms_norm` and
+            `linear`.
+        TypeError: `recipe` is a part of a recipe.
     """
     recipe = _resolve_whole_recipe(recipe)
     if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
@@ -90,26 +90,26 @@ def attention_output(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """The projection of what attention returns, plus a residual.
+    """Return the output projection of attention, plus a residual.
 
-    Flash attention keeps its output for its own backward pass, so where the recipe has a context, this layer keeps of
-    it one scale alone, which is cheaper to keep than to find again (COAT, appendix D).
+    Flash attention saves its output for its own backward pass. With a context, this layer therefore saves only one
+    scale (COAT, appendix D).
 
     Args:
-        y: (..., heads, channels) as attention returns it, not reshaped: a reshaped copy would be kept beside it. Any
-            floating dtype.
+        y: (..., heads, channels), any floating dtype, exactly as attention returns it. A reshaped copy would be saved,
+            too.
         w: (heads * channels, outputs), or (heads, channels, outputs).
         residual: (..., outputs), or None.
-        recipe: as of `norm_linear`.
-        quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
-        key, out_sharding: as of `linear`; the sharding is that of the projection.
+        recipe: as in `norm_linear`.
+        quantized: result of `quantize_weight` for `w` as (inputs, outputs). None quantizes it in this call.
+        key, out_sharding: as in `linear`. The sharding is that of the projection.
 
     Returns:
         (..., outputs) in the dtype of `y`, promoted with that of the residual.
 
     Raises:
         ValueError: shapes do not match, or as `linear`.
-        TypeError: `recipe` is a part of one.
+        TypeError: `recipe` is a part of a recipe.
     """
     recipe = _resolve_whole_recipe(recipe)
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
@@ -122,7 +122,9 @@ def attention_output(
     )
     tokens, matrix = merge(y, *[1] * (y.ndim - 2), 2), merge(w, w.ndim - 1, 1)
     out_spec, token_input = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, input_facts)
-    out = recipe_dot(token_input, matrix, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    out = recipe_dot(
+        token_input, matrix, require_stateless(recipe), key, weight=StepWeight.from_codes(quantized), out_spec=out_spec
+    )
     return out if residual is None else residual + out
 
 
@@ -138,26 +140,26 @@ def glu_linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """residual + (activation(gate) * up) @ w, the second half of a perceptron.
+    """Return residual + (activation(gate) * up) @ w, the second half of an MLP.
 
-    For the backward pass a lean context keeps the codes of `gate` and `up` alone.
+    A lean context saves only the codes of `gate` and `up`.
 
     Args:
         gate: (..., inner), any floating dtype.
-        up: the same shape and dtype; None for activation(gate) @ w.
+        up: array of the same shape and dtype; None for activation(gate) @ w.
         w: (inner, outputs).
-        residual: (..., outputs), or None. With a context nothing but norms before should read it beside this layer,
-            as what `norm_linear` returns of `residual=True`: the product then is added to it in place, else to a copy.
-        recipe: as of `norm_linear`.
+        residual: (..., outputs), or None. With a context, pass the `x` that `norm_linear` returns with `residual=True`.
+            If anything else reads it, the product is added to a copy, not in place.
+        recipe: as in `norm_linear`.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
-        key, quantized, out_sharding: as of `linear`; the sharding is that of the product.
+        key, quantized, out_sharding: as in `linear`. The sharding is that of the product.
 
     Returns:
         (..., outputs) in the dtype of `gate`, promoted with that of the residual.
 
     Raises:
         ValueError: as `glu` and `linear`.
-        TypeError: `recipe` is a part of one.
+        TypeError: `recipe` is a part of a recipe.
     """
     recipe = _resolve_whole_recipe(recipe)
     if up is not None:
@@ -165,9 +167,11 @@ def glu_linear(
     h, facts = activate(activation, gate, up, recipe)
     out_spec = output_spec(h, w, out_sharding)
     h_input = Input(flatten_tokens(h, w), h, input_facts=InputFacts(facts))
-    y = recipe_dot(h_input, w, require_stateless(recipe), key, quantized=quantized, out_spec=out_spec)
+    y = recipe_dot(
+        h_input, w, require_stateless(recipe), key, weight=StepWeight.from_codes(quantized), out_spec=out_spec
+    )
     if residual is not None and recipe.context.residual is not None:
-        # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
+        # cuBLASLt adds in place only to an array without other readers.
         residual = jax.lax.optimization_barrier(residual)
     return y if residual is None else residual + y
 

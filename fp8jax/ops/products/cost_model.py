@@ -1,8 +1,7 @@
-"""What linear layers gain in 8 bits on a GPU, by rates that `python -m experiments.bench rates` measures there.
+"""Estimated gain of linear layers in 8 bits on a GPU, from rates of `python -m experiments.bench rates`.
 
-Products are faster; what quantizes their operands moves bytes and costs launches. Of layers that are small, or whose
-input no norm and no activation makes codes of, that is more than the products gain. Layers that read one array share
-its codes, so that they are weighed together.
+Products are faster, but quantization moves bytes and launches kernels. For small layers, or inputs that no norm or
+activation quantizes, that can outweigh the gain. Layers with a common input share its codes and are decided together.
 """
 
 import functools
@@ -18,33 +17,31 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import current_target
 
 RATES_PATH = pathlib.Path(__file__).parents[2] / "core" / "rates.json"
-# Bytes an element beyond those of 16 bits. The weight, fp32: two passes and two codes in place of one pass and a copy
-# in bf16, and a gradient in fp32 that three more passes read or write; with a pass for its maximum.
+# Bytes per element in addition to those of 16 bits. An fp32 weight: two passes and two codes instead of one pass and a
+# bf16 copy, and three more passes over its fp32 gradient; plus a pass for its amax.
 _WEIGHT, _WEIGHT_MAXIMUM = 8 + 2 - 6 + 6, 4
-# The result's gradient: read, and codes both ways. The input's: codes both ways, and those made again.
+# The result's gradient: one read and two codes. The input: two codes, twice if recomputed.
 _GRADIENT, _GRADIENT_MAXIMUM, _INPUT, _INPUT_MAXIMUM = 4, 2, 6, 2
-# Where an operation makes its codes that costs 2.2, and its kernels save what XLA's passes move in 16 bits: of steps of
-# Llama 1.1B, GPT-2 124M and 350M and ViT-L on an H100 the rest of this table explains all but 32 bytes for the two
-# norms of a block, and 5 to 18 an element for its activation. Sums of columns, which XLA makes of a result's gradient
-# for a bias in a pass of its own, are part of the pass for the codes: 2.75, or 5.4 with the residual's sum.
+# A norm or activation that quantizes its result moves 2.2. Its kernels save 16 and 5 of those that XLA's passes move,
+# fitted to steps of Llama, GPT-2 and ViT on an H100. Bias gradients need no separate pass.
 _PRODUCER_BYTES = {"norm": 2.2 - 16, "activation": 2.2 - 5}
 _BIAS = 4
-# Where a product beside stays in 16 bits, what a norm or an activation makes is written in these, too.
+# If another consumer stays in 16 bits, the operation also writes its result in 16 bits.
 _COPY_BYTES = 2
 _LAUNCHES, _LAUNCHES_INPUT = 8, 2
-_TIMED_GRANULARITIES, _TIMED_FORMATS = ("tensor", "token", "mx"), ("e4m3", "e5m2")  # what products of these rates have
-_DEFAULT_DEVICE = "H100"  # of a device that has no rates
+_TIMED_GRANULARITIES, _TIMED_FORMATS = ("tensor", "token", "mx"), ("e4m3", "e5m2")  # operands of the measured products
+_DEFAULT_DEVICE = "H100"  # for devices without rates
 
 
 class Rates(NamedTuple):
-    """What a GPU does in a second.
+    """Measured rates of a GPU.
 
     Attributes:
         device: part of its name, such as "H100".
-        sixteen: operations of products in bf16; fast, promoted: in 8 bits, with the fewer bits that tensor cores keep
-            of sums, and with all.
-        memory: bytes of a copy.
-        launch: seconds that a small kernel takes among others.
+        sixteen: bf16 operations per second.
+        fast, promoted: 8-bit operations per second, with fast accumulation and with sums promoted to fp32.
+        memory: bytes per second of a copy.
+        launch: seconds of a small kernel among others.
     """
 
     device: str
@@ -57,13 +54,13 @@ class Rates(NamedTuple):
 
 @functools.cache
 def load_rates() -> tuple[Rates, ...]:
-    """The GPUs whose rates are known."""
+    """Return the rates of all measured GPUs."""
     return tuple(Rates(**{k: entry[k] for k in Rates._fields}) for entry in json.loads(RATES_PATH.read_text()))
 
 
 def current_rates() -> tuple[Rates, bool]:
-    """Those of the GPU that programs are traced for, and whether they are an H100's because there are none of it."""
-    kind = {90: _DEFAULT_DEVICE}.get(current_target().capability or 0, "")  # compiled ahead of time
+    """Return the rates of the target GPU, and whether they are an H100's because the GPU was not measured."""
+    kind = {90: _DEFAULT_DEVICE}.get(current_target().capability or 0, "")  # ahead-of-time compilation
     if current_target().capability is None:
         kind = jax.devices()[0].device_kind
     matches = [rates for rates in load_rates() if rates.device in kind]
@@ -73,14 +70,16 @@ def current_rates() -> tuple[Rates, bool]:
 def estimate_gain(
     tokens: int, inputs: int, outputs: int, recipe: Linear, rates: Rates, *, has_bias: bool = False
 ) -> float | None:
-    """Seconds that a step gains by a layer in 8 bits, forward and backward, but for its input's codes; None where no
-    rates say.
+    """Return the seconds per step that a layer saves in 8 bits, without the cost of its input's codes.
 
     Args:
-        tokens, inputs, outputs: of the layer, on one device.
-        recipe: its products.
-        rates: of the GPU.
-        has_bias: whether a bias is added to its result.
+        tokens, inputs, outputs: sizes of the layer on one device.
+        recipe: recipe of its products.
+        rates: rates of the GPU.
+        has_bias: whether it has a bias.
+
+    Returns:
+        Seconds, forward and backward; None if products of these specs were not measured.
     """
     specs = {operand: recipe.spec(operand) for operand in ("x", "w", "dy")}
     if any(
@@ -96,9 +95,9 @@ def estimate_gain(
 
 
 def quantization_cost(tokens: int, inputs: int, recipe: Linear, rates: Rates, *, producer: str) -> float:
-    """Seconds that codes of an input cost, for all layers that read it; below 0 where more is saved.
+    """Return the seconds to quantize an input for all its layers; negative if it saves time.
 
-    `producer` is what makes it: "norm", "activation" or "".
+    `producer` is "norm", "activation" or "".
     """
     bytes_per_element = (
         _PRODUCER_BYTES[producer] if producer else _INPUT + _INPUT_MAXIMUM * _needs_amax(recipe.spec("x"))
@@ -107,13 +106,12 @@ def quantization_cost(tokens: int, inputs: int, recipe: Linear, rates: Rates, *,
 
 
 def copy_cost(tokens: int, inputs: int, rates: Rates, *, producer: str) -> float:
-    """Seconds that the input costs in 16 bits, too, where some of the layers that read it are left in these."""
+    """Return the seconds to also write the input in 16 bits, for layers that stay in 16 bits."""
     return _COPY_BYTES * tokens * inputs / rates.memory if producer else 0.0
 
 
 def select_layers(layer_gains: Sequence[float], codes_cost: float, copy_cost_16_bit: float) -> tuple[int, ...]:
-    """Which of the layers that read one array are best in 8 bits, by their gains: all, none, or those that gain, at
-    least one."""
+    """Return which layers of a common input to run in 8 bits: all, none, or (at least one of) those that gain."""
     profitable = [i for i, seconds in enumerate(layer_gains) if seconds > 0] or [
         max(range(len(layer_gains)), key=layer_gains.__getitem__)
     ]
@@ -123,5 +121,5 @@ def select_layers(layer_gains: Sequence[float], codes_cost: float, copy_cost_16_
 
 
 def _needs_amax(spec: QuantSpec | None) -> bool:
-    """Whether a scale needs a pass over the tensor."""
+    """Return whether a scale needs a pass over the tensor."""
     return spec is not None and spec.granularity == "tensor"

@@ -1,4 +1,4 @@
-"""The gradient of a product's result, as the products of its backward pass read it, with what else one pass gives."""
+"""The gradient of a product's result, as the matmuls of its backward pass read it."""
 
 from typing import NamedTuple
 
@@ -17,11 +17,12 @@ from fp8jax.ops.quantization.quantize import quantize_and_sum
 
 
 class CotangentOperands(NamedTuple):
-    """A gradient (tokens, outputs).
+    """The operands made from a gradient (tokens, outputs).
 
     Attributes:
-        rows: for the input's gradient. columns: for the weight's, (outputs, tokens).
-        sums: over tokens, fp32 (outputs,): the gradient of a bias; None where that is not wanted.
+        rows: operand of dgrad, (tokens, outputs).
+        columns: operand of wgrad, (outputs, tokens).
+        sums: gradient of the bias, the sums over tokens, fp32 (outputs,); None if they are not asked for.
     """
 
     rows: Operand
@@ -40,18 +41,18 @@ def encode_cotangent(
     x_token_scale: Array | None,
     with_sums: bool,
 ) -> CotangentOperands:
-    """A gradient as a recipe has it.
+    """The operands of dgrad and wgrad, in one pass over the gradient if the formats allow it.
 
     Args:
-        dy: (tokens, outputs); or the matrices that it is side by side.
+        dy: (tokens, outputs), or the matrices that it consists of, side by side.
         recipe: of the product.
-        key: for codes rounded stochastically.
-        scale: given for its codes; None takes it from `dy`.
-        facts: what is known of it.
+        key: PRNG key for codes that are rounded stochastically.
+        scale: given scale of the codes; None computes it from `dy`.
+        facts: what is known about `dy`.
         shares_token_scales: whether its scales go with those of the input's tokens
             (`fp8jax.ops.quantization.microscaling`).
-        x_token_scale: the scale of the input's codes, one or one a token, if that is known.
-        with_sums: whether its sums are wanted.
+        x_token_scale: scale of the input's codes, one or one per token; None if it is unknown.
+        with_sums: whether to compute the gradient of a bias.
     """
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
@@ -85,7 +86,7 @@ def encode_cotangent(
 
 
 def row_bounds(a: Operand, b: Operand, passthrough_cotangent: Array | None) -> Array:
-    """An upper bound of the magnitudes in each row of a @ b.T + passthrough_cotangent, in 16 bits: fp32 (rows,)."""
+    """An upper bound of |a @ b.T + passthrough_cotangent| in each row, rounded to 16 bits: fp32 (rows,)."""
 
     def norms(x: Operand) -> Array:
         if isinstance(x, QTensor) and x.spec.granularity == "tensor":

@@ -1,9 +1,7 @@
-"""Weights that are not trained: one copy of their codes serves both products with them, a byte a parameter.
+"""Weights that are not trained, as 8-bit codes: one copy, a byte per parameter, for both products with the weight.
 
-Nothing is kept for the gradient of such a weight, neither of the weight nor of the input, and there is no copy of it in
-a wider format (`FrozenSource`). Codes are those of the transposed matrix, (outputs, inputs), as 8-bit
-matrix units read them in the forward product; under recomputation that runs twice, and the backward product, which
-reads them transposed, once.
+Such a weight has no gradient: a product saves neither its input nor a copy of the weight. The codes are those of the
+transposed matrix, (outputs, inputs), as the forward product reads them. dgrad transposes them.
 """
 
 import dataclasses
@@ -28,14 +26,14 @@ from fp8jax.ops.quantization.quantize import quantize, transpose
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenWeight:
-    """A weight that is not trained, as codes: `freeze` makes it, `fp8jax.linear` multiplies it.
+    """A weight that is not trained, as 8-bit codes. `freeze` makes it, and `fp8jax.linear` multiplies by it.
 
     Attributes:
-        codes: of the transposed matrix, (..., outputs, inputs), as bytes, which may enter differentiated functions.
-            Leading axes stack weights, as of the layers of a scanned model, with scales of their own.
-        dtype: static; of the array that it stands for, to a model that reads it as a parameter.
-        inputs, outputs: static; the sizes of the parameter's own axes, where it has several for either.
-        transposed: static; it stands for the transposed matrix, of which these are the codes, (..., inputs, outputs).
+        codes: of the transposed matrix, (..., outputs, inputs), as bytes. Leading axes stack weights, such as those of
+            a scanned model, each with scales of its own.
+        dtype: static; of the parameter that it replaces.
+        inputs, outputs: static; the sizes of the parameter's axes, if it has several axes of inputs or outputs.
+        transposed: static; whether it replaces the transposed matrix. Its codes are then (..., inputs, outputs).
     """
 
     codes: QTensor
@@ -46,7 +44,7 @@ class FrozenWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., inputs, outputs); of the parameter with its own axes, where these are several."""
+        """(..., inputs, outputs), with all axes of the parameter."""
         *stacked, outputs, inputs = self.codes.shape
         if self.transposed:
             inputs, outputs = outputs, inputs
@@ -54,15 +52,15 @@ class FrozenWeight:
 
     @property
     def matrix(self) -> "FrozenWeight":
-        """The same as a matrix, or a stack of such."""
+        """The same weight as a matrix, or as a stack of matrices."""
         return dataclasses.replace(self, inputs=(), outputs=())
 
     @property
     def T(self) -> "FrozenWeight":
-        """The transposed matrix, by the same codes.
+        """The transposed matrix, with the same codes.
 
         Raises:
-            ValueError: the codes' scales are not those of a transposed matrix, as those of groups or outputs.
+            ValueError: the scales do not serve the transposed matrix, as scales per group or per output.
         """
         spec = self.codes.spec
         if spec.granularity not in TRANSPOSABLE or spec.expand:
@@ -95,16 +93,16 @@ class FrozenWeight:
 
 
 def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1, 1)) -> FrozenWeight:
-    """A weight as codes of 8 bits, rounded to nearest under scales of its own.
+    """A weight as 8-bit codes, rounded to nearest under scales of its own.
 
     Args:
         w: (..., inputs, outputs), floating; leading axes stack weights.
-        spec: of the transposed matrix: "e4m3", "e4m3:token" (a scale an output), "e4m3:block128", "e4m3:group128"
-            (along the contraction), "e4m3:mx32", or the same of int8.
-        axes: how many of the last axes are inputs and outputs: (1, 2) for a projection (channels, heads, width).
+        spec: of the transposed matrix: "e4m3", "e4m3:token" (one scale per output), "e4m3:block128", "e4m3:group128"
+            (along the contraction), "e4m3:mx32", or the same with int8.
+        axes: how many of the last axes are inputs and outputs, such as (1, 2) for (channels, heads, width).
 
     Raises:
-        ValueError: the weight is no matrix, or the spec has other than 8 bits or rounds stochastically.
+        ValueError: the weight is no matrix, or the spec does not have 8 bits or rounds stochastically.
     """
     spec, (ins, outs) = QuantSpec.parse(spec), axes
     if min(axes) < 1 or w.ndim < sum(axes):
@@ -128,7 +126,7 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
 
 
 def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
-    """Raises ValueError where a recipe's codes are integers and a weight's are not, or the reverse."""
+    """Raises ValueError if the codes of a recipe are integers and those of a weight are not, or the reverse."""
     for name in ("x", "dy"):
         operand_spec = recipe.spec(name)
         if (
@@ -144,7 +142,11 @@ def check_same_kind(recipe: Linear, weight_spec: QuantSpec) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenSource:
-    """The codes of a weight that is not trained as bytes, (outputs, inputs); where `transposed`, (inputs, outputs)."""
+    """The source of a frozen weight, and its residual.
+
+    Attributes:
+        codes: as bytes, (outputs, inputs); (inputs, outputs) if `transposed`.
+    """
 
     codes: QTensor
     transposed: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -157,10 +159,10 @@ class FrozenSource:
         return self
 
     def dgrad_operands(self, dy: Array, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
-        """The operands of the input's gradient: dy (tokens, outputs) and the weight (inputs, outputs).
+        """The operands of dgrad: dy (tokens, outputs) and the weight (inputs, outputs).
 
-        The codes are transposed where their scales serve that (a tensor, blocks, or an output's, which then are part of
-        the gradient that is quantized), else decoded to 16 bits for the time of the product.
+        The codes are transposed if their scales allow it: per tensor, per block, or per output. Scales per output are
+        multiplied into dy. Other codes are decoded to 16 bits for this product.
         """
         w = from_bytes(self.codes)
         if w.spec.granularity == "token" and not w.spec.expand:

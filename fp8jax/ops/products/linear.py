@@ -1,5 +1,6 @@
-"""Linear layers, general products and einsum whose three products follow a recipe."""
+"""Linear layers, `dot_general` and `einsum` with their three matmuls in the formats of a recipe."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, derivatives
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, ArrayFacts, InputFacts, StoredWeight
+from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import (
     OutSharding,
     merge,
@@ -24,7 +25,8 @@ from fp8jax.ops.dispatch.sharding import (
 )
 from fp8jax.ops.products.frozen_weights import FrozenWeight
 from fp8jax.ops.products.operands import Input, input_source
-from fp8jax.ops.products.product import QuantizedWeight, output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.weights import NO_CODES, QuantizedWeight, StepWeight
 from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -40,25 +42,25 @@ def linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
+    """x @ w + bias with the matmuls of a recipe, differentiable in x, w and bias.
 
     Args:
         x: (..., inputs), any floating dtype.
-        w: (inputs, outputs); or what `fp8jax.freeze` made of it, which has no gradient.
+        w: (inputs, outputs), or a weight of `fp8jax.freeze`, which has no gradient.
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
         bias: (outputs,), added in the dtype of the result.
         key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
-            into it (`jax.lax.axis_index`): with one key, errors of rounding do not average out over replicas.
-        quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
-        out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it, which
-            says where JAX requires it; None follows JAX's own rule.
+            into it (`jax.lax.axis_index`): with one key, rounding errors do not average out over replicas.
+        quantized: result of `quantize_weight(w)`; None quantizes `w` in this call.
+        out_sharding: sharding of the result on a mesh with Explicit axes, as of `jax.lax.dot_general`; None follows
+            JAX's own rule.
 
     Returns:
-        (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
+        (..., outputs) in the dtype of `x`. Each gradient has the dtype of its argument.
 
     Raises:
-        ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe; or
-            codes of a frozen weight and of the recipe do not go together.
+        ValueError: shapes do not match, or a key is missing. `quantized` is of another shape or recipe. The codes of a
+            frozen weight are integers and those of the recipe are not, or the reverse.
     """
     out_spec = output_spec(x, w, out_sharding)
     return recipe_dot(
@@ -66,7 +68,7 @@ def linear(
         w,
         require_stateless(recipe),
         key,
-        quantized=quantized,
+        weight=StepWeight.from_codes(quantized),
         out_spec=out_spec,
         bias=bias,
     )
@@ -86,34 +88,31 @@ def dot_general(
     input_facts: InputFacts = NO_INPUT_FACTS,
     bias: Array | None = None,
     on_passthrough: Callable[[Array], None] | None = None,
-    stored_weight: StoredWeight | None = None,
+    weight: StepWeight = NO_CODES,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
-    """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
+    """`jax.lax.dot_general` with the matmuls of a recipe: `lhs` is the input, `rhs` the weight.
 
     Args:
         lhs: input, any rank; its free axes are tokens.
         rhs: weight, any rank; its free axes are outputs.
-        dimension_numbers: as in `jax.lax.dot_general`. Batch axes have products, and scales, of their own.
-        precision: must be JAX's default, None or in another spelling: quantized products have one precision.
-        preferred_element_type: dtype of the result; that of `lhs` if None.
+        dimension_numbers: as in `jax.lax.dot_general`. Each batch element has scales of its own.
+        precision: None, or JAX's default in another spelling.
+        preferred_element_type: dtype of the result; None takes that of `lhs`.
         recipe, key, out_sharding: as of `linear`.
-        input_facts: what the caller knows of `lhs`, as `fp8jax.transform` does: what it is made from, and what other
-            layers have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its
-            layers.
-        quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
-        bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
-        on_passthrough: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
-        stored_weight: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
-        split_sizes: as of `fp8jax.ops.products.product.recipe_dot`; `rhs` then has one free axis and no batch axes.
+        quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs); without batch axes.
+        input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
+        bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
+        on_passthrough: as of `fp8jax.ops.products.product.recipe_dot`, called with `lhs`.
+        weight: as of `recipe_dot`, in place of `quantized`.
+        split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
 
     Returns:
-        The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`; with `split_sizes` several of
-        these.
+        The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`. A tuple with `split_sizes`.
 
     Raises:
-        ValueError: `precision` asks for what a quantized product cannot give, or `quantized` does not fit.
-        ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
+        ValueError: `precision` is not JAX's default, or `quantized` does not fit.
+        ShardingTypeError of JAX: as `jax.lax.dot_general`.
     """
     linear_recipe = require_stateless(recipe)
     if not linear_recipe.is_quantized and linear_recipe.x_residual in (SAME, None):
@@ -132,33 +131,36 @@ def dot_general(
     if batch:
         if bias is not None:
             raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
-        if quantized is not None:
+        if quantized is not None or weight.dgrad_codes is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        y = jax.vmap(lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, out_spec=batched_spec))(x, w, keys)
+        each = StepWeight(both_layouts=weight.both_layouts)
+        y = jax.vmap(lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, weight=each, out_spec=batched_spec))(
+            x, w, keys
+        )
     else:
-        # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
+        # Codes of an input are shared by array, not by contracted axes: only the last axes may be contracted.
         is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
         is_view = is_shareable and c == 1
         matrix_spec = merge_spec(out_spec, (*([1] * len(tokens) if is_view else [len(tokens)]), len(outputs)))
+        if quantized is not None:
+            weight = StepWeight.from_codes(quantized)
         if w is not rhs:
-            stored_weight = stored_weight or StoredWeight(rhs)
-            transposed = rhs.ndim == 2 and not stored_weight.transposed
-            stored_weight = stored_weight.with_step(
-                lambda w: merge(weight_to_matmul_order(w, dimension_numbers), c, len(outputs))
+            weight = weight if weight.values is not None else dataclasses.replace(weight, values=rhs)
+            weight = weight.with_step(
+                lambda w: merge(weight_to_matmul_order(w, dimension_numbers), c, len(outputs)),
+                transposed=rhs.ndim == 2 and not weight.transposed,
             )
-            stored_weight = stored_weight._replace(transposed=transposed)
         y = recipe_dot(
             Input(x, lhs, is_view, input_facts) if is_shareable else Input(x, None, is_view),
             w,
             linear_recipe,
             key,
-            quantized=quantized,
+            weight=weight,
             out_spec=matrix_spec,
             bias=bias,
             on_passthrough=on_passthrough,
-            stored_weight=stored_weight,
             split_sizes=split_sizes,
         )
 
@@ -170,15 +172,18 @@ def dot_general(
 
 
 def to_matmul_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> tuple[Array, Array]:
-    """The operands of a product with their axes as those of matrices: batch, free and contracted axes of the input;
-    batch, contracted and free axes of the weight."""
+    """The operands with their axes in the order of matrices.
+
+    Returns:
+        The input (batch, free, contracted axes) and the weight (batch, contracted, free axes).
+    """
     (contract, _), (batch, _) = dimension_numbers
     free = [i for i in range(lhs.ndim) if i not in (*contract, *batch)]
     return lhs.transpose(*batch, *free, *contract), weight_to_matmul_order(rhs, dimension_numbers)
 
 
 def weight_to_matmul_order(rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
-    """The weight of a product with its axes as `to_matmul_order` has them."""
+    """The weight of `to_matmul_order`."""
     (_, contract), (_, batch) = dimension_numbers
     free = [i for i in range(rhs.ndim) if i not in (*contract, *batch)]
     return rhs.transpose(*batch, *contract, *free)
@@ -195,7 +200,7 @@ def einsum(
     key: Array | None = None,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """`jnp.einsum` of two operands with the products of a recipe: `lhs` is the input, `rhs` the weight.
+    """`jnp.einsum` of two operands with the matmuls of a recipe: `lhs` is the input, `rhs` the weight.
 
     Args:
         subscripts: as in `jnp.einsum`, such as "btd,dhc->bthc" or "...d,dh->...h", with an explicit output.
@@ -205,9 +210,9 @@ def einsum(
         recipe, key, out_sharding: as of `linear`.
 
     Raises:
-        ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone; or as
-            `dot_general`.
-        ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
+        ValueError: the subscripts have another form, repeat an index in an operand, or sum over an index of one operand
+            only; or as `dot_general`.
+        ShardingTypeError of JAX: as `jax.lax.dot_general`.
     """
     dot_general_fn = functools.partial(dot_general, recipe=recipe, key=key)
     return einsum_with(
@@ -225,7 +230,7 @@ def einsum_with(
     *,
     out_sharding: OutSharding = None,
 ) -> Array:
-    """`einsum` by a product that is called as `jax.lax.dot_general`."""
+    """`einsum` computed by a function with the signature of `jax.lax.dot_general`."""
     a, b, out = _parse_subscripts(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
@@ -237,7 +242,7 @@ def einsum_with(
 
 
 def _parse_subscripts(subscripts: str, *ndims: int) -> tuple[str, str, str]:
-    """The indices of both operands and of the output, with an ellipsis spelled out."""
+    """The indices of both operands and of the output, without an ellipsis."""
     inputs, arrow, out = subscripts.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if len(terms) == 2 and "..." in inputs:
@@ -265,13 +270,20 @@ def linears(
     quantized: Sequence[QuantizedWeight | None],
     out_sharding: OutSharding = None,
 ) -> tuple[Array, ...]:
-    """`linear` of one input with several weights, which share its codes and sum its gradients in their backward passes.
+    """`linear` of one input with several weights, which share the codes of the input.
 
-    There XLA makes each sum part of a product. Of sums that JAX makes of three gradients it leaves one a pass of its
-    own: of q, k and v, 0.4 of 11 GB that a Llama-7B layer of 16,384 tokens moves beside its products and attention.
+    The products add the gradients of the input one by one, each within a dgrad matmul. If JAX added them, XLA would
+    leave one of three sums as a pass of its own.
 
     Args:
+        x: (..., inputs).
+        weights: each (inputs, outputs).
         facts: what `x` is made from.
+        quantized: for each weight, the result of `quantize_weight` or None.
+        recipe, key, out_sharding: as of `linear`.
+
+    Returns:
+        (..., outputs) for each weight.
     """
     linear_recipe, passthrough, results = require_stateless(recipe), None, []
     if not weights:
@@ -287,31 +299,28 @@ def linears(
             w,
             linear_recipe,
             key,
-            None,
-            prequantized,
-            out_spec,
-            passthrough,
+            weight=StepWeight.from_codes(prequantized),
+            out_spec=out_spec,
+            passthrough=passthrough,
             returns_input=not is_last,
         )
         results.append(y)
     return tuple(results)
 
 
-_SAMPLE = 64  # channels: of all tokens, since the first of each sequence are alike
+_SAMPLE = 64  # channels, of all tokens: the first tokens of sequences may be equal
 
 
 def key_from_data(x: Array) -> Array:
     """A PRNG key derived from the first channels of an array, for stochastic rounding where no key can be passed.
 
-    The noise then depends on nothing but the data: it needs no state, repeats exactly, and differs between steps and
-    layers because their data do. Inside `jax.shard_map` the data are a device's own, and so is the key: errors of
-    rounding average out over replicas, unless these have the same rows. A pass over all channels would take as long as
-    one that quantizes them.
+    The noise depends on the data alone. It needs no state, repeats exactly, and differs between steps and layers.
+    Inside `jax.shard_map` each device has a key of its own, so that rounding errors average out over replicas.
     """
 
     def hash_bits(x: Array) -> tuple[Array]:
         bits = lax.bitcast_convert_type(x[..., :_SAMPLE].astype(jnp.float32), jnp.uint32)
-        # Mixed before they are summed: of the bits themselves bf16 values would leave 2^16 keys, and -x that of x.
+        # Mix the bits before the sum. Without that, bf16 values would give only 2^16 keys, and -x the key of x.
         bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
         return (jnp.sum(bits ^ (bits >> 15), dtype=jnp.uint32),)
 
@@ -319,14 +328,14 @@ def key_from_data(x: Array) -> Array:
 
 
 def flatten_tokens(x: Array, w: Array | FrozenWeight) -> Array:
-    """The input (..., inputs) as a matrix (tokens, inputs); raises ValueError where it does not fit the weight."""
+    """The input (..., inputs) as a matrix (tokens, inputs); raises ValueError if it does not fit the weight."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)
 
 
 def check_precision(precision: lax.PrecisionLike) -> None:
-    """Raises ValueError for what a quantized product cannot give: any precision that is not JAX's default one."""
+    """Raises ValueError if a precision is not JAX's default."""
     if not is_default_precision(precision):
         raise ValueError(
             f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
@@ -334,10 +343,10 @@ def check_precision(precision: lax.PrecisionLike) -> None:
 
 
 def is_default_precision(precision: Any) -> bool:
-    """Whether a precision is JAX's default in one of its spellings.
+    """Whether a precision is JAX's default.
 
-    They are None, `lax.Precision.DEFAULT`, its names ("default", "fastest", "bfloat16"), a pair of these, one an
-    operand, and `lax.DotAlgorithmPreset.DEFAULT`.
+    Its spellings are None, `lax.Precision.DEFAULT`, its names ("default", "fastest", "bfloat16"), a pair of these, and
+    `lax.DotAlgorithmPreset.DEFAULT`.
     """
     if isinstance(precision, (tuple, list)):
         return len(precision) == 2 and all(map(is_default_precision, precision))
@@ -347,7 +356,7 @@ def is_default_precision(precision: Any) -> bool:
 
 
 def require_stateless(recipe: Recipe | Linear | str) -> Linear:
-    """The part of a recipe that products follow, where these need no state; else ValueError."""
+    """The `Linear` of a recipe; raises ValueError if its scaling needs a state."""
     linear_recipe = linear_part(recipe)
     for operand, strategy in linear_recipe.states.items():
         if strategy.collects_stats:

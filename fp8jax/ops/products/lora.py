@@ -1,7 +1,7 @@
-"""Low-rank adapters beside weights that are not trained (LoRA: Hu et al., 2021, section 4.1): y = x w + s (x a) b.
+"""Low-rank adapters of frozen weights (LoRA: Hu et al., 2021, section 4.1): y = x w + s (x a) b.
 
-The weight may be `FrozenWeight` codes, as in QLoRA (Dettmers et al., 2023), but with products on 8-bit matrix units
-where the device has them; adapters are computed in the input's dtype.
+The weight may be a `FrozenWeight`, as in QLoRA (Dettmers et al., 2023), with products on 8-bit matrix units if the
+device has them. Adapters are computed in the input's dtype.
 """
 
 import dataclasses
@@ -25,11 +25,12 @@ from fp8jax.ops.products.linear import linear
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """The two factors of what is added to a weight.
+    """The two factors of an update to a weight.
 
     Attributes:
-        a: (..., inputs, rank). b: (..., rank, outputs). Leading axes as of the weight.
-        alpha: static; the product of the factors is multiplied by `scale` = alpha / rank.
+        a: (..., inputs, rank), with the leading axes of the weight.
+        b: (..., rank, outputs).
+        alpha: static number. The product of the factors is multiplied by `scale` = alpha / rank.
     """
 
     a: Array
@@ -42,7 +43,7 @@ class Adapter:
 
     @property
     def T(self) -> "Adapter":
-        """Of the transposed weight."""
+        """The adapter of the transposed weight."""
         return dataclasses.replace(self, a=jnp.swapaxes(self.b, -1, -2), b=jnp.swapaxes(self.a, -1, -2))
 
     @property
@@ -51,7 +52,7 @@ class Adapter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it belongs to, (..., inputs, outputs)."""
+        """The shape of the adapted weight, (..., inputs, outputs)."""
         return (*self.a.shape[:-1], self.b.shape[-1])
 
 
@@ -61,10 +62,11 @@ Weight = Array | FrozenWeight
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """A parameter that is not trained with the adapter beside it, in a model's parameters: `adapt` puts it there.
+    """A frozen parameter with its adapter, as `adapt` places it in a model's parameters.
 
     Attributes:
-        weight: an array or what `freeze` made of it. adapter: of this weight as a matrix.
+        weight: an array or a result of `freeze`.
+        adapter: adapter of this weight as a matrix.
     """
 
     weight: Weight
@@ -94,14 +96,14 @@ class AdaptedWeight:
 def init_adapter(
     key: Array, shape: tuple[int, ...], rank: int, alpha: float, dtype: DTypeLike = jnp.float32
 ) -> Adapter:
-    """An adapter that adds nothing yet: `a` uniform within 1 / sqrt(inputs), as of `peft`, and `b` of zeros.
+    """Return an adapter that adds zero: `a` uniform within 1 / sqrt(inputs), as in `peft`, and `b` zero.
 
     Args:
-        key: a PRNG key.
-        shape: (..., inputs, outputs), of the weight.
+        key: PRNG key.
+        shape: (..., inputs, outputs) of the weight.
         rank: columns of `a`.
         alpha: see `Adapter`.
-        dtype: of both factors.
+        dtype: dtype of both factors.
 
     Raises:
         ValueError: the rank is not from 1 to the smaller side of the weight, or alpha is not positive and finite.
@@ -125,21 +127,20 @@ def lora_linear(
     dropout: float = 0.0,
     dropout_key: Array | None = None,
 ) -> Array:
-    """x @ w + scale (x a) b, differentiable in x and the adapter; the weight has no gradient.
+    """Return x @ w + scale (x a) b, differentiable in x and the adapter, but not in the weight.
 
     Args:
-        x: (..., inputs).
-        w: (inputs, outputs), an array or what `freeze` made of it; the recipe's products read it.
-        adapter: of this weight; its factors are cast to the dtype of `x`.
-        recipe, key: as of `fp8jax.linear`.
-        dropout: share of the adapter's inputs that are dropped; needs `dropout_key`.
+        x: (..., inputs), floating.
+        w: (inputs, outputs), an array or a result of `freeze`, for the recipe's products.
+        adapter: adapter of `w`. Its factors are cast to the dtype of `x`.
+        recipe, key: as in `fp8jax.linear`.
+        dropout: rate of dropout on the adapter's input; needs `dropout_key`.
 
     Returns:
         (..., outputs) in the dtype of `x`.
 
     Raises:
-        ValueError: the adapter is of a weight of another shape, the dropout is no share or has no key; or as
-            `fp8jax.linear`.
+        ValueError: the adapter does not fit the weight, dropout is out of range or has no key; or as `fp8jax.linear`.
     """
     check_adapter_shape(adapter, w.shape)
     y = linear(x, w if isinstance(w, FrozenWeight) else lax.stop_gradient(w), recipe=recipe, key=key)
@@ -147,7 +148,7 @@ def lora_linear(
 
 
 def apply_adapter(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None = None) -> Array:
-    """What an adapter adds to a product of `x`: scale (x a) b; see `lora_linear`."""
+    """Return the adapter's part of a product, scale (x a) b; see `lora_linear`."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is a share of the adapter's inputs, from 0 to below 1, got {dropout}")
     if dropout:
@@ -158,9 +159,9 @@ def apply_adapter(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array |
 
 
 def check_adapter_shape(adapter: Adapter, shape: tuple[int, ...], name: str = "the weight") -> None:
-    """Raises ValueError where an adapter is not of a weight of this shape, or its factors of different ranks."""
+    """Raise ValueError if an adapter does not fit a weight of this shape, or its factors have different ranks."""
     w_shape, stacked = tuple(shape), adapter.a.ndim - 2
-    # Of the axes of a parameter that are inputs or outputs, some may be several.
+    # A parameter may have several input or output axes.
     fits = w_shape[:stacked] == adapter.shape[:-2] and any(
         (math.prod(w_shape[stacked:i]), math.prod(w_shape[i:])) == adapter.shape[-2:]
         for i in range(stacked + 1, len(w_shape))
@@ -173,14 +174,15 @@ def check_adapter_shape(adapter: Adapter, shape: tuple[int, ...], name: str = "t
 
 
 def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -> Array:
-    """w + scale a b, computed in fp32.
+    """Return w + scale a b, computed in fp32.
 
     Args:
-        w: (..., inputs, outputs). adapter: of this weight.
-        dtype: of the result; None for that of `w`, fp32 of codes.
+        w: (..., inputs, outputs).
+        adapter: adapter of `w`.
+        dtype: dtype of the result; None means that of `w`, or fp32 for codes.
 
     Raises:
-        ValueError: the adapter is of a weight of another shape.
+        ValueError: the adapter does not fit the weight.
     """
     check_adapter_shape(adapter, w.shape)
     values = w.dequantize() if isinstance(w, FrozenWeight) else w
@@ -189,17 +191,17 @@ def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -
 
 
 def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
-    """The tree with adapters beside the weights of their paths, for a model that `fp8jax` transforms.
+    """Return the tree with `AdaptedWeight` in place of the weights at the adapters' paths.
 
-    `fp8jax.transform`, `fp8jax.linen.quantize` and the checkpointing, scanning and sharding in what they transform take
-    such a tree, and one with frozen weights, in place of the parameters that the model was written for: a product with
-    such a weight is `fp8jax.lora.linear`.
+    `fp8jax.transform` and `fp8jax.linen.quantize` accept such trees, and trees with frozen weights, as parameters, also
+    through checkpointing, scans and sharding. Products with such weights become `fp8jax.lora.linear`.
 
     Args:
-        params: tree of arrays or frozen weights. adapters: by path, as of `init`.
+        params: tree of arrays or frozen weights.
+        adapters: adapters by path, as in `init`.
 
     Raises:
-        ValueError: there is no weight of a path, or one of another shape.
+        ValueError: a path has no weight, or one of another shape.
     """
     weights = _weights_by_path(params, adapters)
     for path, adapter in adapters.items():
@@ -219,16 +221,16 @@ def _is_weight_leaf(x: Any) -> bool:
 
 
 def leaves_by_path(params: Any) -> dict[str, Any]:
-    """The leaves of a tree of parameters by path, steps joined by "/"; frozen weights and QTensors are leaves."""
+    """Return the leaves of a tree of parameters by path, joined by "/". Frozen weights and QTensors are leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_weight_leaf)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def match_matrices(params: Any, targets: str) -> dict[str, Any]:
-    """The matrices of a tree whose paths a regular expression matches as a whole.
+    """Return the matrices of a tree whose whole path matches a regular expression, by path.
 
     Raises:
-        ValueError: it is no regular expression, or matches no matrix; the message lists those there are.
+        ValueError: it is not a regular expression, or matches no matrix. The message lists all matrices.
     """
     try:
         pattern = re.compile(targets)
@@ -251,14 +253,14 @@ def init_adapters(
     dtype: DTypeLike = jnp.float32,
     axes: tuple[int, int] = (1, 1),
 ) -> dict[str, Adapter]:
-    """Adapters of the matrices of a tree whose paths match, by path: what is trained, and an optimizer has states of.
+    """Return new adapters by path for the matrices whose paths match; these are the trainable parameters.
 
     Args:
-        key: a PRNG key.
+        key: PRNG key.
         params: tree of arrays or frozen weights (..., inputs, outputs).
-        rank, alpha, dtype: as of `init_adapter`.
+        rank, alpha, dtype: as in `init_adapter`.
         targets: regular expression of whole paths, such as r".*/(q|v)/kernel".
-        axes: of arrays, as of `freeze`; what is frozen knows its own.
+        axes: input and output axes of arrays, as in `freeze`. Frozen weights store their own.
 
     Raises:
         ValueError: nothing matches; or as `init_adapter`.
@@ -271,7 +273,7 @@ def init_adapters(
 
 
 def matrix_shape(w: Any, axes: tuple[int, int]) -> tuple[int, ...]:
-    """(..., inputs, outputs) of a weight that has so many axes for either."""
+    """Return (..., inputs, outputs) of a weight with `axes` input and output axes."""
     if isinstance(w, FrozenWeight):
         return w.matrix.shape
     n_stacked, ins = len(w.shape) - sum(axes), len(w.shape) - axes[1]
@@ -281,9 +283,9 @@ def matrix_shape(w: Any, axes: tuple[int, int]) -> tuple[int, ...]:
 def freeze_weights(
     params: Any, spec: QuantSpec | str = "e4m3", *, targets: str = ".*kernel", axes: tuple[int, int] = (1, 1)
 ) -> Any:
-    """The tree with those matrices as codes whose paths match; each is made, and can be freed, one after the other.
+    """Return the tree with the matching matrices frozen, one after the other, so that each can be freed.
 
-    Codes lie on a mesh as the weights do. Args as of `freeze`, and `targets`, a regular expression of whole paths.
+    Codes are sharded like the weights. Args as in `freeze`; `targets` is a regular expression of whole paths.
 
     Raises:
         ValueError: nothing matches; or as `freeze`.
@@ -294,10 +296,10 @@ def freeze_weights(
 
 
 def merge_adapters(params: Any, adapters: Mapping[str, Adapter], dtype: DTypeLike | None = None) -> Any:
-    """The tree with adapters merged into the weights of their paths, by `merge_adapter`.
+    """Return the tree with adapters merged into their weights by `merge_adapter`.
 
     Raises:
-        ValueError: there is no weight of a path, or one of another shape.
+        ValueError: a path has no weight, or one of another shape.
     """
     weights = _weights_by_path(params, adapters)
     return _replace_leaves(

@@ -1,29 +1,27 @@
-"""Operand sources: what a product is given for its input and for its weight, and what it saves of each.
+"""Operand sources: how a product gets the codes of its input and of its weight, and what it saves of each.
 
-A product y = x @ w reads both matrices twice: forward, and in the gradient of the other one. A source says where the
-codes come from. All sources have one contract:
+A product y = x @ w reads both matrices twice: in the forward pass, and in the gradient of the other one. All sources
+have one contract:
 
     operand = source.forward(matrix, side)              # codes for the forward product, or the matrix itself
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
     operand = residual.operand(side, cotangent_facts)   # codes for the backward product, from the residual alone
 
-where `cotangent_facts` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes,
-one or one a token, where the gradient's scales may be chosen to go with it, else None.
+`cotangent_facts` are the facts about the gradient of an input. `residual.token_scale` is the scale of its codes, one or
+one per token, if the scales of the gradient may be chosen to go with it, else None.
 
 | source | its codes | its residual |
 |---|---|---|
-| `QuantizeHere` | made in the product, under a given scale or the matrix's own | `ArrayResidual`: the matrix |
-| `PrequantizedInput` | made before, shared by all products of one input | `CodesResidual`: these codes |
-| `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before has saved, and one scale |
-| `PrequantizedWeight` | a weight's, made once a step, for both of its products | `OperandResidual`: the second one's |
-| `FrozenSource` (`frozen_weights`) | a weight's that is not trained, for both products | itself; nothing of the input |
-| `FallbackBlocks` | of an input's blocks, some with a residual, made before | `CodesResidual`: codes given for that |
+| `QuantizeHere` | of an input, made in the product | `ArrayResidual`: the input |
+| `PrequantizedInput` | of an input, made before, shared by its products | `CodesResidual`: these codes |
+| `RecomputableInput` | likewise | `RecomputeResidual`: what the operation before saves, and one scale |
+| `FallbackBlocks` | of an input in blocks, some with a residual, made before | `CodesResidual`: codes given for that |
+| `StepWeight` (`weights`) | of a weight, made in the product or before | itself: codes of dgrad, or the weight |
+| `FrozenSource` (`frozen_weights`) | of a weight that is not trained | itself; nothing of the input |
 
-A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
-for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
-because an FP8 array may not enter a differentiated function. `choose_input_source` and
-`fp8jax.ops.products.weights.choose_weight_source` choose the source: what a product saves is decided there and nowhere
-else.
+Sources and residuals are pytrees without gradients. FP8 codes are in them as bytes, because an FP8 array may not enter
+a differentiated function. `choose_input_source` and `fp8jax.ops.products.weights.weight_source` choose the source, and
+with it what a product saves.
 """
 
 import dataclasses
@@ -49,7 +47,6 @@ from fp8jax.ops.autodiff.residuals import (
     ArrayFacts,
     CotangentFacts,
     InputFacts,
-    Layout,
     Recomputable,
     derive_key,
     from_bytes,
@@ -69,13 +66,13 @@ class Side(NamedTuple):
     """How a recipe quantizes one of the two matrices of a product.
 
     Attributes:
-        forward: in the forward product; None for as it is.
-        backward: in the backward product.
-        residual: what is saved of it, if codes are.
-        transposed: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
-            else it is the other way round.
-        strategy: where per-tensor scales come from, as of `fp8jax.ops.quantization.quantize.quantize`.
-        shares_token_scales: whether the operand of the backward product takes the scales of tokens of both operands
+        forward: spec in the forward product; None reads the matrix itself.
+        backward: spec in the backward product.
+        residual: spec of the codes that are saved, or None.
+        transposed: whether the forward product reads the transposed matrix, and the backward product the matrix. If
+            not, it is the other way round.
+        strategy: of per-tensor scales, as of `fp8jax.ops.quantization.quantize.quantize`.
+        shares_token_scales: whether the operand of the backward product has the scales per token of both operands
             (`fp8jax.ops.quantization.microscaling`).
     """
 
@@ -88,13 +85,13 @@ class Side(NamedTuple):
 
     @property
     def is_per_tensor(self) -> bool:
-        """Whether both products read the matrix under one scale for all of it: cheaper to save than to find again."""
+        """Whether both products use one scale per tensor, which is saved."""
         spec = self.forward
         return spec is not None and spec == self.backward and spec.granularity == "tensor"
 
 
 def input_side(recipe: Linear) -> Side:
-    """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
+    """The side of the input x (tokens, inputs), which wgrad reads transposed."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("x_residual")
     return Side(
         *specs, transposed=False, strategy=recipe.stateless_scaling("x"), shares_token_scales=recipe.shares_token_scales
@@ -102,42 +99,38 @@ def input_side(recipe: Linear) -> Side:
 
 
 def weight_side(recipe: Linear) -> Side:
-    """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
+    """The side of the weight w (inputs, outputs), which the forward product reads transposed."""
     return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.stateless_scaling("w"))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scale"],
-    meta_fields=["is_scale_clamped", "layout", "transposed"],
+    meta_fields=["is_scale_clamped"],
 )
 @dataclasses.dataclass(frozen=True)
 class ArrayResidual:
-    """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
+    """The matrix itself, and the scale of its codes if both products use one.
 
-    `is_scale_clamped` says whether codes were made under that, `transposed` as of `QuantizeHere`.
+    `is_scale_clamped` says whether codes were made under that scale before.
     """
 
-    values: Any
+    values: Array
     scale: Array | None
     is_scale_clamped: bool
-    layout: Layout | None = None
-    transposed: bool = False
     token_scale = None
 
     def __str__(self) -> str:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
 
     def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
-        values = self.values if self.layout is None else self.layout(self.values)
         return encode(
-            values,
+            self.values,
             side.backward,
             side.strategy,
             scale=self.scale,
             is_scale_clamped=self.is_scale_clamped,
-            transposed=not side.transposed,
-            x_is_transposed=self.transposed,
+            transposed=True,
         )
 
 
@@ -165,7 +158,7 @@ class CodesResidual:
             return codes.dequantize(jnp.bfloat16).T
         if spec == codes.spec and spec.granularity in TRANSPOSABLE:
             return transpose(codes)
-        # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
+        # Without the barrier XLA decodes the codes once for both products, and keeps the fp32 values.
         codes = from_bytes(lax.optimization_barrier(self.codes))
         return encode(codes.dequantize(), spec, side.strategy, transposed=True)
 
@@ -175,7 +168,7 @@ class CodesResidual:
 )
 @dataclasses.dataclass(frozen=True)
 class RecomputeResidual:
-    """What the operation has saved that made the input, and the scale of the input's codes: one, or one a token."""
+    """The residuals of the operation that made the input, and the scale of the input's codes: one, or one per token."""
 
     operation: Recomputable
     residuals: Any
@@ -220,50 +213,22 @@ class RecomputeResidual:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OperandResidual:
-    """The operand of the backward product, its codes as bytes."""
-
-    codes: QTensor
-    token_scale = None
-
-    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
-        return from_bytes(self.codes)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout", "transposed"]
-)
-@dataclasses.dataclass(frozen=True)
 class QuantizeHere:
-    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
+    """An input that the product quantizes, under a given fp32 scale if there is one. The product saves `values`.
 
-    Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
-    parameter is saved, of which the layout makes it again. `transposed` says that the matrix is the transpose of what
-    lies in memory, as of `StoredWeight`: that is what is quantized then, and no transposed copy of the values is made.
+    Products of one input save the same array.
     """
 
-    scale: Array | None = None
-    values: Any = None
-    layout: Layout | None = None
-    transposed: bool = False
+    scale: Array | None
+    values: Array
 
     def forward(self, matrix: Array, side: Side) -> ForwardOperand:
-        return encode(
-            matrix,
-            side.forward,
-            side.strategy,
-            scale=self.scale,
-            transposed=side.transposed,
-            x_is_transposed=self.transposed,
-        )
+        return encode(matrix, side.forward, side.strategy, scale=self.scale)
 
     def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> ArrayResidual:
         keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
-        values = matrix if self.values is None else self.values
         scale = operand.scale if keeps_scale else convert_scale_to_spec(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return ArrayResidual(
-            values, with_checkpoint_name(scale, PRODUCT_AUX), keeps_scale, self.layout, self.transposed
-        )
+        return ArrayResidual(self.values, with_checkpoint_name(scale, PRODUCT_AUX), keeps_scale)
 
 
 @jax.tree_util.register_dataclass
@@ -271,7 +236,7 @@ class QuantizeHere:
 class PrequantizedInput:
     """Codes of an input that were made before, as bytes, (tokens, inputs), as the recipe saves them.
 
-    The forward product reads them, too, unless the recipe saves others than it multiplies.
+    The forward product reads them if the recipe saves the codes that it multiplies.
     """
 
     codes: QTensor
@@ -291,7 +256,10 @@ class PrequantizedInput:
 )
 @dataclasses.dataclass(frozen=True)
 class RecomputableInput:
-    """An input that the operation before makes again from what it has saved; `forward_source` is its source forward."""
+    """An input that the operation before recomputes from its residuals.
+
+    `forward_source` is its source in the forward pass.
+    """
 
     operation: Recomputable
     residuals: Any
@@ -302,44 +270,16 @@ class RecomputableInput:
 
     def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> RecomputeResidual:
         codes, scale = getattr(self.forward_source, "codes", None), None
-        # One scale is cheaper to save than to find again (COAT, section D).
+        # One scale is cheaper to save than to recompute (COAT, section D).
         if codes is not None and (codes.spec.granularity == "tensor" or side.shares_token_scales):
             scale = codes.scale
         return RecomputeResidual(self.operation, self.residuals, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight as the products read it, made once for all calls of a step by `quantize_weight`.
-
-    Codes are kept as bytes, which unlike FP8 arrays may enter a differentiated function.
-
-    Attributes:
-        forward: (outputs, inputs).
-        dgrad: (inputs, outputs).
-    """
-
-    forward: QTensor
-    dgrad: QTensor
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PrequantizedWeight:
-    """A weight whose codes for both products were made before; the weight itself is not saved."""
-
-    weight: QuantizedWeight
-
-    def forward(self, matrix: Array, side: Side) -> ForwardOperand:
-        return from_bytes(self.weight.forward)
-
-    def residual(self, matrix: Array, operand: ForwardOperand, side: Side) -> OperandResidual:
-        return OperandResidual(self.weight.dgrad)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FallbackBlocks:
-    """An input in int8 blocks, some of which have fallen back, and the codes that are saved of it, as bytes."""
+    """An input in int8 blocks, some of which fall back to 16 bits, and the codes that are saved, as bytes."""
 
     fallback_tensor: FallbackTensor
     codes: QTensor
@@ -351,8 +291,8 @@ class FallbackBlocks:
         return CodesResidual(self.codes)
 
 
-Source = QuantizeHere | PrequantizedInput | RecomputableInput | PrequantizedWeight | FallbackBlocks
-Residual = ArrayResidual | CodesResidual | RecomputeResidual | OperandResidual
+Source = QuantizeHere | PrequantizedInput | RecomputableInput | FallbackBlocks
+Residual = ArrayResidual | CodesResidual | RecomputeResidual
 
 
 def choose_input_source(
@@ -364,15 +304,15 @@ def choose_input_source(
     facts: ArrayFacts = NO_FACTS,
     get_or_compute: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> Source:
-    """The source of an input, and with it what the product saves of it.
+    """The source of an input, which decides what the product saves of it.
 
     Args:
         x: (tokens, inputs).
         side: how the recipe quantizes it.
-        key: for codes that are saved rounded stochastically.
-        scale: fp32, given for its codes in the forward product; None takes it from `x`.
-        facts: what is known of `x`.
-        get_or_compute: gives what another product has made so of `x` to save it, or makes it.
+        key: PRNG key for saved codes that are rounded stochastically.
+        scale: fp32, given for its codes in the forward product; None computes it from `x`.
+        facts: what is known about `x`.
+        get_or_compute: `get_or_compute(make)` returns what another product saves of `x`, or `make()`.
     """
     source: QuantizeHere | PrequantizedInput
     residual_spec = side.residual
@@ -398,22 +338,33 @@ def choose_input_source(
             )
 
         source = PrequantizedInput(get_or_compute(make_residual), scale)
-    # Codes rounded stochastically can be made again only with their key.
+    # Codes that are rounded stochastically cannot be recomputed without their key.
     if facts.recompute_rule is None or (residual_spec is not None and residual_spec.rounding == "stochastic"):
         return source
     return RecomputableInput(*facts.recompute_rule, source)
 
 
 def convert_scale_to_spec(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:
-    """A given scale of the forward product's codes, for other codes of the matrix."""
+    """The scale given for the codes of the forward product, converted for codes of another format."""
     if scale is None or forward is None or spec is None:
         return scale
     return scaling.convert_scale(scale, formats.get(forward.format), formats.get(spec.format))
 
 
-def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **options: Any) -> QTensor:
-    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes; arguments as of `encode`."""
-    q = encode(lax.stop_gradient(x), spec, strategy, **options)
+def make_codes(
+    x: Array,
+    spec: QuantSpec,
+    strategy: Scaling,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    transposed: bool = False,
+    fused_output: fused_outputs.FusedOutput | None = None,
+) -> QTensor:
+    """Codes of a matrix, or of its transposed copy, as bytes and without a gradient; arguments as of `encode`."""
+    q = encode(
+        lax.stop_gradient(x), spec, strategy, key=key, scale=scale, transposed=transposed, fused_output=fused_output
+    )
     assert isinstance(q, QTensor)
     return to_bytes(q)
 
@@ -430,10 +381,18 @@ def encode(
     fused_output: fused_outputs.FusedOutput | None = None,
     x_is_transposed: bool = False,
 ) -> Operand:
-    """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
+    """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
-    `is_scale_clamped` says of a scale that codes were made under it before; `x_is_transposed`, that the matrix is a
-    transpose itself, which XLA takes back.
+    Args:
+        x: the matrix.
+        spec: of the codes, or None.
+        strategy: of per-tensor scales.
+        key: PRNG key for stochastic rounding.
+        scale: given scale; None computes it from `x`.
+        is_scale_clamped: whether codes were made under `scale` before.
+        transposed: whether to return the transposed copy.
+        fused_output: what kernels compute `x` from.
+        x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
     """
     if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
@@ -451,13 +410,13 @@ def encode(
 
 
 class Input(NamedTuple):
-    """What a product reads, and what is known of it.
+    """The input of a product, and what is known about it.
 
     Attributes:
-        matrix: (tokens, inputs); where it is no view of `source`, the first axes may be several.
-        source: the user's array that it is made of, by which products that share an input are known; None for itself.
-        is_view: whether `source` is (..., inputs), so that gradients flow to it; it may have other axes.
-        input_facts: what the caller knows of `source`.
+        matrix: (tokens, inputs). If it is no view of `source`, it may have several axes of tokens.
+        source: the user's array from which it is made; None for itself. Products that read one source share its codes.
+        is_view: whether `source` is (..., inputs), so that gradients flow to it.
+        input_facts: facts about `source`.
     """
 
     matrix: Array
@@ -467,7 +426,7 @@ class Input(NamedTuple):
 
     @property
     def source_or_matrix(self) -> Array:
-        """The array by which it is known."""
+        """The user's array."""
         return self.matrix if self.source is None else self.source
 
     @property
@@ -477,17 +436,14 @@ class Input(NamedTuple):
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """Where the codes of an input come from, for `recipe_dot_from_source`.
-
-    Arguments as of `recipe_dot`, `scale` as of its `scales`.
-    """
+    """The source of an input, for `recipe_dot_from_source`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
         facts = facts._replace(recompute_rule=(ALREADY_SAVED, source))
     fused_output = facts.fused_output if x.is_view and source.shape[-1] == matrix.shape[-1] else None
     facts = facts._replace(fused_output=fused_output and fused_output.cast(matrix.dtype))
-    # Layers whose scales come from states of their own share codes under that of the first one.
+    # Layers with scaling states of their own share the codes made under the scale of the first layer.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = facts.scale_for(recipe) if scale is None else scale
     subkey = None if side.residual is None else derive_key(key, side.residual, "x_residual")
@@ -500,10 +456,10 @@ def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | Non
 
 
 def gradient_key(recipe: Linear, key: Array | None, uses: Sequence[str] = ("dy", "dy_wgrad")) -> Array | None:
-    """The key for codes of the output's gradient in these uses; None where they are rounded to nearest.
+    """The key for codes of the output's gradient in these uses; None if they are rounded to nearest.
 
     Raises:
-        ValueError: they are not, and there is no key.
+        ValueError: they are rounded stochastically, and `key` is None.
     """
     stochastic_specs = [s for use in uses if (s := recipe.spec(use)) is not None and s.rounding == "stochastic"]
     return derive_key(key, stochastic_specs[0], "dy") if stochastic_specs else None
@@ -517,10 +473,10 @@ def fallback_input_source(
     threshold: Array,
     input_facts: InputFacts = NO_INPUT_FACTS,
 ) -> tuple[Array, FallbackBlocks]:
-    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
+    """As `input_source`, of an input in blocks. Blocks above `threshold`, an fp32 scalar, fall back to 16 bits.
 
     Raises:
-        ValueError: the recipe rounds what it saves stochastically, and there is no key.
+        ValueError: the recipe rounds saved codes stochastically, and `key` is None.
     """
     side = input_side(recipe)
     spec, residual_spec = side.forward, side.residual
@@ -541,5 +497,5 @@ def fallback_input_source(
     codes = input_facts.get_or_compute(
         use, lambda: with_checkpoint_name(make_residual(), INPUT), None, None if subkey is None else key
     )
-    # Another product of this input may have made what is saved; thresholds are each layer's own.
+    # Another product may have made the saved codes. Each layer has a threshold of its own.
     return source, FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)

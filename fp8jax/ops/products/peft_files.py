@@ -1,7 +1,6 @@
-"""Adapters in the files of `peft`: adapter_config.json and adapter_model.safetensors, written and read.
+"""Adapter files of `peft`: reads and writes adapter_config.json and adapter_model.safetensors.
 
-There a matrix is (outputs, inputs) and each layer has tensors of its own; here it is (inputs, outputs), and layers may
-be stacked.
+In peft matrices are (outputs, inputs), one per layer. Here they are (inputs, outputs), and layers may be stacked.
 """
 
 import hashlib
@@ -18,32 +17,32 @@ import numpy as np
 
 from fp8jax.ops.products.lora import Adapter
 
-# The entry of `__metadata__`: a JSON object of digests by the names of all tensors of the file.
+# Entry of `__metadata__`: a JSON object of digests by tensor name.
 KEY = "fp8jax.sha256"
 
 
 def digest(array: np.ndarray) -> str:
-    """SHA-256 of dtype, shape and bytes in row-major order, in hexadecimal digits."""
+    """Return the SHA-256 of dtype, shape and row-major bytes, in hexadecimal."""
     hasher = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
-    # Extension dtypes (bfloat16, float8) have no buffer interface of their own.
+    # Extension dtypes (bfloat16, float8) have no buffer interface.
     hasher.update(np.ascontiguousarray(array).view(np.uint8))
     return hasher.hexdigest()
 
 
 def entries(tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Entries of `__metadata__` for a file of these tensors."""
+    """Return the entries of `__metadata__` for a file of these tensors."""
     return {KEY: json.dumps({name: digest(x) for name, x in tensors.items()})}
 
 
 def read(metadata: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, str]:
-    """The digests of a file by the name of the tensor; empty for a file without digests.
+    """Return the digests of a file by tensor name; empty for a file without digests.
 
     Args:
         metadata: `__metadata__` of the file.
-        names: of its tensors.
+        names: names of its tensors.
 
     Raises:
-        ValueError: the digests are not those of these tensors.
+        ValueError: the digests do not match the names.
     """
     if not metadata or KEY not in metadata:
         return {}
@@ -59,38 +58,38 @@ def read(metadata: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, 
 
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Settings of peft that change nothing of what a saved adapter computes, and those read here. Any other one, in this
-# version of peft or in a later one, has to be empty.
+# Settings of peft that do not change a saved adapter's result, and those read here. All others, also of later versions,
+# must be empty.
 _KNOWN_SETTINGS = {
     *("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
     *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "init_lora_weights", "layers_pattern"),
     *("peft_version", "megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "runtime_config"),
 }
 _EMPTY_VALUES: tuple[Any, ...] = ("none", {}, [])
-# Of these alone the base is what it was; others, such as PiSSA, train beside another one.
+# Initialisations that keep the base weight. Others, such as PiSSA, train with another one.
 _INITS_KEEPING_BASE = (True, False, "gaussian", "orthogonal", "eva")
-# Settings that change what an adapter computes, which `save` writes beside the weights, too.
+# Settings that change an adapter's result. `save` also writes them to the file of weights.
 _CHECKED_SETTINGS, _SETTINGS_KEY = ("r", "lora_alpha", "use_rslora"), "fp8jax.adapter"
 
 
 def save(
     folder: Path | str, adapters: Mapping[str, Adapter], names: Mapping[str, str], *, base: str = "", dropout: float = 0
 ) -> None:
-    """Writes adapters, fp32, as `peft.PeftModel.from_pretrained(model, folder)` reads them.
+    """Write adapters, fp32, in the format of `peft.PeftModel.from_pretrained(model, folder)`.
 
-    The file of weights also holds a digest of each tensor, and the rank and alpha, by which `load` finds damage.
+    The file of weights also holds digests of the tensors, rank and alpha, with which `load` detects damage.
 
     Args:
-        folder: made where missing.
-        adapters: by path, all of one rank and alpha, as `fp8jax.lora.init` or `fp8jax.nnx.adapters` gives them.
-        names: by path the name of the module there, with {} for the number of the layer where layers are stacked:
-            "model.layers.{}.self_attn.q_proj".
-        base: name or folder of the model that they belong to.
-        dropout: that they were trained with.
+        folder: created if missing.
+        adapters: adapters by path, of one rank and alpha, from `fp8jax.lora.init` or `fp8jax.nnx.adapters`.
+        names: peft's module name by path, such as "model.layers.{}.self_attn.q_proj". {} is the number of a stacked
+            layer.
+        base: name or folder of the base model.
+        dropout: dropout rate of the training.
 
     Raises:
-        ValueError: a path has no name, or adapters have several ranks or alphas; or a name has {} and its adapter is
-            not stacked once, or the reverse; or alpha is not positive and finite.
+        ValueError: a path has no name, adapters differ in rank or alpha, or alpha is not positive and finite. Or a name
+            has {} and its adapter is not stacked once, or the reverse.
         ModuleNotFoundError: the package safetensors is not installed.
     """
     folder, safetensors = Path(folder), _import_safetensors()
@@ -130,7 +129,7 @@ def save(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-    # The weights last, and in one step: a folder that was cut short has none.
+    # Write the weights last and atomically, so that an incomplete folder has none.
     partial_path = folder / f"{WEIGHTS}.partial"
     settings = {name: config[name] for name in _CHECKED_SETTINGS}
     metadata = {"format": "pt", _SETTINGS_KEY: json.dumps(settings), **entries(tensors)}
@@ -139,19 +138,18 @@ def save(
 
 
 def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -> dict[str, Adapter]:
-    """Adapters by path, fp32, stacked where the name has {}; of the paths that the files have tensors of.
+    """Return the adapters of the files by path, fp32, stacked if the name has {}.
 
     Args:
-        folder: with both files.
-        names: as of `save`.
-        verify: compare tensors, rank and alpha with the digests that `save` writes; False after an intended change.
-            Files of other programs have no digests, and nothing is compared.
+        folder: folder with both files.
+        names: as in `save`.
+        verify: whether to compare tensors, rank and alpha with the digests of `save`. Use False after an intended
+            change. Files of other programs have no digests and are not verified.
 
     Raises:
-        ValueError: a file is missing or damaged; a setting changes what is computed in a way that is not known here, or
-            is no number that it can be; or tensors have other names, are missing in some layer, or are of different
-            shapes. The message names it.
-        ModuleNotFoundError: as `save`.
+        ValueError: a file is missing or damaged, a setting is unsupported or invalid, or tensors have unknown names,
+            missing layers or different shapes. The message has the details.
+        ModuleNotFoundError: as in `save`.
     """
     folder, safetensors = Path(folder), _import_safetensors()
     config = _read_config(folder / CONFIG)
@@ -172,7 +170,7 @@ def load(folder: Path | str, names: Mapping[str, str], *, verify: bool = True) -
     )
     if layers != list(range(len(layers))) or not found:
         raise ValueError(f"{folder / WEIGHTS} has adapters of the layers {layers}, not of all from 0 on")
-    # Rank-stabilised: alpha over the root of the rank.
+    # Rank-stabilised LoRA divides alpha by the root of the rank.
     alpha = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
     return {path: _stack_adapter(folder, names[path], parts, layers, rank, alpha) for path, parts in found.items()}
 
@@ -198,7 +196,7 @@ def _stack_adapter(
 
 
 def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | None) -> dict[str, np.ndarray]:
-    """All tensors of the file of weights; with a config, compared with the digests in the file."""
+    """Return all tensors of the file of weights. With a config, verify the digests of the file."""
     path = folder / WEIGHTS
     try:
         if not path.is_file():
@@ -207,7 +205,7 @@ def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | No
         with safetensors.safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
         expected = read(metadata, tensors) if config is not None else {}
-    except Exception as error:  # of the library, OSError, and ValueError
+    except Exception as error:  # the library's own, OSError and ValueError
         raise ValueError(f"{path} cannot be read ({error})") from None
     for name, value in expected.items():
         if digest(tensors[name]) != value:
@@ -227,7 +225,7 @@ def _read_tensors(folder: Path, safetensors: Any, config: Mapping[str, Any] | No
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A configuration whose settings but rank, alpha and `use_rslora` change nothing."""
+    """Return a configuration in which only rank, alpha and `use_rslora` affect the result."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no regular file")
@@ -235,7 +233,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error!r})") from None
-    # Ranks of more than 31 bits are no array's.
+    # No array has a rank of more than 31 bits.
     if type(rank) is not int or not 0 < rank < 2**31:
         raise ValueError(
             f"{path} cannot be read (r is {_format_setting(rank)}, and a rank is a whole number from 1 on)"
@@ -259,14 +257,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_alpha(value: Any) -> bool:
-    """Whether a value is a number that is positive and finite in fp32, in which adapters are scaled."""
+    """Return whether a value is a number that is positive and finite in fp32, the dtype of the scale."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 2.0**-126 <= value < 2**128 - 2**103
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether the value of a setting says that it is not used; the number 0 does not."""
+    """Return whether a setting's value means unused. The number 0 does not."""
     return value is None or value is False or (isinstance(value, str | dict | list) and value in _EMPTY_VALUES)
 
 

@@ -1,9 +1,14 @@
-"""The differentiable product under every linear: the three products of a recipe over two operand sources.
+"""The differentiable matrix product under every linear layer.
 
-The input is quantized outside of the differentiated function, from its value alone: its codes then are an argument of
-that function, several products that read one input share them, and the input itself is not saved. What is saved of each
-matrix its source says (`fp8jax.ops.products.operands`); `_forward` puts that together with what else the backward pass
-needs.
+    y  = x @ w + bias      "forward"
+    dx = dy @ w.T          "dgrad"
+    dw = x.T @ dy          "wgrad"
+
+A recipe gives the format in which each of the three matmuls reads its operands. The source of an operand
+(`fp8jax.ops.products.operands`) makes its codes, and decides what is saved of it for the backward pass.
+
+The input is quantized outside of the `jax.custom_vjp` function, from its value alone. Its codes are an argument of that
+function: products of one input share them, and the input itself need not be saved.
 """
 
 import functools
@@ -22,15 +27,15 @@ from fp8jax.core.recipe import SAME, Linear
 from fp8jax.ops.autodiff import gradient_facts
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
 from fp8jax.ops.autodiff.gradient_facts import GradientFacts
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, StoredWeight, match_vmap_axes
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, match_vmap_axes
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
 from fp8jax.ops.matmul.matmul import Operand, matmul
 from fp8jax.ops.products import cotangent
 from fp8jax.ops.products.frozen_weights import FrozenSource, FrozenWeight
 from fp8jax.ops.products.operands import (
+    ForwardOperand,
     Input,
-    QuantizeHere,
     Residual,
     Source,
     gradient_key,
@@ -38,20 +43,20 @@ from fp8jax.ops.products.operands import (
     input_source,
     weight_side,
 )
-from fp8jax.ops.products.operands import QuantizedWeight as QuantizedWeight
-from fp8jax.ops.products.weights import choose_weight_source, quantize_both_for_grad, quantize_both_layouts
+from fp8jax.ops.products.weights import NO_CODES, BothLayouts, StepWeight, weight_source
+from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
 
 
 class Scales(NamedTuple):
-    """Scales that a product is given: fp32 scalars, each None where the tensor itself has the scale.
+    """Scales that the caller gives, fp32 scalars. A scale that is None is computed from the tensor.
 
     Attributes:
         x: scale of the input.
         w: scale of the weight.
-        dy_amax: largest magnitude expected of the output's gradient; 0 takes that of the gradient itself.
-        amax_slot: its cotangent becomes the largest magnitude of the output's gradient; given with `dy_amax`.
+        dy_amax: expected amax of the output's gradient; 0 takes the amax of the gradient itself.
+        amax_slot: any scalar, given with `dy_amax`. Its cotangent is the measured amax of the output's gradient.
     """
 
     x: Array | None = None
@@ -61,16 +66,16 @@ class Scales(NamedTuple):
 
 
 class ProductConfig(NamedTuple):
-    """What is static about a product.
+    """The static part of a product.
 
     Attributes:
-        recipe: what it computes with.
-        has_passthrough: whether its input came through another product.
-        returns_input: whether it passes its input on.
-        out_spec: the sharding of its result on a mesh with Explicit axes, else None.
-        gradient_facts: what is known of gradients.
-        name: for messages.
-        split_sizes: of the arrays that the result is, side by side; None for one.
+        recipe: formats and scalings of the three matmuls.
+        has_passthrough: whether the input arrives through an earlier product of the same input.
+        returns_input: whether the input is returned for a later product of the same input.
+        out_spec: sharding of the result on a mesh with Explicit axes, else None.
+        gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
+        name: of the product, for error messages.
+        split_sizes: widths of the arrays into which the result is split along its last axis; None for one array.
     """
 
     recipe: Linear
@@ -79,23 +84,48 @@ class ProductConfig(NamedTuple):
     out_spec: tuple[Any, ...] | None
     gradient_facts: GradientFacts
     name: str
-    split_sizes: tuple[int, ...] | None = None
+    split_sizes: tuple[int, ...] | None
+
+
+class Operands(NamedTuple):
+    """The arguments of the `jax.custom_vjp` function. Its backward pass returns their cotangents in the same record.
+
+    Attributes:
+        x: input (..., inputs).
+        passthrough: the same input as an earlier product returned it, or None. Its cotangent is then the gradient.
+        w: weight (inputs, outputs); None if it is frozen.
+        bias: (outputs,), or None.
+        x_source, w_source: sources of their codes. No gradient.
+        key: PRNG key for gradients that are rounded stochastically, or None.
+        scales: given scales, or None.
+        token: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
+    """
+
+    x: Array | None = None
+    passthrough: Array | None = None
+    w: Array | None = None
+    bias: Array | None = None
+    x_source: Source | None = None
+    w_source: StepWeight | FrozenSource | None = None
+    key: Array | None = None
+    scales: Scales | None = None
+    token: Array | None = None
 
 
 class Residuals(NamedTuple):
     """What a product saves for its backward pass.
 
     Attributes:
-        x, w: of its input and its weight, what their sources say; of the input of a frozen weight nothing.
-        kinds: dtype and sharding of both, but of a frozen weight; and of the bias, if there is one.
-        key: for gradients rounded stochastically.
-        scales: given ones.
-        token: of the arrays that gradients flow to; None where nothing is in 8 bits.
+        x, w: what the sources of input and weight save. The input of a frozen weight is not saved.
+        x_kind, w_kind, bias_kind: dtypes and shardings of the gradients; None if there is no such gradient.
+        key, scales, token: as of `Operands`; the token is None if nothing is in 8 bits.
     """
 
     x: Residual | None
-    w: Residual | FrozenSource
-    kinds: tuple[DtypeAndSharding, DtypeAndSharding | None, DtypeAndSharding | None]
+    w: StepWeight | FrozenSource
+    x_kind: DtypeAndSharding
+    w_kind: DtypeAndSharding | None
+    bias_kind: DtypeAndSharding | None
     key: Array | None
     scales: Scales | None
     token: Array | None
@@ -108,50 +138,45 @@ def recipe_dot(
     key: Array | None,
     *,
     scales: Scales | None = None,
-    quantized: QuantizedWeight | None = None,
+    weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
     bias: Array | None = None,
     on_passthrough: Callable[[Array], None] | None = None,
-    stored_weight: StoredWeight | None = None,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
-    """x @ w + bias with the products of a recipe.
+    """x @ w + bias, with the three matmuls in the formats of a recipe.
 
     Args:
-        x: (tokens, inputs), with what is known of it.
-        w: (inputs, outputs); what is frozen has no gradient.
-        recipe: what the products compute with.
+        x: (tokens, inputs), and what is known about it.
+        w: (inputs, outputs). A frozen weight has no gradient.
+        recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
-        scales: given scales; None takes them from the tensors.
-        quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
-        out_spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
+        scales: given scales; None computes them from the tensors.
+        weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
+        out_spec: sharding of the result on a mesh with Explicit axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
-        on_passthrough: is given `x.source` for what else reads it, whose gradients then are added in this backward
-            pass.
-        stored_weight: what `w` is made of, to be saved in its place; or None.
-        split_sizes: of the arrays that the result is to be, side by side (`fp8jax.ops.quantization.packed`); None for
-            one.
+        on_passthrough: called with `x.source`, for its other readers. Their gradients are then added in the backward
+            pass of this product.
+        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.packed`), or
+            None.
 
     Returns:
-        (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`; with `split_sizes` several of them.
+        (..., outputs) in the dtype of `x`, where `x.value` is (..., inputs). A tuple of these with `split_sizes`.
 
     Raises:
-        ValueError: a key is missing, or as `choose_weight_source`.
+        ValueError: the key is missing, or as `weight_source`.
     """
-    x_source = input_source(x, recipe, key, scales and scales.x)
-    returns_input = on_passthrough is not None and x.value is x.source
     y, passthrough = recipe_dot_from_source(
         x.value,
-        x_source,
+        input_source(x, recipe, key, scales and scales.x),
         w,
         recipe,
         key,
-        scales,
-        quantized,
-        out_spec,
-        returns_input=returns_input,
+        scales=scales,
+        weight=weight,
+        out_spec=out_spec,
+        returns_input=on_passthrough is not None and x.value is x.source,
         bias=bias,
-        stored_weight=stored_weight,
         split_sizes=split_sizes,
     )
     if on_passthrough is not None and passthrough is not None:
@@ -165,118 +190,164 @@ def recipe_dot_from_source(
     w: Array | FrozenWeight,
     recipe: Linear,
     key: Array | None,
-    scales: Scales | None,
-    quantized: QuantizedWeight | None,
+    *,
+    scales: Scales | None = None,
+    weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
     passthrough: Array | None = None,
     returns_input: bool = False,
     bias: Array | None = None,
-    stored_weight: StoredWeight | None = None,
     split_sizes: tuple[int, ...] | None = None,
 ) -> tuple[Any, Array | None]:
-    """`recipe_dot` of a source, as one of several of one input, whose gradients are summed in their backward passes.
+    """`recipe_dot` of an input whose source is given, which several products may share.
+
+    Products of one input can be chained: each one takes the input that the product before returned, and returns it for
+    the next. The gradients of the input are then added one by one along the chain, each within a dgrad matmul.
 
     Args:
-        x: the array that gradients flow to. x_source: where its codes come from, as `input_source` says.
-        passthrough: the input as the product before passed it on; gradients flow to it.
-        returns_input: whether to pass it on.
-        bias, stored_weight, split_sizes: as of `recipe_dot`.
+        x: the array that the gradient flows to.
+        x_source: source of its codes, as of `input_source`.
+        passthrough: the input as the product before returned it, or None.
+        returns_input: whether to return the input.
+        w, recipe, key, scales, weight, out_spec, bias, split_sizes: as of `recipe_dot`.
 
     Returns:
-        The product, and the input for the next one; or None.
+        The product, and the input for the next product or None.
     """
-    run_facts, quantizes_here = gradient_facts.current(), quantized is None and not isinstance(w, FrozenWeight)
-    if quantizes_here and scales is None and run_facts.is_unrolled:
-        quantized = quantize_both_layouts(w, recipe)  # type: ignore[arg-type]
-    w_source = choose_weight_source(w, recipe, scale=scales and scales.w, quantized=quantized)
-    if passthrough is not None and jax.typeof(passthrough) != jax.typeof(x):  # it may vary over more mesh axes
-        passthrough = None
-    is_frozen, out_spec = isinstance(w, FrozenWeight), out_spec or output_spec(x, w, None)
+    is_frozen = isinstance(w, FrozenWeight)
+    w_source = weight_source(w, recipe, weight=weight, scale=scales and scales.w)
+    if passthrough is not None and jax.typeof(passthrough) != jax.typeof(x):
+        passthrough = None  # it varies over more mesh axes than x
+    out_spec = out_spec or output_spec(x, w, None)
     name = derivatives.qualified_op_name(f"a product of {x.shape} and {'a frozen weight' if is_frozen else w.shape}")
     dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
+
     trained_w = None if isinstance(w, FrozenWeight) else w
-    x, passthrough, *weight_and_bias = match_varying_axes(x, passthrough, trained_w, bias)  # type: ignore[assignment]
-    if stored_weight is not None and isinstance(w_source, QuantizeHere):
+    x, passthrough, trained_w, bias = match_varying_axes(x, passthrough, trained_w, bias)  # type: ignore[assignment]
+    if isinstance(w_source, StepWeight) and w_source.values is not None:
         axes = frozenset(varying_axes(x))
-        w_source = QuantizeHere(w_source.scale, *stored_weight.with_step(lambda w: cast_varying_over(w, axes)))
-    token = derivatives.second_order_guard(name, x, passthrough, *weight_and_bias)
-    config = ProductConfig(recipe, passthrough is not None, returns_input, out_spec, run_facts, name, split_sizes)
-    y, next_passthrough = _product(config, x, passthrough, *weight_and_bias, x_source, w_source, dy_key, scales, token)
-    return jax.tree.map(
-        lambda y: derivatives.check_differentiable_dtypes("a product", y, x, passthrough, *weight_and_bias), y
-    ), next_passthrough
+        w_source = w_source.with_step(lambda w: cast_varying_over(w, axes))
+    token = derivatives.second_order_guard(name, x, passthrough, trained_w, bias)
+    config = ProductConfig(
+        recipe=recipe,
+        has_passthrough=passthrough is not None,
+        returns_input=returns_input,
+        out_spec=out_spec,
+        gradient_facts=gradient_facts.current(),
+        name=name,
+        split_sizes=split_sizes,
+    )
+    operands = Operands(
+        x=x,
+        passthrough=passthrough,
+        w=trained_w,
+        bias=bias,
+        x_source=x_source,
+        w_source=w_source,
+        key=dy_key,
+        scales=scales,
+        token=token,
+    )
+    y, next_passthrough = _product(config, operands)
+    y = jax.tree.map(
+        lambda y: derivatives.check_differentiable_dtypes("a product", y, x, passthrough, trained_w, bias), y
+    )
+    return y, next_passthrough
 
 
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
-    """The sharding of x @ w: see `fp8jax.ops.dispatch.sharding.product_sharding`."""
+    """The sharding of x @ w; see `fp8jax.ops.dispatch.sharding.product_sharding`."""
     matrix, axis = (w.codes, 0 if w.transposed else 1) if isinstance(w, FrozenWeight) else (w, 0)
     return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(config: ProductConfig, *operands: Any) -> tuple[Any, Array | None]:
-    return _forward(config, *operands)[0]
+def _product(config: ProductConfig, operands: Operands) -> tuple[Any, Array | None]:
+    return _forward(config, operands)[0]
 
 
-def _forward(
-    config: ProductConfig,
-    value: Array,
-    passthrough: Array | None,
-    w: Array | None,
-    bias: Array | None,
-    x_source: Source,
-    w_source: Source | FrozenSource,
-    key: Array | None,
-    scales: Scales | None,
-    token: Array | None,
-) -> tuple[tuple[Any, Array | None], Residuals]:
-    recipe, x = config.recipe, fused_outputs.to_matrix(value)
-    sides = input_side(recipe), weight_side(recipe)
+def _product_fwd(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, Array | None], Residuals]:
+    """`_forward`, if a backward pass follows."""
+    if operands.w is not None and isinstance(operands.w_source, StepWeight):
+        w_source = operands.w_source.quantized_for_gradient(operands.w, config.recipe)
+        operands = operands._replace(w_source=w_source)
+    results, residuals = _forward(config, operands)
+    if operands.w is not None:
+        shapes = f"{operands.x.shape} x {operands.w.shape}"  # type: ignore[union-attr]
+        record_residual(f"of the input of a linear {shapes}: {residuals.x}")
+    return results, residuals
+
+
+def _forward(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, Array | None], Residuals]:
+    recipe, w, token = config.recipe, operands.w, operands.token
+    x_source, w_source = operands.x_source, operands.w_source
+    assert operands.x is not None
+    assert x_source is not None
+    assert w_source is not None
+    x_side, w_side = input_side(recipe), weight_side(recipe)
     if not recipe.is_quantized and recipe.spec("x_residual") is None and w is not None:
-        token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
-    values = (x, w) if token is None else lax.stop_gradient((x, w))
-    x_operand, w_operand = x_source.forward(values[0], sides[0]), w_source.forward(values[1], sides[1])  # type: ignore[arg-type]
+        token = None  # a product in 16 bits may be differentiated twice
+
+    x = fused_outputs.to_matrix(operands.x)
+    x_value, w_value = (x, w) if token is None else lax.stop_gradient((x, w))
+    x_operand = x_source.forward(x_value, x_side)
+    w_operand = w_source.forward(w_value, w_side)  # type: ignore[arg-type]
     residuals = Residuals(
-        None if w is None else x_source.residual(x, x_operand, sides[0]),
-        w_source.residual(w, w_operand, sides[1]),  # type: ignore[arg-type]
-        (
-            DtypeAndSharding.from_array(value),
-            w if w is None else DtypeAndSharding.from_array(w),
-            None if bias is None else DtypeAndSharding.from_array(bias),
-        ),
-        key,
-        scales,
-        token,
+        x=None if w is None else x_source.residual(x, x_operand, x_side),
+        w=w_source.residual(w, w_operand, w_side),  # type: ignore[arg-type]
+        x_kind=DtypeAndSharding.from_array(operands.x),
+        w_kind=None if w is None else DtypeAndSharding.from_array(w),
+        bias_kind=None if operands.bias is None else DtypeAndSharding.from_array(operands.bias),
+        key=operands.key,
+        scales=operands.scales,
+        token=token,
     )
-    matrix_spec, ys = merge_spec(config.out_spec, (value.ndim - 1, 1)), list[Array]()
-    for w_section, bias_section in packed.split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
-        y = matmul(
-            x_operand, w_section, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, out_spec=matrix_spec
-        )
-        # On the matrix, so that it is part of the product: cuBLASLt adds a row.
-        y = y if bias_section is None else y + expand_to_rank(bias_section.astype(y.dtype), 2)
-        ys.append(checkpoint_name(reshape(y, (*value.shape[:-1], y.shape[-1]), config.out_spec), PRODUCT))
+
+    ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
     if token is not None:
         ys = derivatives.differentiable_once(config.name, ys, token)
-    passthrough_in, passthrough_out = value if passthrough is None else passthrough, None
-    if config.returns_input:
-        passthrough_out = match_vmap_axes(passthrough_in, ys[0])
+    passthrough_in = operands.x if operands.passthrough is None else operands.passthrough
+    passthrough_out = match_vmap_axes(passthrough_in, ys[0]) if config.returns_input else None
     if config.has_passthrough or config.returns_input:
         ys = [match_vmap_axes(y, passthrough_in) for y in ys]
     return (ys[0] if config.split_sizes is None else tuple(ys), passthrough_out), residuals
 
 
-def _product_bwd(config: ProductConfig, residuals: Residuals, cotangents: tuple[Any, Array | None]) -> tuple[Any, ...]:
-    dy_facts, token = config.gradient_facts.pop(cotangents[0]) or NO_FACTS, residuals.token
+def _matmuls(
+    config: ProductConfig, x: Array, bias: Array | None, x_operand: ForwardOperand, w_operand: ForwardOperand
+) -> list[Array]:
+    """The result, or the arrays into which it is split, each by a matmul of its own."""
+    matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
+    fast = "forward" in config.recipe.fast_accumulation
+    ys = []
+    for w_section, bias_section in packed.split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
+        y = matmul(x_operand, w_section, dtype=x.dtype, fast=fast, out_spec=matrix_spec)
+        if bias_section is not None:
+            # On the matrix: cuBLASLt then adds the bias within the product.
+            y = y + expand_to_rank(bias_section.astype(y.dtype), 2)
+        ys.append(checkpoint_name(reshape(y, (*x.shape[:-1], y.shape[-1]), config.out_spec), PRODUCT))
+    return ys
+
+
+def _product_bwd(
+    config: ProductConfig, residuals: Residuals, cotangents: tuple[packed.PackedMatrix, Array | None]
+) -> tuple[Operands]:
+    dy, passthrough_cotangent = cotangents
+    dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
+    token = residuals.token
     if token is None:
-        results, predicted = _gradients(config, residuals, dy_facts, *cotangents)
+        operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy, passthrough_cotangent)
     else:
-        residuals, values = lax.stop_gradient((residuals, cotangents))
-        results, predicted = _gradients(config, residuals, dy_facts, *values)
-        results = derivatives.differentiable_once(config.name, results, (cotangents, token))
+        residuals, (dy, passthrough_cotangent) = lax.stop_gradient((residuals, cotangents))
+        operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy, passthrough_cotangent)
+        operand_cotangents = derivatives.differentiable_once(config.name, operand_cotangents, (cotangents, token))
     if predicted is not None:
-        config.gradient_facts.attach(results[1 if config.has_passthrough else 0], ArrayFacts(predicted=predicted))
-    return results
+        dx = operand_cotangents.passthrough if config.has_passthrough else operand_cotangents.x
+        config.gradient_facts.attach(dx, ArrayFacts(predicted=predicted))
+    return (operand_cotangents,)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
 
 
 def _gradients(
@@ -285,33 +356,20 @@ def _gradients(
     dy_facts: ArrayFacts,
     dy: packed.PackedMatrix,
     passthrough_cotangent: Array | None,
-) -> tuple[tuple[Any, ...], Any]:
-    """The cotangents of all operands, and what is known of those that follow from that of the input."""
-    recipe, (x, w, bias), key = config.recipe, residuals.kinds, residuals.key
-    scales = residuals.scales
+) -> tuple[Operands, Any]:
+    """The cotangents of all operands, and the facts about the cotangents that follow from that of the input."""
+    recipe, scales = config.recipe, residuals.scales
+    x_kind, w_kind, bias_kind = residuals.x_kind, residuals.w_kind, residuals.bias_kind
     batch_shape = jax.tree.leaves(dy)[0].shape[:-1]
-    dy_spec = recipe.spec("dy")
-    expected_amax, amax_slot = (None, None) if scales is None else (scales.dy_amax, scales.amax_slot)
-    dy_scale = None if expected_amax is not None else dy_facts.scale_for(dy_spec, recipe.spec("dy_wgrad"))
     dy = jax.tree.map(fused_outputs.to_matrix, dy)
-    if amax_slot is not None and (axes := varying_axes(dy) - varying_axes(amax_slot)):
-        raise ValueError(
-            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
-            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
-        )
-    amax = None
-    if expected_amax is not None:
-        dy = packed.concatenated(dy)
-        amax = scaling.compute_amax(dy)
-        assert dy_spec is not None
-        amax_for_scale = jnp.where(expected_amax > 0, expected_amax, recipe.strategy("dy").reduce_amax(amax))
-        dy_scale = scaling.to_scale(amax_for_scale, formats.get(dy_spec.format))
+    dy, dy_scale, dy_amax = _scale_of_dy(recipe, scales, dy_facts, dy)
+
     x_side = input_side(recipe)
     dy_columns: Operand | None = None
     if isinstance(residuals.w, FrozenSource):
         dy = packed.concatenated(dy)
-        dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, key)
-        dy_sums = None if bias is None else column_sums(dy)
+        dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, residuals.key)
+        dy_sums = None if bias_kind is None else column_sums(dy)
     else:
         assert residuals.x is not None
         w_operand = residuals.w.operand(weight_side(recipe), None)
@@ -320,53 +378,77 @@ def _gradients(
         dy_rows, dy_columns, dy_sums = cotangent.encode_cotangent(
             dy,
             recipe,
-            key=key,
+            key=residuals.key,
             scale=dy_scale,
             facts=dy_facts,
             shares_token_scales=x_side.shares_token_scales,
             x_token_scale=residuals.x.token_scale,
-            with_sums=bias is not None,
+            with_sums=bias_kind is not None,
         )
-    dx_matrix_spec = merge_spec(x.spec, (len(batch_shape), 1))
-    dx = matmul(dy_rows, w_operand, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, out_spec=dx_matrix_spec)
-    dx = reshape(dx, (*batch_shape, dx.shape[-1]), x.spec)
-    dx = dx if passthrough_cotangent is None else dx + passthrough_cotangent
-    row_bounds_fn = functools.partial(cotangent.row_bounds, dy_rows, w_operand, passthrough_cotangent)
-    dx_facts = CotangentFacts(
-        dx,
-        dy_spec if expected_amax is None else None,
-        row_bounds_fn,
-        dy_rows if x_side.shares_token_scales and isinstance(dy_rows, QTensor) else None,
+
+    dx = matmul(
+        dy_rows,
+        w_operand,
+        dtype=x_kind.dtype,
+        fast="dgrad" in recipe.fast_accumulation,
+        out_spec=merge_spec(x_kind.spec, (len(batch_shape), 1)),
     )
+    dx = reshape(dx, (*batch_shape, dx.shape[-1]), x_kind.spec)
+    if passthrough_cotangent is not None:
+        dx = dx + passthrough_cotangent
+    dx_facts = CotangentFacts(
+        array=dx,
+        spec=recipe.spec("dy") if dy_amax is None else None,
+        row_bounds=functools.partial(cotangent.row_bounds, dy_rows, w_operand, passthrough_cotangent),
+        codes=dy_rows if x_side.shares_token_scales and isinstance(dy_rows, QTensor) else None,
+    )
+
     dw = None
-    if residuals.x is not None and w is not None and dy_columns is not None:
-        x_operand = residuals.x.operand(x_side, dx_facts)
+    if residuals.x is not None and w_kind is not None and dy_columns is not None:
         dw = matmul(
-            x_operand,
+            residuals.x.operand(x_side, dx_facts),
             dy_columns,
-            dtype=w.dtype,
+            dtype=w_kind.dtype,
             fast="wgrad" in recipe.fast_accumulation,
-            out_spec=w.spec,
+            out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME,
         )
-    if dw is not None and config.gradient_facts.is_unrolled:
-        # Now, not when the gradients of all turns are stacked: until then XLA would keep what this product reads.
-        dx, dw = lax.optimization_barrier((dx, dw))
-    input_cotangents = (None, dx) if config.has_passthrough else (dx, None)
-    db = None if bias is None or dy_sums is None else bias.cast_cotangent(dy_sums)
-    scales_cotangent = scales and Scales(amax_slot=amax)  # type: ignore[call-arg]
-    return (*input_cotangents, dw, db, None, None, None, scales_cotangent, None), dx_facts.predicted
+        if isinstance(residuals.w, StepWeight) and residuals.w.both_layouts is BothLayouts.ALWAYS:
+            # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+            dx, dw = lax.optimization_barrier((dx, dw))
+
+    operand_cotangents = Operands(
+        x=None if config.has_passthrough else dx,
+        passthrough=dx if config.has_passthrough else None,
+        w=dw,
+        bias=None if bias_kind is None or dy_sums is None else bias_kind.cast_cotangent(dy_sums),
+        scales=scales and Scales(amax_slot=dy_amax),  # type: ignore[call-arg]
+    )
+    return operand_cotangents, dx_facts.predicted
 
 
-def _product_fwd(config: ProductConfig, *operands: Any) -> tuple[tuple[Array, Array | None], Residuals]:
-    """`_forward`, where its backward pass follows."""
-    value, passthrough, w, bias, x_source, w_source, *remaining = operands
-    if w is not None and config.gradient_facts.outside_loops:
-        w_source = quantize_both_for_grad(w_source, w, config.recipe)
-    results, residuals = _forward(config, value, passthrough, w, bias, x_source, w_source, *remaining)
-    if w is not None:
-        record_residual(f"of the input of a linear {value.shape} x {w.shape}: {residuals.x}")
-    return results, residuals
+def _scale_of_dy(
+    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: packed.PackedMatrix
+) -> tuple[packed.PackedMatrix, Array | None, Array | None]:
+    """The scale of the output's gradient, if it is set before quantization, and its measured amax, if asked for.
 
+    Returns:
+        `dy`, as one matrix if it had to be measured; the scale or None; the amax or None.
 
-_product.defvjp(_product_fwd, _product_bwd)
+    Raises:
+        ValueError: the slot of the amax does not vary over the mesh axes of `dy`.
+    """
+    expected, slot = (None, None) if scales is None else (scales.dy_amax, scales.amax_slot)
+    if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
+        raise ValueError(
+            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
+            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
+        )
+    spec = recipe.spec("dy")
+    if expected is None:
+        return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
+    assert spec is not None
+    matrix = packed.concatenated(dy)
+    amax = scaling.compute_amax(matrix)
+    amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
+    return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax

@@ -1,4 +1,4 @@
-"""Products of groups of tokens with a matrix each, as experts have them, whose three products follow a recipe."""
+"""Ragged products, of groups of tokens with a matrix each, as in mixtures of experts, under a recipe."""
 
 import dataclasses
 import functools
@@ -41,27 +41,27 @@ def ragged_dot(
     key: Array | None = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
 ) -> Array:
-    """`jax.lax.ragged_dot` with the products of a recipe, differentiable in `x` and `w`.
+    """Return `jax.lax.ragged_dot(x, w, group_sizes)` with the products of a recipe, differentiable in `x` and `w`.
 
-    Operands are quantized as the recipe says, and the codes of `x` are what is saved. Each group has scales of its own:
-    a scale of a tensor becomes one of each group, a scale of a channel one of each group's channel, and blocks along
-    tokens start at each group's first token. Tokens in no group enter no scale. Saved codes have scales of each token:
-    granularity "tensor" is saved as "token", and "block" as "group".
-    The products are XLA's, of the values of the codes in the dtype of `x`: this saves memory, no time.
+    Operands are quantized by the recipe, and the codes of `x` are saved. Each group has its own scales: per-tensor and
+    channel scales are per group, and blocks along tokens start at each group's first token. Tokens outside of all
+    groups do not affect scales. Saved codes have scales per token: granularity "tensor" is saved as "token", and
+    "block" as "group". XLA multiplies the dequantized codes in the dtype of `x`. This saves memory, not time.
 
     Args:
-        x: (tokens, inputs), any floating dtype, the tokens of each group one after another.
+        x: (tokens, inputs), any floating dtype, with the tokens of each group consecutive.
         w: (groups, inputs, outputs).
-        group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group: they may
-            hold anything, NaN and Inf too, and so may their cotangents. Their results and gradients are 0.
-        recipe, key: as of `fp8jax.linear`. input_facts: as of `fp8jax.dot_general`.
+        group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group. They and
+            their cotangents may be NaN or Inf; their results and gradients are 0.
+        recipe, key: as in `fp8jax.linear`.
+        input_facts: as in `fp8jax.dot_general`.
 
     Returns:
         (tokens, outputs) in the dtype of `x`.
 
     Raises:
         ValueError: shapes do not match, a key is missing, or the recipe's scaling observes operands.
-        TypeError: `group_sizes` are no integers.
+        TypeError: `group_sizes` are not integers.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
         shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
@@ -80,21 +80,21 @@ def ragged_dot(
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["operation"])
 @dataclasses.dataclass(frozen=True)
 class _RecomputeResidual:
-    """An input that the operation before computes again from what that saved."""
+    """An input that is recomputed from the residuals of the preceding operation."""
 
     operation: Recomputable
     residuals: Any
 
 
 class _Source(NamedTuple):
-    """The input besides its values: codes as bytes if the recipe saves some, and what the backward pass reads."""
+    """The input's codes as bytes, if the recipe saves codes, and its residual."""
 
     codes: QTensor | None
     residual: QTensor | Array | _RecomputeResidual
 
 
 class _Residuals(NamedTuple):
-    """What a product saves: what its input's source says, the matrices, the groups, a key for gradients, a token."""
+    """Residuals of a ragged product."""
 
     x: QTensor | Array | _RecomputeResidual
     w: Array
@@ -105,7 +105,7 @@ class _Residuals(NamedTuple):
 
 
 def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
-    # Scales and codes of the whole array are not used: rows in no group may have entered them.
+    # Scales and codes of the whole array are not used: they may depend on rows outside of all groups.
     side, recompute_rule, residual_spec = (
         input_side(recipe),
         input_facts.facts.recompute_rule,
@@ -145,7 +145,7 @@ def _quantize_dequantize(
     *,
     along_rows: bool = False,
 ) -> Array:
-    """The values of codes of `x`, contracted along its rows if `along_rows`; of no spec its own."""
+    """Return the dequantized codes of `x`, contracted along its rows if `along_rows`; without a spec, `x` itself."""
     if spec is None:
         return segments.mask(x).astype(dtype)
     if along_rows:
@@ -158,7 +158,7 @@ def _dequantize(operand: Any, dtype: Any) -> Array:
 
 
 def _weight_values(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, transposed: bool) -> Array:
-    """The matrices of all groups as a product reads them, (groups, inputs, outputs)."""
+    """Return the dequantized matrices of all groups, (groups, inputs, outputs)."""
 
     def matrix_values(w: Array) -> Array:
         values = _dequantize(encode(w, spec, side.strategy, transposed=transposed), dtype)
@@ -185,7 +185,7 @@ def _forward(
     side, weights = input_side(recipe), weight_side(recipe)
     is_unquantized = not recipe.is_quantized and recipe.spec("x_residual") is None
     if is_unquantized:
-        token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
+        token = None  # 16-bit products are twice differentiable
     a, b = (x, w) if token is None else lax.stop_gradient((x, w))
     segments = Segments(x.shape[0], group_sizes)
     if source.codes is not None and side.residual == side.forward:
@@ -232,16 +232,16 @@ def _gradients(recipe: Linear, residuals: _Residuals, dy: Array) -> tuple[Any, .
 def _input_values(
     recipe: Linear, residual: QTensor | Array | _RecomputeResidual, segments: Segments, dx: Array
 ) -> Array:
-    """The values of the input in the product for the weight's gradient, in the shape and dtype of `dx`."""
+    """Return the dequantized input of wgrad, in the shape and dtype of `dx`."""
     side = input_side(recipe)
     if isinstance(residual, QTensor):
         codes = from_bytes(residual)
         if side.backward is None or (side.backward == side.residual and side.backward.granularity in TRANSPOSABLE):
             return codes.dequantize(dx.dtype)
-        # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
+        # Without the barrier, XLA decodes the codes once in the forward pass and saves fp32 values.
         x = from_bytes(lax.optimization_barrier(residual)).dequantize()
     elif isinstance(residual, _RecomputeResidual):
-        bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # nothing is known of the gradient's rows
+        bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
         x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dx.dtype)
         x = reshape_to_matrix(x, *dx.shape)
     else:

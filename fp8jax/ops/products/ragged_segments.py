@@ -1,7 +1,7 @@
-"""Codes of a matrix whose rows belong to groups, such as the tokens of experts; no scale spans two groups.
+"""Quantization of a matrix whose rows belong to groups, such as the tokens of experts. No scale spans two groups.
 
-Group i has `group_sizes[i]` consecutive rows; rows behind the last group are in none. They hold anything, NaN too, and
-count as zeros. A scale of a tensor is one of each group, and blocks along rows start anew at each group's first row.
+Group i has `group_sizes[i]` consecutive rows. Rows after the last group may hold anything, NaN too, and count as zeros.
+Per-tensor scales are per group, and blocks along rows restart at each group's first row.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class RowSets(NamedTuple):
     """Sets of rows that share a scale.
 
     Attributes:
-        ids: int32 (rows,), the set of each row; `num_sets` for rows in none.
+        ids: int32 (rows,), the set of each row; `num_sets` for rows in no set.
         num_sets: static number of sets.
     """
 
@@ -30,7 +30,7 @@ class RowSets(NamedTuple):
     num_sets: int
 
     def maxima(self, values: Array) -> Array:
-        """The maxima over sets of fp32 values >= 0, (rows, n), at each row of the set."""
+        """Return at each row the maximum over its set of fp32 values >= 0, (rows, n)."""
         table = jnp.zeros((self.num_sets + 1, values.shape[1]), jnp.float32)
         return table.at[self.ids].max(values, indices_are_sorted=True)[self.ids]
 
@@ -39,12 +39,12 @@ class Segments:
     """The groups of a matrix's rows.
 
     Args:
-        rows: of the matrix.
-        group_sizes: (groups,), integers of any dtype; their sum is cut off at `rows`.
+        rows: number of rows.
+        group_sizes: (groups,), integers of any dtype. Their sum is clipped to `rows`.
     """
 
     def __init__(self, rows: int, group_sizes: Array) -> None:
-        # The sum may be beyond a narrow dtype.
+        # The sum may overflow a narrow dtype.
         ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
         self._starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
         self.sizes = ends - self._starts
@@ -53,11 +53,11 @@ class Segments:
         self.groups = RowSets(ids, group_sizes.shape[0])
 
     def mask(self, x: Array) -> Array:
-        """(rows, n) with zeros in rows that are in no group."""
+        """Return x (rows, n) with zeros in rows outside of all groups."""
         return jnp.where((self.groups.ids < self.groups.num_sets)[:, None], x, 0)
 
     def blocks(self, size: int) -> RowSets:
-        """Blocks of `size` rows, counted from the first row of each group; the last one of a group may be short."""
+        """Return blocks of `size` rows, counted from the first row of each group. A group's last block may be short."""
         per_group = -(-self.sizes // size)
         ids, count = self.groups.ids, self._rows.shape[0] // size + self.groups.num_sets
 
@@ -71,17 +71,17 @@ class Segments:
 
 
 def row_codes(x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, key: Array | None = None) -> QTensor:
-    """Codes of a matrix that a product contracts along its columns.
+    """Quantize a matrix that a product contracts along its columns.
 
     Args:
-        x: (rows, n), floating.
-        spec: as for a matrix of one group. Expanded codes per tensor or block get scales and exponents a row instead.
-        strategy: where per-tensor scales come from; one without a state.
+        x: floating array (rows, n).
+        spec: as for a matrix of one group. Expanded codes per tensor or block get scales and exponents per row instead.
+        strategy: stateless scaling for per-tensor scales.
         segments: the groups of rows.
         key: PRNG key, used if the spec rounds stochastically.
 
     Returns:
-        (rows, n) with scales of each row: granularity "tensor" becomes "token", and "block" becomes "group".
+        QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
     """
     x = segments.mask(x)
     spans_rows = spec.granularity in ("tensor", "block") or (spec.granularity == "mx" and spec.outer_scale == "tensor")
@@ -108,16 +108,16 @@ def row_codes(x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, 
 def column_values(
     x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, dtype: DTypeLike, key: Array | None = None
 ) -> Array:
-    """The values of codes of a matrix that a product contracts along its rows, within each group.
+    """Quantize and dequantize a matrix that a product contracts along its rows, within each group.
 
     Args:
-        x: (rows, n), floating.
-        spec: of the transposed matrix, without expansion: its groups and tokens run along the rows of `x`.
-        strategy, segments, key: as of `row_codes`.
-        dtype: of the result.
+        x: floating array (rows, n).
+        spec: spec of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`.
+        strategy, segments, key: as in `row_codes`.
+        dtype: dtype of the result.
 
     Returns:
-        (rows, n); zeros in rows that are in no group.
+        (rows, n); zeros in rows outside of all groups.
     """
     if spec.granularity in ("tensor", "block"):
         return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
@@ -141,20 +141,20 @@ def column_values(
 
 
 def _magnitudes(x: Array) -> Array:
-    """Finite magnitudes in fp32; 0 for NaN and Inf."""
+    """Return finite magnitudes in fp32; 0 for NaN and Inf."""
     magnitudes = jnp.abs(x.astype(jnp.float32))
     return formats.where(jnp.isfinite(magnitudes), magnitudes, 0.0)
 
 
 def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
-    """The scales of groups with these maxima under scales of level 1 (MOSS, section 3.1), or without them (OCP)."""
+    """Return the scales of microscaled groups from their amax, with (MOSS, section 3.1) or without outer scales."""
     outer_scale = jnp.ones_like(outer_scale) if spec.outer_scale == "none" else outer_scale
     powers = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
     return outer_scale * formats.decode_e8m0(powers)
 
 
 def _quantize_with_scale(x: Array, spec: QuantSpec, width: int | None, scale: Array, key: Array | None) -> QTensor:
-    """Codes under given scales, one for `width` elements of a row; None is a whole row."""
+    """Quantize under known scales, one per `width` elements of a row, or per row if None."""
     granularity = "token" if width is None else "group"
     row_spec = QuantSpec(spec.format, granularity, width, rounding=spec.rounding)
     seed = noise.key_to_seed(key) if key is not None and spec.rounding == "stochastic" else None

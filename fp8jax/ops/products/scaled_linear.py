@@ -1,4 +1,4 @@
-"""Linear layers with a scaling that keeps a state, which the caller holds."""
+"""Linear layers with a stateful scaling, whose state the caller holds."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,18 +10,19 @@ from jax import Array, lax
 from fp8jax.core import formats
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
-from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts, StoredWeight
+from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, InputFacts
 from fp8jax.ops.dispatch.sharding import OutSharding
 from fp8jax.ops.products.linear import flatten_tokens, output_spec
 from fp8jax.ops.products.operands import Input, fallback_input_source
-from fp8jax.ops.products.product import QuantizedWeight, Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import Scales, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.weights import NO_CODES, QuantizedWeight, StepWeight
 from fp8jax.recipes import linear_part
 
 
 class ScalingState(NamedTuple):
-    """States of one linear's scaling, fp32; None for operands whose scaling keeps none. May be stacked.
+    """The scaling state of one linear layer, fp32; None for operands without a state. May have leading layer axes.
 
-    Under delayed scaling each is a history of largest magnitudes, (history,), newest first.
+    Under delayed scaling each field is an amax history, (history,), newest first.
     """
 
     x: Array | None = None
@@ -30,10 +31,10 @@ class ScalingState(NamedTuple):
 
 
 class ScalingStats(NamedTuple):
-    """What one call of a linear observed of its operands, fp32; None where nothing is.
+    """The statistics of one call of a linear layer, fp32; None for operands without any.
 
-    Largest magnitudes under delayed scaling. Those of the calls of one step merge as the strategy says
-    (`fp8jax.core.scaling.Stateful.merge_stats`): magnitudes by maximum, counts by sum.
+    Under delayed scaling they are amax. `fp8jax.core.scaling.Stateful.merge_stats` merges those of the calls of a step:
+    amax by maximum, counts by sum.
     """
 
     x: Array | None = None
@@ -42,19 +43,19 @@ class ScalingStats(NamedTuple):
 
 
 def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> ScalingState:
-    """The state before the first step, for one linear.
+    """The state of one linear layer before the first step.
 
     Args:
-        recipe: a recipe with a scaling that keeps a state.
+        recipe: a recipe with a stateful scaling.
         w: the weight, (inputs, outputs), for scalings that measure it at the start.
 
     Raises:
-        ValueError: the recipe's scaling keeps no state.
+        ValueError: the recipe's scaling has no state.
     """
-    values = {"w": w}
-    return ScalingState(
-        **{operand: strategy.init(values.get(operand)) for operand, strategy in _stateful_strategies(recipe).items()}
-    )
+    state = ScalingState()
+    for operand, strategy in _stateful_strategies(recipe).items():
+        state = state._replace(**{operand: strategy.init(w if operand == "w" else None)})
+    return state
 
 
 def scaled_linear(
@@ -69,45 +70,48 @@ def scaled_linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
-    stored_weight: StoredWeight | None = None,
+    weight: StepWeight = NO_CODES,
     on_passthrough: Callable[[Array], None] | None = None,
 ) -> tuple[Array, ScalingStats]:
-    """`linear` with a scaling that keeps a state.
+    """`linear` with a stateful scaling.
 
     Args:
         x: (..., inputs).
         w: (inputs, outputs).
-        state: read only; no gradient flows to it. Layers that read one array share its codes, where `input_facts` knows
-            of them, under the scale of the first one's state.
-        amax_slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
-            output's gradient; cotangents sum, so a slot that two calls share would get the sum of both. None where the
-            gradient's scaling keeps no state.
-        recipe: a recipe whose scaling keeps a state, such as "delayed".
-        quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding: as of `linear`. input_facts, stored_weight, on_passthrough: as of `dot_general`.
+        state: of `init_scaling` or `update_scaling`; no gradient flows to it. Layers that share the codes of an input
+            (`input_facts`) use the scale of the first layer's state.
+        amax_slot: fp32 scalar of any value, another one for each call. Its cotangent is the amax of the output's
+            gradient. JAX sums cotangents: a slot of two calls would get the sum of both. None if the gradient's scaling
+            has no state.
+        recipe: a recipe with a stateful scaling, such as "delayed".
+        quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
+        bias, key, out_sharding: as of `linear`.
+        input_facts, weight, on_passthrough: as of `dot_general`.
 
     Returns:
-        The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
-        the merged observations of a step to `update_scaling`.
+        The output, and the statistics of `x` and `w`. Their `dy` is 0: the cotangent of the slot takes its place. Pass
+        the merged statistics of a step to `update_scaling`.
 
     Raises:
-        ValueError: shapes do not match, the recipe's scaling keeps no state, or a slot or a key is missing.
+        ValueError: shapes do not match, the recipe's scaling has no state, or a slot or a key is missing.
     """
     strategies, linear_recipe, matrix = _stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
     values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
     state = lax.stop_gradient(state)
-    scaled_operands = {
-        name: value for name, value in values.items() if name in strategies and not strategies[name].is_threshold
-    }
-    scales = {name: _scale(name, value, state, linear_recipe) for name, value in scaled_operands.items()}
+    scales: Scales | None = None
+    for name, value in values.items():
+        if name in strategies and not strategies[name].is_threshold:
+            scales = (scales or Scales())._replace(**{name: _scale(name, value, state, linear_recipe)})
     if "dy" in strategies:
         if amax_slot is None:
             raise ValueError(
                 f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
             )
-        scales |= {"dy_amax": strategies["dy"].expected_amax(_operand_state(state, "dy")), "amax_slot": amax_slot}
+        dy_amax = strategies["dy"].expected_amax(_operand_state(state, "dy"))
+        scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
+    weight = weight if quantized is None else StepWeight.from_codes(quantized)
     out_spec = output_spec(x, w, out_sharding)
-    given_scales, stats = Scales(**scales) if scales else None, {}
+    stats: dict[str, Array] = {}
     threshold = strategies.get("x")
     if isinstance(threshold, Threshold):
         value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
@@ -117,11 +121,10 @@ def scaled_linear(
             w,
             linear_recipe,
             key,
-            given_scales,
-            quantized,
-            out_spec,
+            scales=scales,
+            weight=weight,
+            out_spec=out_spec,
             bias=bias,
-            stored_weight=stored_weight,
         )
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
     else:
@@ -130,12 +133,11 @@ def scaled_linear(
             w,
             linear_recipe,
             key,
-            scales=given_scales,
-            quantized=quantized,
+            scales=scales,
+            weight=weight,
             out_spec=out_spec,
             bias=bias,
             on_passthrough=on_passthrough,
-            stored_weight=stored_weight,
         )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])
@@ -148,10 +150,10 @@ def scaled_linear(
 
 
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:
-    """The scale, an fp32 scalar, that the recipe's scaling gives to a weight in this step; None for the weight's own.
+    """The scale of a weight in this step, an fp32 scalar; None if the scale is computed from the weight itself.
 
     Raises:
-        ValueError: the recipe's scaling keeps no state.
+        ValueError: the recipe's scaling has no state.
     """
     linear_recipe = linear_part(recipe)
     return (
@@ -162,12 +164,12 @@ def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str
 
 
 def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Linear | str) -> ScalingState:
-    """The states after a step, of one linear or, with leading axes on every array, of stacked ones.
+    """The state after a step, of one linear layer, or of stacked ones with leading axes on every array.
 
     Args:
         state: before the step.
         stats: of the whole step, merged over its microbatches and replicas.
-        recipe: a recipe whose scaling keeps a state.
+        recipe: a recipe with a stateful scaling.
     """
     new = {}
     for operand, strategy in _stateful_strategies(recipe).items():
@@ -182,7 +184,7 @@ def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Li
 
 
 def collects_stats(linear_recipe: Linear, operand: str) -> bool:
-    """Whether calls of a linear observe this operand."""
+    """Whether calls of a linear layer return statistics of this operand."""
     strategy = linear_recipe.states.get(operand)
     return strategy is not None and strategy.collects_stats
 

@@ -1,57 +1,198 @@
-"""Codes of a weight: where they come from for the products of a layer, and both copies in one pass."""
+"""Weights of a step: the codes of a weight in the two layouts that its products read."""
 
+import dataclasses
+import enum
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 from jax import Array, lax
 
+from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.autodiff.checkpointing import PRODUCT_AUX, with_checkpoint_name
-from fp8jax.ops.autodiff.residuals import to_bytes
+from fp8jax.ops.autodiff.residuals import CotangentFacts, from_bytes, to_bytes
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
+from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.frozen_weights import FrozenSource, FrozenWeight, check_same_kind
-from fp8jax.ops.products.operands import (
-    PrequantizedWeight,
-    QuantizedWeight,
-    QuantizeHere,
-    Source,
-    convert_scale_to_spec,
-    make_codes,
-)
+from fp8jax.ops.products.operands import ForwardOperand, Side, convert_scale_to_spec, encode, make_codes
 from fp8jax.ops.quantization.quantize import quantize
 from fp8jax.recipes import linear_part
 
 
-def choose_weight_source(
-    w: Array | FrozenWeight, recipe: Linear, *, scale: Array | None = None, quantized: QuantizedWeight | None = None
-) -> Source | FrozenSource:
-    """The source of a weight (inputs, outputs), and with it what the product saves of it.
+class QuantizedWeight(NamedTuple):
+    """A weight as its products read it, made once for all calls of a step by `quantize_weight`.
+
+    Codes are stored as bytes. FP8 arrays may not enter a differentiated function.
+
+    Attributes:
+        forward: (outputs, inputs).
+        dgrad: (inputs, outputs).
+    """
+
+    forward: QTensor
+    dgrad: QTensor
+
+
+class BothLayouts(enum.Enum):
+    """When a product makes the codes of its weight in both layouts, in one pass over the weight."""
+
+    NEVER = "never"  # the forward and the backward pass each quantize the weight
+    FOR_GRADIENT = "for gradient"  # in the forward pass, if a backward pass follows
+    ALWAYS = "always"  # in the forward pass
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["forward_codes", "dgrad_codes", "values", "scale"],
+    meta_fields=["layout", "transposed", "is_scale_clamped", "both_layouts"],
+)
+@dataclasses.dataclass(frozen=True)
+class StepWeight:
+    """The weight of a product: its codes, or what they are made from. It is the weight's source and its residual.
+
+    Attributes:
+        forward_codes: (outputs, inputs), as bytes; None if the product makes them.
+        dgrad_codes: (inputs, outputs), as bytes; None if the product makes them.
+        values: what `layout` makes the weight from, saved in place of the weight; None for the weight itself.
+        scale: fp32 scale of the codes that the product makes; None computes it from the weight.
+        layout: makes the weight from `values`; None if `values` are the weight.
+        transposed: whether the last step of `layout` transposes a matrix. The product then quantizes that matrix, and
+            makes no transposed copy of the values.
+        is_scale_clamped: whether codes were made under `scale` before.
+        both_layouts: when the product makes the codes in both layouts.
+    """
+
+    forward_codes: QTensor | None = None
+    dgrad_codes: QTensor | None = None
+    values: Any = None
+    scale: Array | None = None
+    layout: Callable[[Any], Array] | None = None
+    transposed: bool = False
+    is_scale_clamped: bool = False
+    both_layouts: BothLayouts = BothLayouts.NEVER
+    token_scale = None
+
+    @classmethod
+    def from_codes(
+        cls, quantized: QuantizedWeight | None, both_layouts: BothLayouts = BothLayouts.NEVER
+    ) -> "StepWeight":
+        """A weight with these codes, if there are any."""
+        forward_codes, dgrad_codes = (None, None) if quantized is None else quantized
+        return cls(forward_codes=forward_codes, dgrad_codes=dgrad_codes, both_layouts=both_layouts)
+
+    def with_step(self, step: Callable[[Array], Array], transposed: bool | None = None) -> "StepWeight":
+        """A weight that is `step` of this one, made from the same values."""
+        layout = self.layout
+        return dataclasses.replace(
+            self,
+            layout=step if layout is None else lambda values: step(layout(values)),
+            transposed=self.transposed if transposed is None else transposed,
+        )
+
+    def quantized_for_gradient(self, w: Array, recipe: Linear) -> "StepWeight":
+        """The weight `w` of a forward pass that a backward pass follows.
+
+        On one GPU it has both layouts, if its scale is its own. One byte per parameter is then saved, and the backward
+        pass does not read the weight.
+        """
+        if self.both_layouts is BothLayouts.NEVER or self.dgrad_codes is not None or self.scale is not None:
+            return self
+        if not on_cuda() or not on_one_device() or not w.size:
+            return self
+        quantized = quantize_in_one_pass(w.T if self.transposed else w, recipe)
+        if quantized is None:
+            return self
+        if self.transposed:
+            quantized = QuantizedWeight(quantized.dgrad, quantized.forward)
+        dgrad_codes = with_checkpoint_name(quantized.dgrad, PRODUCT_AUX)
+        return StepWeight.from_codes(quantized._replace(dgrad=dgrad_codes), self.both_layouts)
+
+    def forward(self, w: Array, side: Side) -> ForwardOperand:
+        """The operand of the forward product."""
+        if self.forward_codes is not None:
+            return from_bytes(self.forward_codes)
+        return encode(
+            w, side.forward, side.strategy, scale=self.scale, transposed=True, x_is_transposed=self.transposed
+        )
+
+    def residual(self, w: Array, operand: ForwardOperand, side: Side) -> "StepWeight":
+        """What is saved for the backward pass: the codes of dgrad, or the values that it makes them from."""
+        if self.dgrad_codes is not None:
+            return StepWeight(dgrad_codes=self.dgrad_codes, both_layouts=self.both_layouts)
+        keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
+        scale = operand.scale if keeps_scale else convert_scale_to_spec(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
+        return dataclasses.replace(
+            self,
+            values=w if self.values is None else self.values,
+            scale=with_checkpoint_name(scale, PRODUCT_AUX),
+            is_scale_clamped=keeps_scale,
+        )
+
+    def operand(self, side: Side, cotangent_facts: CotangentFacts | None) -> Operand:
+        """The operand of dgrad, of a residual."""
+        if self.dgrad_codes is not None:
+            return from_bytes(self.dgrad_codes)
+        return encode(
+            self.values if self.layout is None else self.layout(self.values),
+            side.backward,
+            side.strategy,
+            scale=self.scale,
+            is_scale_clamped=self.is_scale_clamped,
+            x_is_transposed=self.transposed,
+        )
+
+
+NO_CODES = StepWeight()
+
+
+def weight_source(
+    w: Array | FrozenWeight,
+    recipe: Linear,
+    *,
+    weight: StepWeight,
+    scale: Array | None = None,
+) -> StepWeight | FrozenSource:
+    """The source of a weight (inputs, outputs), which decides what the product saves of it.
+
+    Args:
+        w: the weight.
+        recipe: of the product.
+        weight: what is given of `w`: its codes, or what it is made from.
+        scale: fp32 scalar, given for codes that the product makes; None computes it from `w`.
 
     Raises:
-        ValueError: `quantized` is of a weight of another shape or recipe, or of one that is frozen; or the recipe's
-            codes are integers and a frozen weight's are not, or the reverse.
+        ValueError: the codes are of another shape or recipe, or the weight is frozen; or the codes of a frozen weight
+            are integers and those of the recipe are not, or the reverse.
     """
+    forward_codes, dgrad_codes = weight.forward_codes, weight.dgrad_codes
     if isinstance(w, FrozenWeight):
-        if quantized is not None:
+        if dgrad_codes is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
         check_same_kind(recipe, w.codes.spec)
         return FrozenSource(w.codes, w.transposed)
-    if quantized is None:
-        return QuantizeHere(scale)
-    shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
+    if forward_codes is None or dgrad_codes is None:
+        quantized = None
+        if scale is None and weight.both_layouts is BothLayouts.ALWAYS:
+            quantized = quantize_in_one_pass(w, recipe)
+        if quantized is None:
+            return dataclasses.replace(weight, scale=scale)
+        return StepWeight.from_codes(quantized, weight.both_layouts)
+    shape, *specs = dgrad_codes.shape, forward_codes.spec, dgrad_codes.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
         expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
         raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
-    return PrequantizedWeight(quantized)
+    return dataclasses.replace(weight, values=None, layout=None)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
-    """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
+    """The codes of a weight as the products of a recipe read them, for every call of `fp8jax.linear` in a step.
 
-    Under gradient accumulation the microbatches of a step then share its scales and codes, of the weight and of its
-    transposed copy, one byte a parameter each:
+    Under gradient accumulation the microbatches of a step then share the scales and codes of the weight and of its
+    transposed copy, which take one byte per parameter each:
 
         quantized = fp8jax.quantize_weight(w, recipe=recipe)
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
@@ -59,13 +200,13 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     Args:
         w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
-        scale: fp32 scalar, for granularity "tensor" and the forward product's format; None takes it from `w`.
+        scale: fp32 scalar, for granularity "tensor" and the format of the forward product; None takes it from `w`.
 
     Returns:
-        Codes with their scales, rounded to nearest; use it only while `w` stays the same.
+        Codes with their scales, rounded to nearest. They are valid while `w` stays the same.
 
     Raises:
-        ValueError: the recipe has a product that reads the weight itself.
+        ValueError: a product of the recipe reads the weight unquantized.
     """
     linear_recipe = linear_part(recipe)
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
@@ -73,43 +214,22 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         raise ValueError(
             f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}: not quantized in both"
         )
+    strategy = linear_recipe.stateless_scaling("w")
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, transposed = quantize(
-            lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=linear_recipe.stateless_scaling("w")
-        )
+        rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy)
         assert rows is not None
         assert transposed is not None
         return QuantizedWeight(to_bytes(transposed), to_bytes(rows))
-    make = functools.partial(make_codes, w, strategy=linear_recipe.stateless_scaling("w"))
+    dgrad_scale = convert_scale_to_spec(scale, forward, dgrad)
     return QuantizedWeight(
-        make(forward, transposed=True, scale=scale), make(dgrad, scale=convert_scale_to_spec(scale, forward, dgrad))
+        make_codes(w, forward, strategy, transposed=True, scale=scale),
+        make_codes(w, dgrad, strategy, scale=dgrad_scale),
     )
 
 
-def quantize_both_layouts(w: Array, recipe: Linear) -> QuantizedWeight | None:
-    """What `quantize_weight` makes of a matrix (inputs, outputs), if one pass over it makes both copies; else None."""
+def quantize_in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
+    """`quantize_weight` of a matrix (inputs, outputs); None if it takes more than one pass over the matrix."""
     spec = recipe.spec("w")
     if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
         return None
     return quantize_weight(w, recipe=recipe) if spec.granularity in TRANSPOSABLE else None
-
-
-def quantize_both_for_grad(w_source: Any, w: Array, recipe: Linear) -> Any:
-    """The source of a weight of which on one GPU both copies of codes are made at once, where its scale is its own.
-
-    The second one is kept until the backward pass, a byte a parameter, which then reads no weight of four.
-    """
-    if (
-        not isinstance(w_source, QuantizeHere)
-        or w_source.scale is not None
-        or not on_cuda()
-        or not on_one_device()
-        or not w.size
-    ):
-        return w_source
-    quantized = quantize_both_layouts(w.T if w_source.transposed else w, recipe)
-    if quantized is None:
-        return w_source
-    if w_source.transposed:
-        quantized = QuantizedWeight(quantized.dgrad, quantized.forward)
-    return PrequantizedWeight(quantized._replace(dgrad=with_checkpoint_name(quantized.dgrad, PRODUCT_AUX)))

@@ -1,4 +1,4 @@
-"""Fallback quantization (arXiv 2503.08040, section 4.3): int8 blocks, and the residual of those with outliers."""
+"""Fallback quantization (arXiv 2503.08040, section 4.3): int8 blocks, with an int8 residual for outlier blocks."""
 
 import dataclasses
 import functools
@@ -18,14 +18,12 @@ from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
 
 
 class FallbackTensor(NamedTuple):
-    """A matrix as int8 blocks and, where a block falls back, what that leaves as int8 blocks too; 16 bits in all.
-
-    The values are base + fallback_mask * residual. Codes of the residual of other blocks are undefined: only
-    `fallback_mask` says which are read.
+    """A matrix of int8 blocks with values base + fallback_mask * residual.
 
     Attributes:
-        base: of the matrix. residual: of what the base leaves, with scales of its own.
-        fallback_mask: bool, one for each block: whether it falls back.
+        base: QTensor of the matrix.
+        residual: QTensor of what `base` leaves, with its own scales. Codes are undefined where the mask is False.
+        fallback_mask: bool, one per block.
     """
 
     base: QTensor
@@ -37,11 +35,11 @@ class FallbackTensor(NamedTuple):
         return self.base.shape
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-        """The values, computed in fp32 and cast to `dtype`."""
+        """Return the values, computed in fp32 and cast to `dtype`."""
         return (self.base.dequantize() + self.masked_residual().dequantize()).astype(dtype)
 
     def masked_residual(self) -> QTensor:
-        """The residual with zeros where it is not used."""
+        """Return the residual with zero codes and scale 1 in the blocks that do not fall back."""
         block = self.base.spec.block_shape(self.shape)
 
         def mask_blocks(codes: Array, scale: Array, fallback_mask: Array) -> tuple[Array, Array]:
@@ -61,23 +59,23 @@ def quantize(
     key: Array | None = None,
     impl: str = "auto",
 ) -> tuple[FallbackTensor, QTensor | None]:
-    """Blocks of a matrix; those whose largest magnitude exceeds the threshold fall back (section 4.4, "absmax").
+    """Quantize a matrix to int8 blocks; blocks with an amax above the threshold fall back (section 4.4, "absmax").
 
-    A block with a NaN or Inf has a NaN scale, as every int8 block, and does not fall back.
+    A block with a NaN or Inf gets a NaN scale, as in every int8 format, and does not fall back.
 
     Args:
-        x: (M, N), floating.
+        x: floating array of shape (M, N).
         spec: int8 in blocks, such as "int8:block128".
         threshold: fp32 scalar.
-        key: PRNG key, for the second result.
-        impl: "auto", "xla" or "triton": "auto" is the kernel on CUDA GPUs for blocks of 32 or 128.
+        key: PRNG key for the second result, or None.
+        impl: "auto", "xla" or "triton". "auto" runs the kernel on CUDA GPUs for blocks of 32 or 128.
 
     Returns:
-        The pair; and, where there is a key, the same blocks under the same scales, rounded stochastically, as a linear
-        saves its input for the backward pass.
+        The `FallbackTensor`, and the blocks rounded stochastically under the same scales (None without a key). A linear
+        layer saves the second one for its backward pass.
 
     Raises:
-        ValueError: the spec or `impl` is another; or `impl` is "triton" and the kernel cannot run.
+        ValueError: the spec or `impl` is unsupported, or `impl` is "triton" and the kernel cannot run.
     """
     spec = _check(spec)
     choice = record_choice("fallback quantize", _choose(x, spec, impl))
@@ -90,7 +88,7 @@ def quantize(
 
 
 def make_fallback_tensor(x: Array, base: QTensor, fallback_mask: Array) -> FallbackTensor:
-    """The pair whose blocks `fallback_mask` fall back; residual codes of others are zero here, their scales one."""
+    """Return the `FallbackTensor` of `x`. Blocks outside the mask have residual codes 0 and scale 1."""
     block = base.spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
     remainder = jnp.where(jnp.abs(x) < formats.TINY, 0, x) - base.dequantize()
@@ -122,28 +120,28 @@ def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
 
 
 def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[FallbackTensor, QTensor | None]:
-    def quantize_arrays(x: Array, threshold: Array, *seed: Array) -> tuple[Array, ...]:
+    def quantize_arrays(x: Array, threshold: Array, *seeds: Array) -> tuple[Array, ...]:
         base = quantize_with_scale(x, spec, None)
         block_amax = blocks.reduce(jnp.abs(x.astype(jnp.float32)), spec.block_shape(x.shape), jnp.max, 0.0)
         fallback_tensor = make_fallback_tensor(
             x, base, jnp.where(jnp.isnan(base.scale), jnp.nan, block_amax) > threshold
         )
-        stochastic_codes = [quantize_with_scale(x, with_stochastic_rounding(spec), None, seed=w) for w in seed]
+        stochastic_codes = [quantize_with_scale(x, with_stochastic_rounding(spec), None, seed=s) for s in seeds]
         return tuple(jax.tree.leaves((fallback_tensor, stochastic_codes)))
 
-    words = () if key is None else (noise.key_to_seed(key),)
+    seeds = () if key is None else (noise.key_to_seed(key),)
     block_counts = blocks.counts(x.shape, spec.block_shape(x.shape))
-    like = [*[x.shape, block_counts] * 2, block_counts, *[x.shape, block_counts] * len(words)]
-    parts = blocks.on_logical_array(quantize_arrays, x, threshold, *words, out_shapes=like)
-    base, residual, *drawn = (
+    like = [*[x.shape, block_counts] * 2, block_counts, *[x.shape, block_counts] * len(seeds)]
+    parts = blocks.on_logical_array(quantize_arrays, x, threshold, *seeds, out_shapes=like)
+    base, residual, *stochastic = (
         QTensor(codes, scale, None, None, with_stochastic_rounding(spec) if i > 1 else spec)
-        for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if words else [])])
+        for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if seeds else [])])
     )
-    return FallbackTensor(base, residual, parts[4]), drawn[0] if drawn else None
+    return FallbackTensor(base, residual, parts[4]), stochastic[0] if stochastic else None
 
 
 def with_stochastic_rounding(spec: QuantSpec) -> QuantSpec:
-    """The same blocks, rounded stochastically."""
+    """Return the spec with stochastic rounding."""
     return QuantSpec.parse(f"{spec}+stochastic")
 
 
@@ -166,7 +164,7 @@ def _quantize_shard(
     threshold: Array,
     seed: Array | None,
 ) -> tuple[FallbackTensor, QTensor | None]:
-    """Of a device's own part of a matrix, whose whole shape is given."""
+    """Quantize a device's shard of a matrix of shape `full_shape`."""
     from pallas_kernels.quantization import fallback_triton
 
     rng_offset = None if seed is None else dim_sharding.rng_offset(full_shape, x.shape)

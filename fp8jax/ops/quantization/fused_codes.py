@@ -1,9 +1,6 @@
-"""Codes of arrays that a kernel computes where it quantizes them, under one scale or one a row.
+"""Quantization of fused outputs: arrays that a kernel recomputes while it quantizes them.
 
-Such arrays are those of `fp8jax.ops.quantization.fused_outputs`. Of rows: a norm holds whole rows; its kernel writes
-their codes and scales in the pass in which it computes them. An activation's reads its operands twice, the second time
-from the cache. Backward, a first pass over what an activation keeps makes what the weight's gradient reads and finds
-the largest magnitude of each row of the cotangents, a second their codes.
+See `fp8jax.ops.quantization.fused_outputs`. Scales are per tensor or per row.
 """
 
 import dataclasses
@@ -34,14 +31,17 @@ def quantize_fused(
     strategy: Scaling,
     sums: bool = False,
 ) -> tuple[QTensor | None, QTensor | None] | None:
-    """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
+    """Quantize a fused output and its transposed copy, or return None if no kernel can.
 
     Args:
-        fused_output: what the matrix is computed from.
-        rows, columns: how `x` and `x.T` are quantized, or None where they are not.
-        shares_codes: whether both have the same codes; else one of them is None.
-        scale, strategy: as of `fp8jax.ops.quantization.quantize.quantize`.
-        sums: whether sums of columns are wanted, which `fused_output.group.sums` then has if the codes are made here.
+        fused_output: describes the matrix, (M, N).
+        rows, columns: specs for `x` and `x.T`, or None.
+        shares_codes: whether `rows` and `columns` have the same codes. If False, one of them must be None.
+        scale, strategy: as in `fp8jax.ops.quantization.quantize.quantize`.
+        sums: whether to compute column sums. They are stored in `fused_output.group.sums` if codes are computed here.
+
+    Returns:
+        QTensors of `x` (M, N) and `x.T` (N, M), each None if its spec is None; or None without a kernel.
     """
     spec = rows if columns is None else columns
     if spec is None or not (shares_codes or rows is None or columns is None) or not fused_outputs.supports(spec):
@@ -71,7 +71,7 @@ def _quantize_group(
 
     rows, columns, spec, strategy = key
     record_choice("quantize", FROM_OPERANDS)
-    # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
+    # JAX caches traced functions. `make` must not close over the result, which holds tracers.
     fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
     sums = sums and kinds[0] in (GATE, UP)
 
@@ -93,9 +93,9 @@ def _quantize_group(
 
 
 def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) -> QTensor:
-    """Transposed codes of an activation's result, made with what the backward pass will ask for next.
+    """Quantize the transposed result of an activation, and predict what its backward pass needs.
 
-    These are the peaks of the cotangents that the result's gradient gives, or their codes where scales are given.
+    The prediction is the amax of each cotangent, or the cotangents' codes if their scales are given.
     """
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, UP
 
@@ -138,16 +138,16 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
 
 
 def cached_row_codes(fused_output: FusedOutput | None, spec: QuantSpec) -> QTensor | None:
-    """What `FusedOutput.cache_codes` was given of rows."""
+    """Return the row codes stored by `FusedOutput.cache_codes`, or None."""
     codes = None if fused_output is None else fused_output.group.variants.get(("rows", spec))
     return None if codes is None else from_bytes(codes)
 
 
 def quantize_columns(fused_output: FusedOutput | None, spec: QuantSpec, scale: Array) -> QTensor | None:
-    """Transposed codes of a matrix under a scale for each row, fp32 (M, 1), or None where no kernel makes them.
+    """Quantize the transposed matrix under a scale per row, fp32 (M, 1), or return None if no kernel can.
 
     Returns:
-        (N, M) of granularity "tensor" and scale 1: rows' scales are the caller's.
+        QTensor (N, M) of granularity "tensor" and scale 1. The caller applies the row scales.
     """
     if fused_output is None or len(fused_output.group.kinds) > 1:
         return None
@@ -170,15 +170,15 @@ def quantize_columns(fused_output: FusedOutput | None, spec: QuantSpec, scale: A
 def quantize_cotangent(
     fused_output: FusedOutput | None, spec: QuantSpec, outer_scale: Array | None
 ) -> tuple[QTensor, QTensor] | None:
-    """Codes of an activation's cotangent, as they are and transposed; None where no kernel makes them.
+    """Quantize an activation's cotangent and its transposed copy, or return None if no kernel can.
 
     Args:
-        fused_output: what it is computed from.
+        fused_output: describes the cotangent, (M, N).
         spec: of granularity "mx".
-        outer_scale: fp32 (M, 1), as of `fp8jax.ops.quantization.microscaling.fold_rows`; None for 1.
+        outer_scale: fp32 (M, 1), as in `fp8jax.ops.quantization.microscaling.fold_rows`; None means 1.
 
     Returns:
-        Of granularity "token", and (N, M) of "tensor" with scale 1: rows' scales are the caller's.
+        QTensors (M, N) of granularity "token" and (N, M) of "tensor" with scale 1. The caller applies the row scales.
     """
     if fused_output is None or not fused_output.group.peaks or any(peak.ndim != 1 for peak in fused_output.group.peaks):
         return None

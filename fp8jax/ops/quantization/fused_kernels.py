@@ -1,7 +1,7 @@
-"""The kernels of norms and activations on arrays that may be sharded; arguments and results are the kernels' own.
+"""Sharded calls of the norm and activation kernels. Arguments and results are those of the kernels.
 
-Rows may be cut everywhere, channels where no row is needed as a whole. Largest magnitudes are of all parts, and so are
-sums over rows.
+Rows may be sharded. Channels may be sharded unless a kernel needs whole rows. Amax values and row sums are reduced over
+shards.
 """
 
 import functools
@@ -96,7 +96,7 @@ def encode_activation_residuals(
         )
         return residuals, sharding.pmax(peak, "m n"), result_codes
 
-    # Where rows are needed whole channels that are cut are gathered.
+    # Sharded channels are gathered if the kernel needs whole rows.
     needs_whole_rows = has_row_scales or coding.is_packed
     pair, tile = ((_ROWS, _ROWS), _ROWS) if needs_whole_rows else ((_TILE, f"m n/{coding.size}"), _TILE)
     return run_partitioned(
@@ -112,7 +112,7 @@ def requantize_if(
     def run(sharding: DimSharding, *arrays: Any) -> Array:
         return requantize_triton.requantize_if(operation, kinds, *arrays, compute_capability=capability())
 
-    # The codes of a norm's result come from whole rows.
+    # A norm needs whole rows.
     tile = _ROWS if result_kinds(kinds).norm else _TILE
     channels = tile.split()[1]
     operand_dims = quantize_recomputed_triton.Operands(
@@ -158,7 +158,7 @@ def peaks(
     def run(sharding: DimSharding, operands: Any, compute_if: Array | None) -> Any:
         rows = operands.first.shape[0]
         if every > 1 and sharding.axes.get("m") and rows % (sampled_amax_triton.SAMPLE_ROWS * every):
-            # The rows of the sample are those of the whole matrix, which the kernel counts in its own part.
+            # The sample is defined on rows of the global matrix. The kernel only sees rows of its shard.
             compute_amax = functools.partial(scaling.compute_sample_amax, row_offset=sharding.shard_offset("m", rows))
             maxima = [compute_amax(x) for x in fused_reference.results(operation, kinds, operands)]
         else:
@@ -207,7 +207,7 @@ def _packed(operation: Any) -> bool:
 
 
 def _tile(operation: Any) -> str:
-    """A matrix. Packed rows are never cut: the high bits come after all low bytes."""
+    """Dimensions of a matrix. Packed rows are not sharded: their high bits come after all low bytes."""
     return _ROWS if _packed(operation) else _TILE
 
 
@@ -216,10 +216,10 @@ def _transposed_tile(operation: Any) -> str:
 
 
 def _scale_dims(x: Array) -> str | None:
-    """Scales (rows,), or one."""
+    """Dimensions of scales (rows,), or of a scalar."""
     return "m" if x.ndim else ""
 
 
 def _replicated(x: Any) -> str | None:
-    """An array of few numbers, which is never cut."""
+    """Dimensions of a small array that is never sharded."""
     return None if x is None else " ".join("-" * jax.numpy.ndim(x))

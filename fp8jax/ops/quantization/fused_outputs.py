@@ -1,8 +1,8 @@
-"""Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
+"""Fused outputs: arrays that a kernel recomputes while it quantizes them, so that they are not written to memory.
 
-A norm or an activation says what its result is computed from (`FusedOutput`); an activation also of the cotangents of
-its inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself
-stays an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
+A norm or an activation describes how its result, or the cotangents of its inputs, are computed (`FusedOutput`). A
+quantizer with that description reads those operands in its kernel. The array also exists as an ordinary JAX value. If
+nothing else reads it, XLA removes it as dead code.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from fp8jax.recipes import resolve
 
 @dataclasses.dataclass(eq=False)
 class FusedOutputs:
-    """What arrays are computed from: those that one kernel makes together, in its order.
+    """A group of arrays that one kernel computes together.
 
     Attributes:
         operation: `pallas_kernels.nonlinear.operations_triton.Operation`.
-        kinds: what each of the arrays is.
+        kinds: the kind of each array.
         operands: `pallas_kernels.nonlinear.quantize_recomputed_triton.Operands`.
-        peaks: the largest finite magnitude of each array; none where they are not known.
-        predicted: of an activation's result whose gradient is known already, what is known of its cotangents.
-        variants: codes of all arrays by how they were made, each with the scales that were given for them, or None.
-        sums: of columns of arrays, by their places, as far as kernels have made them.
+        peaks: largest finite magnitude of each array; empty if unknown.
+        predicted: prediction of an activation's cotangents, if its result's gradient is known.
+        variants: cached (scales or None, codes of all arrays), by how they were quantized.
+        sums: column sums computed by kernels, by position of the array.
     """
 
     operation: Any
@@ -51,23 +51,23 @@ class FusedOutputs:
 
     @property
     def outputs(self) -> "tuple[FusedOutput, ...]":
-        """Each of the arrays."""
+        """One `FusedOutput` per array."""
         return tuple(FusedOutput(self, position) for position in range(len(self.kinds)))
 
 
 class FusedOutput(NamedTuple):
-    """An array as one of those of a `FusedOutputs`."""
+    """One array of a `FusedOutputs` group."""
 
     group: FusedOutputs
     position: int
 
     @property
     def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
-        """What `with_arrays` takes: operands, peaks, and codes with scales of rows, in bytes."""
+        """Arguments of `with_arrays`: operands, peaks, and row codes as bytes."""
         return self.group.operands, self.group.peaks, list(self._row_codes.values())
 
     def with_arrays(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "FusedOutput":
-        """The same, computed from the same operands in another trace."""
+        """Return the output with the same arrays of another trace."""
         variants = dict(zip(self._row_codes, rows, strict=True))
         return self._replace(
             group=FusedOutputs(self.group.operation, self.group.kinds, operands, peaks, variants=variants)
@@ -78,7 +78,7 @@ class FusedOutput(NamedTuple):
         return {key: codes for key, codes in self.group.variants.items() if key[0] == "rows"}
 
     def cast(self, dtype: DTypeLike) -> "FusedOutput | None":
-        """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""
+        """Return the output cast to `dtype`, or None. Only fp32 to bf16 of a single array is supported."""
         from pallas_kernels.quantization.quantize_triton import PLAIN_DTYPES
 
         group = self.group
@@ -92,27 +92,27 @@ class FusedOutput(NamedTuple):
         return FusedOutput(FusedOutputs(operation, group.kinds, group.operands, peaks), 0)
 
     def cache_codes(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
-        """What quantizing the array as `spec` says will give: codes (M, N) under a scale.
+        """Store codes (M, N) that a kernel already computed, for later quantization with `spec`.
 
-        Or, where codes fold powers of two into them, codes and the scales of rows, (M, 1).
+        Without a scale, `codes` is a pair: folded codes and row scales (M, 1).
         """
         if scale is not None:
             pairs = [to_qtensor_pair(spec, codes, None, scale.reshape(1, 1))]
             self.group.variants[True, False, spec, None] = (scale,), pairs
         else:
             q = QTensor(codes[0], codes[1], None, None, QuantSpec(spec.format, "token"))
-            self.group.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
+            self.group.variants["rows", spec] = to_bytes(q)  # may become an argument of jax.checkpoint
 
 
 class CotangentPrediction(NamedTuple):
-    """What is known of the cotangents of an activation's inputs before its backward pass makes them.
+    """Facts about the cotangents of an activation's inputs, known before its backward pass.
 
     Attributes:
-        peaks: their largest finite magnitudes; or
-        spec, scales: how they will be quantized, under given scales; and
-        codes: what that makes of them, as they are and transposed.
-        needs_sums: whether the sums of their columns are to be made with the codes: those of the layers' biases.
-        sums: these sums.
+        peaks: their largest finite magnitudes.
+        spec, scales: spec and scales of their quantization, if scales are known.
+        codes: QTensors of each cotangent and of its transposed copy.
+        needs_sums: whether to compute column sums (the bias gradients) with the codes.
+        sums: the column sums.
     """
 
     peaks: tuple[Array, ...] = ()
@@ -124,14 +124,14 @@ class CotangentPrediction(NamedTuple):
 
     @property
     def variants(self) -> dict[Any, Any]:
-        """`FusedOutputs.variants` of them."""
+        """Their entry of `FusedOutputs.variants`."""
         return {(True, True, self.spec, None): (self.scales, self.codes)} if self.codes else {}
 
 
 def find_consumer(recipe: Recipe | Context | str) -> Linear | None:
-    """The linear layers for which an operation makes codes of its result, if it does.
+    """Return the linear layers whose input codes the operation computes with its result, or None.
 
-    These are of its rows alone, microscaled and folded, or under a scale from a bound.
+    The codes are of rows only: microscaled and folded, or under a scale from a bound.
     """
     resolved = resolve(recipe)
     spec = resolved.linear.spec("x") if isinstance(resolved, Recipe) and resolved.linear.x_residual == SAME else None
@@ -150,14 +150,14 @@ def make_array_facts(
     scale: Array | None,
     codes: Any,
 ) -> ArrayFacts:
-    """What an operation's result is made from.
+    """Return the facts about an operation's result.
 
     Args:
-        context: what the operation keeps.
-        recomputable, residuals: how it is made again, and from what.
-        fused_output: what kernels compute it from.
-        consumer, scale: the layers that are to quantize it under this scale, if it is known.
-        codes: what they will make of it, as of `FusedOutput.cache_codes`, if that is made.
+        context: what the operation saves.
+        recomputable, residuals: the rule that recomputes the result, and its residuals.
+        fused_output: how kernels compute it, or None.
+        consumer, scale: the layers that quantize it, and the scale if known.
+        codes: codes already computed, as in `FusedOutput.cache_codes`, or None.
     """
     if fused_output is not None and consumer is not None and codes is not None:
         spec = consumer.spec("x")
@@ -168,11 +168,10 @@ def make_array_facts(
 
 
 def emits_codes(recipe: Recipe | Context | str) -> bool:
-    """Whether operations that keep their inputs as they are make, on a GPU, the codes that linear layers read.
+    """Return whether operations without quantized residuals compute the codes that linear layers read, on a GPU.
 
-    These layers then keep no codes of the result: it is made again from the inputs, with the same values, so that per
-    tensor the weight's gradient reads the same codes; microscaled ones are not shifted, but rounded under the scales
-    of tokens of both operands (`fp8jax.ops.quantization.microscaling`). The operation can be differentiated once.
+    Such layers save no codes: the result is recomputed, with equal values, so per-tensor codes are equal too.
+    Microscaled codes are rounded again, not shifted (`fp8jax.ops.quantization.microscaling`). Differentiable once.
     """
     resolved = resolve(recipe)
     if not isinstance(resolved, Recipe) or resolved.context.residual is not None or not on_cuda():
@@ -189,15 +188,15 @@ def emits_codes(recipe: Recipe | Context | str) -> bool:
 
 
 def _needs_only_rows(spec: QuantSpec) -> bool:
-    """Whether codes that microscaling leaves, folded, need nothing but their rows."""
+    """Return whether folded codes of `spec` depend on nothing but their row."""
     return spec.is_folded and spec.outer_scale == "token" and formats.get(spec.format).bits == 8
 
 
 def writes_result(recipe: Recipe | Context | str) -> bool:
-    """Whether on a GPU operations write what they compute, and not the layers that read it: these take no FP8 codes.
+    """Return whether operations write their 16-bit result on a GPU, because layers cannot quantize it in a kernel.
 
-    So it is where what is kept are codes of ten bits, and layers of the recipe have others than `quantize_fused` or
-    `fp8jax.ops.quantization.fused_codes` makes.
+    This is the case if residuals are packed (int10) and neither `quantize_fused` nor folding supports the layers'
+    codes.
     """
     resolved = resolve(recipe)
     context = resolved.context if isinstance(resolved, Recipe) else resolved
@@ -208,7 +207,7 @@ def writes_result(recipe: Recipe | Context | str) -> bool:
 
 
 def supports(spec: QuantSpec) -> bool:
-    """Whether the kernels make such codes."""
+    """Return whether the kernels can compute such codes: plain FP8 per tensor, rounded to nearest."""
     fmt = formats.get(spec.format)
     is_fp8_per_tensor = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
     return (
@@ -220,12 +219,12 @@ def supports(spec: QuantSpec) -> bool:
 
 
 def to_qtensor_pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
-    """Codes of an array and of its transposed copy as tensors."""
+    """Return the QTensors of an array and of its transposed copy, None where codes are None."""
     return tuple(None if codes is None else QTensor(codes, scale, None, None, spec) for codes in (row, column))
 
 
 def identity_output(x: Array) -> FusedOutput | None:
-    """A matrix as what it is computed from, where kernels can read it so."""
+    """Describe a matrix as a fused output of itself, or return None if no kernel can read it."""
     if not on_cuda() or missing_triton("nonlinear.quantize_recomputed_triton"):
         return None
     from pallas_kernels.nonlinear import quantize_recomputed_triton
@@ -239,7 +238,7 @@ def identity_output(x: Array) -> FusedOutput | None:
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
-    """`call(backend, *arrays)`: `backend` holds the kernels where this runs on a CUDA GPU, else their references."""
+    """Return `call(backend, *arrays)`: `backend` holds the kernels on a CUDA GPU, else their references."""
     from fp8jax.ops.quantization import fused_kernels
 
     kernel_impl, reference_impl = (functools.partial(call, backend) for backend in (fused_kernels, fused_reference))
@@ -256,16 +255,16 @@ def describe_operation(
     fp8: bool = True,
     **fields: Any,
 ) -> Any:
-    """The operation, as the kernels describe it, whose operands are alike to `x`, (..., channels); None for XLA.
+    """Describe an operation for the kernels, or return None if XLA must compute it.
 
     Args:
-        x: an operand, from whose dtype, shape and place the choice follows.
-        spec: what is kept of operands; None keeps them as they are.
-        dtype: of the result.
+        x: an operand (..., channels).
+        spec: spec of the saved operands; None saves them unquantized.
+        dtype: dtype of the result.
         norm: whether it is a norm, which reads whole rows.
-        forward: whether it is computed for the first time, which is told to who listens.
-        fp8: whether kernels make or read FP8 codes of it.
-        fields: as of `pallas_kernels.nonlinear.operations_triton.Operation`, an activation by its name.
+        forward: whether this is the forward pass, which records the choice.
+        fp8: whether kernels read or write FP8 codes.
+        fields: further fields of `pallas_kernels.nonlinear.operations_triton.Operation`; an activation by its name.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
     reason = (
@@ -296,7 +295,7 @@ def _unsupported_reason(x: Array, spec: QuantSpec | None) -> str | None:
 
 
 def _describe(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
-    """The operation as the kernels describe it, or why they cannot compute it."""
+    """Return the kernels' description of the operation, or the reason why they cannot compute it."""
     from pallas_kernels.nonlinear import norm_triton, operations_triton
     from pallas_kernels.quantization import quantize_triton, storage_triton
 
@@ -315,7 +314,7 @@ def _describe(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fi
 
 
 def to_coding(spec: QuantSpec | None) -> Any:
-    """A spec as the kernels take it."""
+    """Convert a spec to the kernels' `Coding`."""
     if spec is None:
         return None
     from pallas_kernels.quantization.scaling_triton import Coding
@@ -326,30 +325,27 @@ def to_coding(spec: QuantSpec | None) -> Any:
 
 
 def to_matrix(x: Array) -> Array:
-    """(..., channels) as (rows, channels)."""
+    """Reshape (..., channels) to (rows, channels)."""
     return merge(x, x.ndim - 1, 1)
 
 
 def reshape_like(x: Array, like: Array) -> Array:
-    """(rows, channels) as (..., channels), with the leading axes of another array."""
+    """Reshape (rows, channels) to the leading axes of `like`."""
     return reshape(x, (*like.shape[:-1], x.shape[-1]), (*spec_of(like)[:-1], spec_of(x)[-1]))
 
 
 def to_residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
-    """Codes (M, N), or packed ones, and their scales as those of an array.
-
-    So `fp8jax.ops.autodiff.residuals.quantize_residual` has them.
-    """
+    """Return codes (M, N), packed or not, and scales as `quantize_residual` returns them for an array like `like`."""
     length = like.shape[-1] if spec.is_packed else None
     axes, like_spec = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
-    # Kernels of whole rows gather channels.
+    # Kernels that need whole rows have gathered the channels.
     arrays = reshape_like(codes, like), reshape_like(scale, like)
     codes, scale = (reshard(x, tuple(blocks.block_partition_spec(like_spec, x.shape, axes)), like) for x in arrays)
     return to_bytes(QTensor(codes, scale, None, None, spec, length))
 
 
 def residual_matrices(q: QTensor | Array) -> tuple[Array, Array | None]:
-    """The codes and scales, as matrices, of what `to_residual` returned; an array that is kept as it is, and None."""
+    """Return codes and scales of a residual as matrices, or an unquantized residual and None."""
     if isinstance(q, Array):
         return to_matrix(q), None
     q = from_bytes(q)

@@ -1,7 +1,7 @@
-"""Norms and activations in plain JAX, and with these the references of the kernels that quantize their results.
+"""JAX references of the norm and activation kernels, on one device.
 
-`pallas_kernels.nonlinear.quantize_recomputed_triton` and `norm_triton` say what a reference's arguments and results
-are; here devices play no part. Sums and elementary functions differ from the kernels' in their last bits.
+`pallas_kernels.nonlinear.quantize_recomputed_triton` and `norm_triton` document arguments and results. Sums and
+elementary functions differ from the kernels' in the last bits.
 """
 
 import functools
@@ -17,20 +17,20 @@ from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
-# Kernels have some of them (`pallas_kernels.nonlinear.operations_triton.ACTIVATIONS`); XLA computes all others.
+# Kernels support a subset, `pallas_kernels.nonlinear.operations_triton.ACTIVATIONS`; XLA computes the others.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-# What else kernels are to write of a result: its dtype is that of codes, under a scale or, for None, those of rows; or,
-# of 16 bits or more, that of the result itself.
+# An extra output (scale, dtype) of a kernel. A dtype of 8 bits requests codes, with row scales if the scale is None. A
+# dtype of 16 bits or more requests the result itself.
 Result = tuple[Array | None, Any] | None
 _NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2", jnp.dtype(jnp.int16): "int10"}
 
 
 def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
-    """The input (..., channels), less its mean where a norm is centered, in fp32; 1 / root of each row, (..., 1)."""
+    """Return x (..., channels) in fp32, less its mean if centered, and the inverse root of each row (..., 1)."""
     z = x.astype(jnp.float32)
     if centered:
         z = z - jnp.mean(z, -1, keepdims=True)
@@ -38,7 +38,7 @@ def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
 
 
 def apply_normalization(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
-    """A norm's result in fp32, from what `statistics` returns."""
+    """Return a norm's result in fp32, from the results of `statistics`."""
     y = z * (inverse if scale is None else inverse * expand_to_rank(scale.astype(jnp.float32), z.ndim))
     return y if bias is None else y + expand_to_rank(bias.astype(jnp.float32), z.ndim)
 
@@ -46,7 +46,7 @@ def apply_normalization(z: Array, inverse: Array, scale: Array | None, bias: Arr
 def norm_cotangents(
     z: Array, inverse: Array, scale: Array | None, dy: Array, *, centered: bool, biased: bool
 ) -> tuple[Array, Array | None, Array | None]:
-    """Those of a norm's input, scale and bias, in fp32, from that of its result."""
+    """Return the fp32 cotangents of a norm's input, scale and bias."""
     dy, normal, rows = dy.astype(jnp.float32), z * inverse, tuple(range(dy.ndim - 1))
     t = dy if scale is None else dy * expand_to_rank(scale.astype(jnp.float32), dy.ndim)
     dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
@@ -58,7 +58,7 @@ def norm_cotangents(
 def activation_cotangents(
     function: Callable[[Array], Array], gate: Array, up: Array | None, activated: Array | None, dy: Array
 ) -> tuple[Array, ...]:
-    """Those of an activation's input, or of gate and up, in fp32; `activated` is made of `gate` where not given."""
+    """Return the fp32 cotangents of an activation's input, or of gate and up. `activated` saves its recomputation."""
     value, vjp_fn = jax.vjp(function, gate)
     dy = dy.astype(jnp.float32)
     if up is None:
@@ -67,7 +67,7 @@ def activation_cotangents(
 
 
 def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
-    """The arrays themselves, (M, N), rounded to the operation's dtype."""
+    """Return the arrays (M, N), rounded to the operation's dtype."""
     from pallas_kernels.nonlinear import quantize_recomputed_triton
     from pallas_kernels.quantization import quantize_triton
 
@@ -119,7 +119,7 @@ def _activation(operation: Any) -> Callable[[Array], Array]:
 
 
 def column_sums(x: Array) -> Array:
-    """fp32 (N,) of (M, N)."""
+    """Return the sum of each column of (M, N), fp32 (N,)."""
     return jnp.sum(x.astype(jnp.float32), 0)
 
 
@@ -155,7 +155,7 @@ def cotangents(operation: Any, operands: Any) -> list[Array]:
 
 
 def row_peaks(x: Array) -> Array:
-    """The largest finite magnitude of each row, fp32 (rows,)."""
+    """Return the largest finite magnitude of each row, fp32 (rows,)."""
     magnitude = jnp.abs(x.astype(jnp.float32))
     counts = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
     return jnp.max(jnp.where(counts, magnitude, 0.0), -1, initial=0.0)
@@ -208,10 +208,10 @@ def backward(
     dtype: Any,
     residual: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None, Array]:
-    z, options = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
+    z = _read(operation, codes, scales)
     if operation.exact and operation.centered:
         z = z - jnp.mean(z, -1, keepdims=True)
-    dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **options)
+    dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, centered=operation.centered, biased=operation.biased)
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)
     dx = dx.astype(dtype)
@@ -219,7 +219,7 @@ def backward(
 
 
 def _read(operation: Any, x: Array, scale: Array | None) -> Array:
-    """fp32 values of an operand."""
+    """Return an operand's values in fp32."""
     if operation.format == "int10" and not operation.exact:
         x = packing.unpack(x, 1, x.shape[1] // 5 * 4)
     x = x.astype(jnp.float32)
@@ -227,12 +227,12 @@ def _read(operation: Any, x: Array, scale: Array | None) -> Array:
 
 
 def is_scaled_by_row(result: Result) -> bool:
-    """Whether codes are asked for with a scale for each row."""
+    """Return whether the result requests codes with row scales."""
     return result is not None and result[0] is None and jnp.dtype(result[1]).itemsize == 1
 
 
 def _encode_result(y: Array, result: Result) -> Any:
-    """What is asked for of a result: itself, its codes under a scale, or its codes and each row's own scale."""
+    """Return the requested output: the array, its codes, or its codes and row scales."""
     if result is None or jnp.dtype(result[1]).itemsize > 1:
         return None if result is None else y
     scale, dtype = result
@@ -243,7 +243,7 @@ def _encode_result(y: Array, result: Result) -> Any:
 
 
 def _codes(y: Array, scale: Array, dtype: Any) -> Array:
-    """Under a scale, or one for each row."""
+    """Quantize under one scale or a scale per row."""
     granularity, shape = ("token", (-1, 1)) if scale.ndim > 0 else ("tensor", (1, 1))
     return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], granularity), scale.reshape(shape)).codes
 

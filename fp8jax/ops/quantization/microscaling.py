@@ -1,17 +1,15 @@
-"""Microscaled operands of the three products of a linear layer (MOSS, section 3.1), each rounded once.
+"""Microscaled operands of a linear layer's three products (MOSS, section 3.1). Each value is rounded once.
 
-Forward and for the input's gradient a row of an operand is contracted, so its powers of two go into its codes
-(`fold_rows`) and its scale comes after the sum. The weight's gradient sums over tokens, where each row of both operands
-has a scale of its own. Neither is quantized a second time for it: the gradient's codes are transposed as they are, and
-its scales, together with the input's, go into the input's operand. Where the input is kept as codes these are shifted:
-a row's scale of the gradient is chosen as a power of two over the input's, so that the product of both is a power of
-two, and a code changes by its exponent alone. Where the input is made again its values take the gradient's scales
-before they are rounded. Either way the operands of the weight's gradient have one scale each, which no sum needs
-inside.
+Forward and dgrad contract rows: powers of two are folded into the codes (`fold_rows`), and the row scale is applied
+after the sum. Wgrad contracts tokens, where both operands have a scale per token:
 
-A shifted code stays exact while it is normal. In e4m3 those lie within 2^-14.8 of the largest that any token adds;
-below, codes lose a bit each octave, and are zero under 2^-18.8: what such a token adds to the sum is as much smaller.
-The reasons, in figures of real activations and gradients: `experiments.tables.moss_snr`.
+- The gradient's codes are transposed unchanged. Both operands' token scales are applied to the input.
+- If the input is saved as codes, they are shifted. The gradient's row scales are chosen such that the product of both
+  scales is a power of two, so only exponents change.
+- If the input is recomputed, it is multiplied by the gradient's scales before it is rounded.
+
+A shifted e4m3 code is exact within 2^-14.8 of the largest. It loses a bit per octave below, and underflows under
+2^-18.8. See `experiments.tables.moss_snr`.
 """
 
 import dataclasses
@@ -30,34 +28,32 @@ from fp8jax.ops.quantization import fused_codes, fused_outputs
 from fp8jax.ops.quantization.fused_reference import row_peaks
 from fp8jax.ops.quantization.quantize import quantize, transpose
 
-# Elements under one power of two, as the kernels take them.
+# Group size of the kernels.
 GROUP_SIZE = 32
 
 
 def is_foldable(q: QTensor) -> bool:
-    """Whether `fold_microscales` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, no exact
-    ones."""
+    """Return whether `fold_microscales` supports a matrix: e4m3, groups of 32 per row, an outer scale, not exact."""
     spec = q.spec
     rows = spec.axis in (-1, 1) and spec.group_size == GROUP_SIZE
     return spec.granularity == "mx" and spec.outer_scale != "none" and spec.format == "e4m3" and rows and not spec.exact
 
 
 def fold_microscales(q: QTensor, *, impl: str = "auto") -> QTensor:
-    """The powers of two of two-level codes folded into them, for the product of rows.
+    """Fold the powers of two of microscaled codes into the codes.
 
-    As in `fp8jax.ops.quantization.microscaling.fold_rows`, the scale of a row takes up the largest of its powers,
-    exactly, unless that would make it subnormal. A code that goes subnormal under what is left of its own power is
-    rounded a second time.
+    As in `fold_rows`, the row scale absorbs the largest power of the row, unless it would become subnormal. Codes that
+    become subnormal are rounded a second time.
 
     Args:
-        q: (M, N), such that `is_foldable`.
+        q: QTensor (M, N) for which `is_foldable` is True.
         impl: "auto", "xla" or "triton".
 
     Returns:
-        (M, N), of granularity "token".
+        QTensor (M, N) of granularity "token".
 
     Raises:
-        ValueError: `q` is another, `impl` is unknown, or it is "triton" and no kernel can run.
+        ValueError: `q` or `impl` is unsupported, or `impl` is "triton" and the kernel cannot run.
     """
     if not is_foldable(q):
         raise ValueError(
@@ -96,7 +92,7 @@ def _fold_kernel(codes: Array, powers: Array, outer_scale: Array) -> tuple[Array
     return folded
 
 
-# How far an input that is made again may lie above what it was: the rounding of what it is made from.
+# Bound on the ratio of a recomputed input to the original, from rounding of the saved arrays.
 RECOMPUTE_HEADROOM = 1.13
 # The largest scale whose reciprocal is a normal number.
 MAX_INVERTIBLE_SCALE = 2.0**125
@@ -110,27 +106,27 @@ def fold_rows(
     fused_output: fused_outputs.FusedOutput | None = None,
     impl: str = "auto",
 ) -> QTensor:
-    """A matrix microscaled and folded (MOSS, section 3): codes with one scale a row.
+    """Quantize a matrix with microscaling, folded into a scale per row (MOSS, section 3).
 
-    The scale of a row takes up the largest power of two of its groups, exactly; what is left of the others is applied
-    before rounding. Codes are the two-level ones until they go subnormal.
+    The row scale absorbs the largest power of two of its groups. The others are applied before rounding. The codes are
+    those of microscaling until they become subnormal.
 
     Args:
-        x: (M, N), floating.
-        spec: of granularity "mx" with a level 1.
-        outer_scale: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that
-            holds it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
-        fused_output: what the matrix is computed from, where that is known.
-        impl: "auto", "xla" or "triton", as of `fp8jax.ops.quantization.quantize.quantize`.
+        x: floating array (M, N).
+        spec: of granularity "mx" with an outer scale.
+        outer_scale: fp32 (M, 1), or None to compute it from `x`. A row's scale is the smallest power of two times its
+            outer scale that fits the row. A row of zeros gets the smallest normal number.
+        fused_output: describes how `x` is computed, if known.
+        impl: "auto", "xla" or "triton", as in `fp8jax.ops.quantization.quantize.quantize`.
 
     Returns:
-        (M, N), of granularity "token".
+        QTensor (M, N) of granularity "token".
     """
     row_spec = QuantSpec(spec.format, "token")
     if outer_scale is None and (fused_rows := fused_codes.cached_row_codes(fused_output, spec)) is not None:
         return fused_rows
     if (outer_scale is None and spec.outer_scale == "token") or 0 in x.shape:
-        # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
+        # The largest group of a row has power 1, so the codes are those of a scale per row.
         q, _ = quantize(x, row_spec, impl=impl)
         assert q is not None
         return q
@@ -179,24 +175,24 @@ def _kernel(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
 def gradient_operands(
     dy: Array, spec: QuantSpec, scale: Array | None, fused_output: fused_outputs.FusedOutput | None = None
 ) -> tuple[QTensor, QTensor]:
-    """The output's gradient (tokens, outputs), microscaled and folded, and its codes transposed.
+    """Quantize the output's gradient with microscaling, folded, and transpose its codes.
 
     Args:
-        dy: (tokens, outputs).
-        spec: of granularity "mx" with a level 1.
-        scale: of the input's codes, one or one a token, which the scales of `dy` divide; None if it is made again.
-            Under a level 1 of the tensor the scales are what they are: powers of two times one.
-        fused_output: what `dy` is computed from, where that is known.
+        dy: floating array (tokens, outputs).
+        spec: of granularity "mx" with an outer scale.
+        scale: scale of the input's codes, one or one per token, or None if the input is recomputed. With an outer scale
+            per row, the scales of `dy` are divided by its significand.
+        fused_output: describes how `dy` is computed, if known.
 
     Returns:
-        Of granularity "token"; and (outputs, tokens) of "tensor" with scale `token_scale_unit(rows)`: another operand
-        takes the scales over that.
+        QTensor (tokens, outputs) of granularity "token"; QTensor (outputs, tokens) of "tensor" with scale
+        `token_scale_unit(rows)`. The other wgrad operand applies the `relative_token_scales`.
     """
     if spec.outer_scale == "tensor":
         rows = fold_rows(dy, spec)
         return rows, transpose_codes(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
-    # The exponents of the input's scales only move the powers of two, out of the range of fp32 where they are extreme.
+    # Only the significand matters. Extreme exponents would leave the range of fp32.
     outer_scale = None if scale is None else ones / formats.significand(scale.astype(jnp.float32))
     if (operands := fused_codes.quantize_cotangent(fused_output, spec, outer_scale)) is not None:
         return operands[0], dataclasses.replace(operands[1], scale=token_scale_unit(operands[0]))
@@ -205,25 +201,25 @@ def gradient_operands(
 
 
 def transpose_codes(q: QTensor) -> QTensor:
-    """Codes of rows transposed as they are, (N, M), with scale `token_scale_unit(q)`; of one scale with that."""
+    """Transpose codes (M, N) to (N, M), with scale `token_scale_unit(q)` if scales are per token."""
     if q.spec.granularity == "tensor":
         return transpose(q)
     return transpose(QTensor(q.codes, token_scale_unit(q), None, None, QuantSpec(q.spec.format)))
 
 
 def rescale_rows_pow2(rows: QTensor, dy: QTensor) -> QTensor:
-    """Codes of the input (tokens, inputs) as the operand (inputs, tokens) with the scales of tokens, its own and dy's.
+    """Return the input's codes as wgrad operand (inputs, tokens), multiplied by the token scales of both operands.
 
     Args:
-        rows: of one scale or one a token.
-        dy: likewise; products of both scales are powers of two times one number.
+        rows: input (tokens, inputs), with one scale or one per token.
+        dy: gradient (tokens, outputs), likewise. Products of both scales must be powers of two times one number.
 
     Returns:
-        Of granularity "tensor".
+        QTensor of granularity "tensor".
     """
     scale = rows.scale.astype(jnp.float32) * relative_token_scales(dy)
     common_scale = jnp.max(scale, initial=formats.TINY).reshape(1, 1)
-    # A power of two but for the last bits of the scales' product, which rounding to the nearest one takes away.
+    # The product of the scales is a power of two up to its last bits.
     power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(scale * (1 / common_scale), formats.TINY), "nearest"))
     power = jnp.where(jnp.isnan(scale), jnp.nan, power)
     factor = jnp.broadcast_to(power, (rows.codes.shape[0], 1))
@@ -233,21 +229,21 @@ def rescale_rows_pow2(rows: QTensor, dy: QTensor) -> QTensor:
 def requantize_recomputed(
     x: Array, scale: Array, dy: QTensor, spec: QuantSpec, fused_output: fused_outputs.FusedOutput | None = None
 ) -> QTensor:
-    """An input that was made again (tokens, inputs), as the operand (inputs, tokens) with the scales of tokens of dy.
+    """Quantize a recomputed input as wgrad operand (inputs, tokens), multiplied by the token scales of `dy`.
 
     Args:
-        x: (tokens, inputs).
-        scale: that of the input's codes forward, one or one a token: it tells how large `x` is.
-        dy: of one scale or one a token.
-        spec: gives the format.
-        fused_output: what `x` is computed from, where that is known.
+        x: floating array (tokens, inputs).
+        scale: forward scale of the input's codes, one or one per token. It bounds the magnitude of `x`.
+        dy: gradient with one scale or one per token.
+        spec: its format is the format of the result.
+        fused_output: describes how `x` is computed, if known.
 
     Returns:
-        Of granularity "tensor".
+        QTensor of granularity "tensor".
     """
     factor = relative_token_scales(dy)
     common_scale = jnp.max(RECOMPUTE_HEADROOM * scale.astype(jnp.float32) * factor, initial=formats.TINY)
-    # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
+    # Tokens without a gradient have scales beyond fp32. Under the largest scale their codes are 0, too.
     row_scales = jnp.minimum(common_scale / jnp.broadcast_to(factor, (x.shape[0], 1)), MAX_INVERTIBLE_SCALE)
     if (
         transposed := fused_codes.quantize_columns(fused_output or fused_outputs.identity_output(x), spec, row_scales)
@@ -260,9 +256,9 @@ def requantize_recomputed(
 
 
 def token_scale_unit(dy: QTensor) -> Array:
-    """The largest power of two that is no more than the largest scale of a token, fp32 (1, 1).
+    """Return the largest power of two below or equal to the largest token scale, fp32 (1, 1).
 
-    The weight's gradient multiplies by it after the sum. In the scales of tokens a small one would underflow.
+    Wgrad multiplies by it after the sum. A small factor would underflow in the token scales.
     """
     scale = lax.stop_gradient(dy.scale)
     max_scale = jnp.max(formats.where(jnp.isfinite(scale), scale, 0.0), initial=formats.TINY)
@@ -270,7 +266,7 @@ def token_scale_unit(dy: QTensor) -> Array:
 
 
 def relative_token_scales(dy: QTensor) -> Array:
-    """The scales of tokens of a gradient over `token_scale_unit(dy)`, fp32 (tokens, 1); 1 of one scale for all."""
+    """Return a gradient's token scales divided by `token_scale_unit(dy)`, fp32 (tokens, 1), or 1 for a single scale."""
     return (
         jnp.ones((), jnp.float32)
         if dy.spec.granularity == "tensor"

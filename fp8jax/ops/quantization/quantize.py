@@ -1,4 +1,4 @@
-"""Quantization of a matrix and of its transposed copy, as the products of a linear read them: one pass on a GPU."""
+"""Quantization of a matrix and of its transposed copy, in one pass on a GPU."""
 
 import dataclasses
 import functools
@@ -37,36 +37,33 @@ def quantize(
     impl: str = "auto",
     fused_output: fused_outputs.FusedOutput | None = None,
 ) -> Pair:
-    """Codes of a matrix and of its transposed copy.
+    """Quantize a matrix and its transposed copy.
 
-    The codes are those of `fp8jax.quantize`, but stochastic rounding draws other noise, in the kernel as well as in XLA
-    (`fp8jax.core.noise`); both are unbiased, and each repeats exactly.
+    The codes equal those of `fp8jax.quantize`, except for the noise of stochastic rounding. That noise differs between
+    XLA and the kernel (`fp8jax.core.noise`). Both are unbiased and repeatable.
 
     Args:
-        x: (M, N), floating.
-        rows: how `x` is quantized, or None where its codes are not wanted.
-        columns: how `x.T`, (N, M), is: a spec of its own, "same" for the codes of `rows` transposed, which needs
-            granularity "tensor" or "block", or None.
-        scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
-            block counts; None takes them from `x`. Finite values beyond their range saturate. They are for the format
-            of `rows`, if rows are asked for; columns of another format have the same range.
-        is_scale_clamped: whether codes were made under this scale before, which then is one that
-            `fp8jax.core.scaling.clamp_scale` gave.
-        strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find_scaling` takes
-            it: "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
+        x: floating array (M, N).
+        rows: spec of `x`, or None for no codes.
+        columns: spec of `x.T`, "same" to transpose the codes of `rows` (granularity "tensor" or "block"), or None.
+        scale: positive fp32 scales for granularity "tensor" or "token", broadcastable against the block counts. None
+            computes them from `x`. Values out of range saturate. They are for the format of `rows`, else of `columns`;
+            columns of another format cover the same range.
+        is_scale_clamped: whether `scale` is a result of `fp8jax.core.scaling.clamp_scale`.
+        strategy: how to compute scales of granularity "tensor", as in `fp8jax.core.scaling.find_scaling`. "current"
+            reads the tensor. "two_stage" reduces bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
-        impl: "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
-            makes such codes, on however many devices: FP8 and int8 without expansion, groups and blocks of 16 to 128.
-            "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.dispatch.choice.record_choices`
-            tells which.
-        fused_output: what `x` is computed from, where that is known: kernels read this then, under "auto".
+        impl: "xla" is the reference. "auto" runs the kernel on CUDA GPUs with jax-triton for FP8 and int8 without
+            expansion, groups and blocks of 16 to 128. "triton" is the same, but raises if it cannot run.
+            `fp8jax.ops.dispatch.choice.record_choices` records the choice.
+        fused_output: describes how `x` is computed, if known. With "auto", kernels read its operands instead of `x`.
 
     Returns:
-        What was asked for, `x` and `x.T`; None for the others.
+        QTensors of `x` (M, N) and of `x.T` (N, M), each None if its spec is None.
 
     Raises:
-        ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
-            or it is "triton" and the kernel cannot run: the message says why.
+        ValueError: a spec does not suit a matrix, a key is missing or unused, `impl` is unknown, or `impl` is "triton"
+            and the kernel cannot run.
     """
     return quantize_and_sum(
         x,
@@ -96,10 +93,10 @@ def quantize_and_sum(
     fused_output: fused_outputs.FusedOutput | None = None,
     amax: Array | None = None,
 ) -> PairAndSums:
-    """`quantize`, and the sums of columns, fp32 (N,), from the same pass; None without `sums`.
+    """Quantize as `quantize`, and return the column sums, fp32 (N,), from the same pass (None without `sums`).
 
-    `amax` is the largest finite magnitude of `x`, if that is known: kernels need not look for it. `x` may be the
-    matrices, of M rows, that it is side by side: on one GPU the kernel reads these where each lies.
+    `x` may be a tuple of matrices of M rows, which a kernel reads in place on one GPU. `amax` is the largest finite
+    magnitude of `x`, if known; it saves a pass.
     """
     strategy = scaling.find_scaling(strategy)
     config = dataclasses.replace(_parse(rows, columns, strategy, sums), is_scale_clamped=is_scale_clamped)
@@ -110,7 +107,7 @@ def quantize_and_sum(
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
     if 0 in packed.packed_shape(x):
-        scale = None  # there is nothing to have one
+        scale = None  # no elements, no scales
     if impl == "auto" and fused_output is not None and not isinstance(x, tuple):
         pair = fused_codes.quantize_fused(
             fused_output,
@@ -131,16 +128,18 @@ def quantize_and_sum(
 
 
 def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") -> QTensor:
-    """The same codes and scales with both axes of a matrix exchanged.
+    """Transpose a quantized matrix. Groups and tokens cannot be transposed: quantize again along the other axis.
 
     Args:
-        q: (M, N), of granularity "tensor" or "block", where a transposed matrix has transposed scales. (Groups and
-            tokens of a transposed matrix run across its contraction: quantize again along the other axis.)
-        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
-        impl: "auto", "xla" or "triton": XLA's own transposition of bytes reaches a fraction of a GPU's bandwidth.
+        q: QTensor (M, N) of granularity "tensor" or "block".
+        factor: fp32 (M, 1), which multiplies FP8 codes of each row, rounded to nearest. None leaves codes unchanged.
+        impl: "auto", "xla" or "triton". XLA transposes bytes at a fraction of a GPU's bandwidth.
+
+    Returns:
+        QTensor (N, M).
 
     Raises:
-        ValueError: the granularity is another; or as `quantize`.
+        ValueError: the granularity is unsupported, or as in `quantize`.
     """
     if q.spec.granularity not in TRANSPOSABLE:
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
@@ -183,7 +182,7 @@ class _QuantizeConfig:
         return any(spec is not None and spec.rounding == "stochastic" for spec in self.specs)
 
     def scale_for(self, spec: QuantSpec, scale: Array) -> Array:
-        """The given scale, which is for the first format asked for, for that of `spec`."""
+        """Convert a scale from the first requested format to that of `spec`."""
         first_spec = self.rows or self.transposed_spec
         assert first_spec is not None
         return scaling.convert_scale(scale, formats.get(first_spec.format), formats.get(spec.format))
@@ -241,9 +240,9 @@ def _reference(
 
 def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | None) -> Pair:
     if on_cuda() and config.rows is not None and config.transposed_spec is not None and not config.shares_codes:
-        # XLA would compute what makes the matrix where it reduces its columns, which takes three times as long.
+        # Without the barrier, XLA fuses the producer of `x` into the column reduction, which is slow.
         (x,) = lax.optimization_barrier((x,))
-    # Two words for all elements: XLA would compute each one's bits by `jax.random` anew in every pass that reads them.
+    # One seed for all elements. XLA would recompute the bits of `jax.random` in every pass that reads them.
     seed = None if key is None else noise.key_to_seed(key)
     seeds = seed, None if seed is None else noise.fold_in_seed(seed, _COLUMNS_SEED)
 
@@ -261,7 +260,7 @@ def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | 
     def quantize_transposed(spec: QuantSpec, seed: Array | None) -> QTensor | None:
         if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.is_packed:
             return quantize_one(x.T, spec, seed)
-        # XLA would transpose the matrix for the maxima of its blocks.
+        # Transpose codes, not the matrix: XLA would transpose it before it reduces blocks.
         rows = quantize_one(x, spec, seed)
         assert rows is not None
         return transpose(rows, impl="xla")
@@ -277,7 +276,7 @@ def _kernel(
     config: _QuantizeConfig, x: packed.PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
 ) -> PairAndSums:
     if config.has_integers:
-        amax = None  # those are of what is finite
+        amax = None  # it ignores NaN and Inf, which integer scales must show
     seed = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
     dim_names = ("m n", "n m")
     scale_axes = None
@@ -306,7 +305,7 @@ def _quantize_shard(
     seed: Array | None,
     amax: Array | None,
 ) -> PairAndSums:
-    """The QTensors of a device's own part of a matrix, whose whole shape is given."""
+    """Quantize a device's shard of a matrix of shape `global_shape`."""
     from pallas_kernels.quantization import amax_triton, quantize_rows_triton, quantize_triton
 
     rows_only_spec = config.rows if config.columns is None and "n" not in sharding.axes else None
@@ -348,7 +347,7 @@ def _quantize_shard(
             for y in matrices
         ]
         local_maxima = maxima_by_matrix[0]
-        if len(matrices) > 1:  # of all together, and of no rows and columns
+        if len(matrices) > 1:  # only the amax of the whole packed matrix
             local_maxima = (
                 jnp.concatenate([top.reshape(-1) for top, *_ in maxima_by_matrix if top is not None]),
                 None,
@@ -406,18 +405,18 @@ def _quantize_shard(
 
 
 def _is_scale_in_kernel(spec: QuantSpec, config: _QuantizeConfig) -> bool:
-    """Whether the kernel makes a tensor's scale from largest magnitudes, so that no reduction is launched for it."""
+    """Return whether the kernel reduces the partial maxima to the tensor's scale, which saves a launch."""
     plain = spec.granularity == "tensor" and spec.scale_format == "fp32" and not config.has_integers
     return plain and config.strategy.amax_rounding is not None
 
 
 def _outer_granularity(spec: QuantSpec) -> str:
-    """What shares a scale of level 1."""
+    """Return the granularity of the scale, or of the outer scale under microscaling."""
     return spec.outer_scale if spec.granularity == "mx" else spec.granularity
 
 
 def _amax_granularity(spec: QuantSpec, scale: Array | None) -> str | None:
-    """Over what a pass of its own has to find the maximum, "tensor" or "token"; None if it has not."""
+    """Return the granularity of the amax that needs its own pass, "tensor" or "token", or None."""
     granularity = _outer_granularity(spec)
     return granularity if granularity in ("tensor", "token") and (scale is None or spec.granularity == "mx") else None
 
