@@ -65,8 +65,9 @@ def compress_state(
 
     **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
     with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
-    around fp32, more if the average is slow and the gradients are noisy (figures are in docs/howto/optimizer.md). If that matters, take
-    {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too slowly.
+    around fp32, more if the average is slow and the gradients are noisy (figures: docs/howto/optimizer.md). If
+    that matters, take {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too
+    slowly.
 
     **Long decays.** A second moment without a gradient is rounded at each step, and is off by a third after 100 steps.
     That matters if a first moment outlives it, as in `optax.contrib.simplified_ademamix`: take {"n": "fp32"} there.

@@ -156,9 +156,9 @@ def compressed_adamw(
     **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
     apart. Rounded to nearest it stalls. Stochastic rounding is unbiased at every step, and scatters around the fp32
     moment (results/second_moment.json). Its noise is a hash of the step's number, the parameter's path in the tree, and
-    the element's position in the global array, or inside `jax.shard_map` in the local one. So it needs no key, a
-    restart continues with the same bits, and meshes do not change it. The rounding is not part of the state and may
-    change between steps.
+    the element's position in the global array, or inside `jax.shard_map` in the local one. So it needs no key, and
+    a restart continues with the same bits. A mesh changes some codes only if it cuts groups. The rounding is not part
+    of the state and may change between steps.
 
     **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
     unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.dead_elements`). Elements with gradients
