@@ -59,6 +59,24 @@ def compress_state(
     (`MONOTONE_ACCUMULATORS`, of Adagrad, AMSGrad and Adadelta) stay in fp32, because rounding would stop them. Any
     other name must be in `moments`. A value that is not a first moment never decodes to zero unless it is zero.
 
+    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
+    below 1/80,000,000 are stored as that. So elements without gradients take little range from the others. In place of
+    `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
+
+    **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
+    with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
+    around fp32, more if the average is slow and the gradients are noisy (figures: docs/howto/optimizer.md). If
+    that matters, take {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too
+    slowly.
+
+    **Long decays.** A second moment without a gradient is rounded at each step, and is off by a third after 100 steps.
+    That matters if a first moment outlives it, as in `optax.contrib.simplified_ademamix`: take {"n": "fp32"} there.
+
+    If the state has second moments, finite gradients are clipped to 2^62 (4.6e18), because their squares would
+    overflow. NaN and Inf stay.
+
+    `init` makes the state of `tx` first. If that does not fit in memory, use `jax.jit(tx.init)`.
+
     Args:
         tx: the transformation, such as `optax.lion(1e-4)`.
         moments: storage by name, such as `{"mu": "e5m2", "nu": "ude8"}`: an 8-bit format, or "bf16" or "fp32", which
@@ -82,23 +100,6 @@ def compress_state(
         ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
             its parameter has a name that neither optax's list nor `moments` holds.
         TypeError: `tx` is not a transformation; or at `init`, its moments are quantized already.
-
-    **Range.** With expansion in e4m3, a first moment below 1/6,000,000 of its group's largest is stored as 0. Others
-    below 1/80,000,000 are stored as that. So elements without gradients take little range from the others. In place of
-    `optax.adam` and `optax.adamw` take `compressed_adamw`, which finds dead elements by their updates.
-
-    **Slow averages** do not stall, and are unbiased. First moments are rounded by noise that is even over the steps,
-    with a phase for each element. Second moments, and bf16, are rounded by independent noise. Single elements scatter
-    around fp32, more if the average is slow and the gradients are noisy (docs/optimizers). If that matters, take
-    {"ema": "bf16"}. With `nu_rounding="nearest"`, second moments with b2 above 0.98 follow too slowly.
-
-    **Long decays.** A second moment without a gradient is rounded at each step, and is off by a third after 100 steps.
-    That matters if a first moment outlives it, as in `optax.contrib.simplified_ademamix`: take {"n": "fp32"} there.
-
-    If the state has second moments, finite gradients are clipped to 2^62 (4.6e18), because their squares would
-    overflow. NaN and Inf stay.
-
-    `init` makes the state of `tx` first. If that does not fit in memory, use `jax.jit(tx.init)`.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax

@@ -153,6 +153,28 @@ def compressed_adamw(
 
     `optax.adamw` with other storage. With `mu="fp32", nu="fp32"` and fp32 parameters it gives the same bits.
 
+    **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
+    apart. Rounded to nearest it stalls. Stochastic rounding is unbiased at every step, and scatters around the fp32
+    moment (results/second_moment.json). Its noise is a hash of the step's number, the parameter's path in the tree, and
+    the element's position in the global array, or inside `jax.shard_map` in the local one. So it needs no key, and
+    a restart continues with the same bits. A mesh changes some codes only if it cuts groups. The rounding is not part
+    of the state and may change between steps.
+
+    **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
+    unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.dead_elements`). Elements with gradients
+    are not affected, except that rare gradients count as if they came every 45 steps.
+
+    **Small decays.** First moments with expansion are rounded to nearest. With b1 above 0.98, or an array, they are
+    rounded by noise of the step, so that they decay without a gradient.
+
+    **Gradients.** A gradient that is NaN or Inf makes its moments NaN, as in optax: wrap the transformation in
+    `optax.apply_if_finite` to skip such steps. With `master`, that needs gradients in fp32. Finite gradients are
+    clipped to 2^62 (4.6e18), because their squares would overflow fp32.
+
+    **Changed parameters.** The caller may change a parameter between steps: its master is then the changed value with
+    the old remainder. `compress_state(chain, master=...)` keeps the masters of a whole chain. Under
+    `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
+
     Args:
         learning_rate: step size, or a schedule of the number of steps taken.
         b1: decay of the first moment, in [0, 1).
@@ -192,28 +214,6 @@ def compressed_adamw(
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
         TypeError: `mu_dtype` is given; or at `init`, a parameter is not of a floating dtype.
-
-    **Second moments.** With b2 = 0.999 a second moment changes by 0.1 % per step, and the codes of e4m3 are 3 to 12 %
-    apart. Rounded to nearest it stalls. Stochastic rounding is unbiased at every step, and scatters around the fp32
-    moment (results/second_moment.json). Its noise is a hash of the step's number, the parameter's path in the tree, and
-    the element's position in the global array, or inside `jax.shard_map` in the local one. So it needs no key, a
-    restart continues with the same bits, and meshes do not change it. The rounding is not part of the state and may
-    change between steps.
-
-    **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
-    unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.dead_elements`). Elements with gradients
-    are not affected, except that rare gradients count as if they came every 45 steps.
-
-    **Small decays.** First moments with expansion are rounded to nearest. With b1 above 0.98, or an array, they are
-    rounded by noise of the step, so that they decay without a gradient.
-
-    **Gradients.** A gradient that is NaN or Inf makes its moments NaN, as in optax: wrap the transformation in
-    `optax.apply_if_finite` to skip such steps. With `master`, that needs gradients in fp32. Finite gradients are
-    clipped to 2^62 (4.6e18), because their squares would overflow fp32.
-
-    **Changed parameters.** The caller may change a parameter between steps: its master is then the changed value with
-    the old remainder. `compress_state(chain, master=...)` keeps the masters of a whole chain. Under
-    `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp, optax

@@ -127,8 +127,10 @@ def step_tree(
 
     columns = [*map(flatten, (grads, weights, mu, nu, master, amax))]
     decay_flags = flatten(jax.tree.broadcast(decays, treedef.unflatten([0] * n)))
-    leaves = [Leaf(*row, decays=flag, in_place=in_place) for *row, flag in zip(*columns, decay_flags, strict=True)]
-    leaves = [add_noise(i, leaf) for i, leaf in enumerate(leaves)]
+    leaves = [
+        add_noise(i, Leaf(g, w, m, v, master, amax, decays=flag, in_place=in_place))
+        for i, (g, w, m, v, master, amax, flag) in enumerate(zip(*columns, decay_flags, strict=True))
+    ]
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     results = step_leaves(optimizer, adam, leaves, impl)
