@@ -185,7 +185,7 @@ _LINEAR = {
 }
 _RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
 # Fields whose values have other names, too.
-_SELECT = {"select": ("skip_unprofitable", {"all": False, "gains": True})}
+_SELECT: dict[str, tuple[str, dict[str, bool | str]]] = {"select": ("skip_unprofitable", {"all": False, "gains": True})}
 _REVALUED: dict[str, dict[str, tuple[str, dict[str, bool | str]]]] = {
     "linear": _SELECT,
     "head": _SELECT,

@@ -13,7 +13,7 @@ from scipy import stats
 
 import fp8jax
 from experiments.bench import record
-from experiments.config import UserError, check_same, flatten_fields
+from experiments.config import UserError, check_same, flatten_fields, with_new_names
 from experiments.tables import parity_runs, training_parity
 from experiments.tables.parity_runs import ParityArm, Setting
 from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
