@@ -1,4 +1,4 @@
-"""Estimates which matmuls gain time in 8 bits, and leaves the others in 16 if the recipe has `select="gains"`."""
+"""Estimates which matmuls gain time in 8 bits, and leaves the others in 16 if the recipe has `skip_unprofitable`."""
 
 import contextlib
 import math
@@ -36,7 +36,7 @@ _HOPPER_CAPABILITY = 90  # the compute capability of an H100
 def drop_unprofitable(
     value: Value, group: Sequence[WeightMatmul], entries: dict[Node, PlanEntry], sole_readers: Mapping[Value, Node]
 ) -> bool:
-    """Leave matmuls of a group in 16 bits if 8 bits cost time and their recipe has `select="gains"`.
+    """Leave matmuls of a group in 16 bits if 8 bits cost time and their recipe has `skip_unprofitable`.
 
     Args:
         value: the output of the operation that computes the group's input.
@@ -45,7 +45,7 @@ def drop_unprofitable(
         sole_readers: for each value that is read once, the node that reads it.
 
     Returns:
-        Whether a recipe in the group has `select="gains"`.
+        Whether a recipe in the group has `skip_unprofitable`.
     """
     cost_selected = [p for p in group if p.choice.linear is not None and p.choice.linear.skip_unprofitable]
     for p in cost_selected:
