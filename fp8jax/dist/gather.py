@@ -81,9 +81,14 @@ def gather_weights(
 def _gather(
     spec: QuantSpec, axes: tuple[str, ...], dim: int, shape: tuple[int, ...], comm: Comm, dtype: Any, w: Array
 ) -> Array:
+    """The whole weight of this `shape`, decoded from codes that are gathered along `dim`, over the mesh axes `axes`.
+
+    `w` is a device's shard. The forward pass does not use `comm`, which is the format of gradients on the wire.
+    """
     fmt, scale = formats.get(spec.format), None
     is_scale_shared = spec.block_shape(shape)[dim] >= shape[dim]
-    if is_scale_shared:  # a shard has the scales of the whole weight
+    # If a block spans `dim`, all shards share its scale. It comes from the maximum over devices.
+    if is_scale_shared:
         amax = blocks.reduce(shared_scales.abs_with_nan_as_inf(w), spec.block_shape(w.shape), jnp.max, 0.0)
         scale = shared_scales.to_scale(shared_scales.pmax_arrays([amax], axes)[0], fmt)
         if spec.granularity == "mx" and spec.outer_scale == "none":
@@ -91,9 +96,9 @@ def _gather(
     leaves = encoding.encode(w, spec, scale=scale)
 
     def all_gather(x: Array) -> Array:
-        raw = lax.bitcast_convert_type(x, jnp.uint8)
-        codes = lax.all_gather(raw, axes, axis=dim, tiled=True)
-        return lax.bitcast_convert_type(codes, x.dtype)
+        shard_bytes = lax.bitcast_convert_type(x, jnp.uint8)
+        gathered_bytes = lax.all_gather(shard_bytes, axes, axis=dim, tiled=True)
+        return lax.bitcast_convert_type(gathered_bytes, x.dtype)
 
     codes = all_gather(leaves.codes)
     scale = leaves.scale if is_scale_shared else all_gather(leaves.scale)

@@ -84,17 +84,19 @@ def fp8lm_adamw(
     r"""AdamW with master weights in its state: 5 bytes per parameter, and 6 with an FP8 gradient.
 
     ============= ======================== =====
-    fp16, scaled  master weight            2 e4m3, scaled  first moment             1 fp16, scaled  second moment
-    2 e4m3, scaled  gradient                 1
+    fp16, scaled  master weight            2
+    e4m3, scaled  first moment             1
+    fp16, scaled  second moment            2
+    e4m3, scaled  gradient                 1
     ============= ======================== =====
 
     Each tensor, or each stacked layer, has one scale. Scales are powers of two, so that a change of scale does not
     round values again. Arithmetic is in fp32.
 
     **Range.** One scale limits the range: e4m3 reaches 2e-6 of a tensor's largest first moment, and fp16 the square of
-    that for the second. Updates are wrong by up to 80 % if gradients span more, after an outlier of 10,000 times their
-    size, or if all of them fall a hundredfold at b2 = 0.999. `group_size=128` gives each 128 elements scales of their
-    own, for 0.2 bytes per parameter.
+    that for the second. Beyond that range, updates are wrong by up to 80 %. This happens if gradients span more, or
+    after an outlier of 10,000 times their size. It also happens if all gradients fall a hundredfold at b2 = 0.999.
+    `group_size=128` gives each 128 elements scales of their own, for 0.2 bytes per parameter.
 
     **Working copies.** `init` makes the master weights from the parameters. The parameters of the caller are working
     copies in the dtype of the model; in bf16 they take two bytes more. `step` returns the masters rounded to that
@@ -194,17 +196,21 @@ def fp8lm_adamw(
     def init_fn(params: optax.Params) -> Any:
         moments.require_static(static_group_size, static_min_size)
         jax.tree_util.tree_map_with_path(checks.check_floating, params)
-        depths = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
+        layer_axis_counts = jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params)
 
-        def init_field(name: str, param: Any, depth: Any) -> Moment:
-            spec = storage_spec(name, depth) if is_quantized(param, depth) else formats.get("fp32")
+        def init_field(name: str, param: Any, num_layer_axes: Any) -> Moment:
+            stores_codes = is_quantized(param, num_layer_axes)
+            spec = storage_spec(name, num_layer_axes) if stores_codes else formats.get("fp32")
             if name != "master":
                 return moments.zeros(param, spec, 0)
             if isinstance(spec, QuantSpec):
                 return fp8lm.quantize_to_pow2_scale(param, spec)
             return jnp.array(param, jnp.float32, copy=True)
 
-        fields = {name: jax.tree.map(functools.partial(init_field, name), params, depths) for name in quantized_fields}
+        fields = {
+            name: jax.tree.map(functools.partial(init_field, name), params, layer_axis_counts)
+            for name in quantized_fields
+        }
         fields["largest"] = jax.tree.map(fp8lm.stack_amax, *fields.values(), is_leaf=moments.is_quantized)
         if master_format is not None:
             fields["remainder"] = master_weights.init_remainders(params, master_format)
@@ -226,11 +232,11 @@ def fp8lm_adamw(
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
         checks.check_gradients(grads, state.mu)
         if static_min_size is not None and static_group_size is not None:
-            depths = jax.tree.leaves(jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params))
+            layer_axis_counts = jax.tree.leaves(jax.tree.broadcast(moments.resolve_tree(layer_axes, params), params))
             for name in quantized_fields:
                 stored = jax.tree_util.tree_leaves_with_path(getattr(state, name), is_leaf=moments.is_quantized)
-                for (path, x), depth in zip(stored, depths, strict=True):
-                    checks.check_storage(name, path, x, storage_spec(name, depth), is_quantized(x, depth))
+                for (path, x), n in zip(stored, layer_axis_counts, strict=True):
+                    checks.check_storage(name, path, x, storage_spec(name, n), is_quantized(x, n))
         remainder, decays = getattr(state, "remainder", None), moments.resolve_tree(mask, params)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate

@@ -223,18 +223,22 @@ def _differentiable_arrays(trained: Any) -> list[Array]:
 def warn_if_trained(state: Array, trained: Any, message: str, call: str, record: TrainingRecord | None = None) -> Array:
     """`state`, unchanged. Warns once for each program that takes a gradient of `trained` and never advances the state.
 
+    In a program, a primitive returns the state. Its JVP rule notes the gradient, and its lowering warns. Outside of a
+    program, only gradients of an NNX model are counted. More than `_MAX_MICROBATCHES` of them without `call` warn.
+
     Args:
-        state: of a scaling, as a product reads it.
+        state: the state of a scaling, as a product reads it.
         trained: the weight and the slot of the product, in any structure.
-        message: of the warning.
-        call: what advances the state, `ADVANCE` or `BOUNDS`.
-        record: of the model, in NNX.
+        message: the text of the warning.
+        call: the name of the call that advances the state, `ADVANCE` or `BOUNDS`.
+        record: the record of an NNX model; None for other interfaces.
     """
     arrays = _differentiable_arrays(trained)
     if not arrays or (record is not None and call in record.ended):
         return state
     program, outermost, differentiated = _outermost_program()
     if program is not None:
+        # `_read_jvp` sets the parameter `trained` if a gradient of `arrays` is taken.
         return _READ.bind(  # type: ignore[no-any-return]
             state, *arrays, message=message, call=call, record=record, program=program, trained=False
         )

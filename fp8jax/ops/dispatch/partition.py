@@ -196,6 +196,12 @@ def _partitioned_call(
     out_spec: Sequence[Any] | None,
     is_kernel: bool,
 ) -> Callable:
+    """Return a function of global arrays that runs `function(sharding, *shards)` on their shards.
+
+    `jax.vmap` adds a dimension to the notation. `batch_depth` counts the `jax.vmap`s so far, and names that dimension.
+    Other arguments are as of `run_partitioned`.
+    """
+
     def call(*arrays: Array) -> tuple[Array, ...]:
         if any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
             return _call_on_explicit_axes(function, notation, arrays, out_spec)
@@ -205,7 +211,7 @@ def _partitioned_call(
 
     @jax.custom_batching.custom_vmap
     def mapped(*arrays: Array) -> tuple[Array, ...]:
-        # An eager call is not partitioned.
+        # XLA partitions the call only within a jitted program.
         return jax.jit(call)(*arrays)
 
     @mapped.def_vmap
@@ -215,6 +221,7 @@ def _partitioned_call(
                 axes = [0 if b else None for b in batched]
                 return jax.vmap(functools.partial(function, sharding), axes)(*shards)  # type: ignore[no-any-return]
 
+            # A kernel runs once for each row of the batch, one after the other.
             def call_row(rows: tuple[Array, ...]) -> tuple[Array, ...]:
                 mapped_rows = iter(rows)
                 return tuple(
@@ -276,11 +283,16 @@ def _call_on_auto_axes(function: Callable, notation: Notation, arrays: tuple[Arr
 def _call_on_explicit_axes(
     function: Callable, notation: Notation, arrays: tuple[Array, ...], out_spec: Sequence[Any] | None
 ) -> tuple[Array, ...]:
-    shardings = [jax.typeof(x).sharding for x in arrays]
-    mesh = next(kind.mesh for kind in shardings if kind.mesh.explicit_axes)
+    """Reshard the operands as the notation allows, and run `function(sharding, *shards)` in `jax.shard_map`.
+
+    The types of the operands say how they are sharded. A mesh may also have Auto axes. XLA's partitioner then runs
+    `function`, on the parts that the Explicit axes leave.
+    """
+    named_shardings = [jax.typeof(x).sharding for x in arrays]
+    mesh = next(named.mesh for named in named_shardings if named.mesh.explicit_axes)
     sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
     sharding = notation.assign(
-        notation.lengths([x.shape for x in arrays]), [k.spec for k in shardings], sizes, out_spec
+        notation.lengths([x.shape for x in arrays]), [named.spec for named in named_shardings], sizes, out_spec
     )
     ins, outs = notation.specs(sharding)
     resharded = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
@@ -289,7 +301,7 @@ def _call_on_explicit_axes(
         run = functools.partial(_call_on_auto_axes, function, notation)
         return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=out_shardings)(*resharded)
     run = functools.partial(function, sharding)
-    # No names mean all axes, except those that `jax.vmap` hides while it traces.
+    # `jax.shard_map` takes an empty set as all axes, except those that `jax.vmap` hides while it traces.
     names = set(sizes) if AxisType.Manual in mesh.axis_types else set()
     return jax.shard_map(
         lambda *shards: tuple(run(*shards)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=names, check_vma=False

@@ -121,6 +121,9 @@ def linear_cross_entropy(
 ) -> Array:
     """Return the softmax cross-entropy of `x @ w + bias` with integer labels, without storing all logits.
 
+    A differentiated "mean" or "sum" computes its gradients in the forward pass. "none" recomputes the logits in the
+    backward pass.
+
     Logits, softmax and loss are fp32. Products read `w` in the dtype of `x`. The gradient of `w` is summed over chunks
     in fp32. A token's loss is
 
@@ -189,17 +192,18 @@ def linear_cross_entropy(
     check_labels(labels, is_counted, vocabulary)
     labels = to_int32_labels(labels, vocabulary)
     x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
-    token = derivatives.second_order_guard(
+    # An empty operand: a second derivative through it fails.
+    guard = derivatives.second_order_guard(
         derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
     )
     if reduction == "none":
-        return _per_token(loss, x, w, bias, key, labels, is_counted, token)
+        return _per_token(loss, x, w, bias, key, labels, is_counted, guard)
     weights = is_counted.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
         # Gradients of a mean would underflow in fp16. Divide the sum, whose gradients are scaled in fp32.
-        return _sum(loss, x, w, bias, key, labels, weights, token) / total
-    return _sum(loss, x, w, bias, key, labels, weights / total, token)
+        return _sum(loss, x, w, bias, key, labels, weights, guard) / total
+    return _sum(loss, x, w, bias, key, labels, weights / total, guard)
 
 
 class _Softmax(NamedTuple):
@@ -331,7 +335,11 @@ def _compute_losses(
     key: Array | None,
     labels: Array,
 ) -> Array:
-    """Return the loss of each token, (...)."""
+    """Return the loss of each token of a device's shard, (...).
+
+    Chunks of tokens run one after the other, so that only the logits of one chunk are in memory. `w` and `bias` may be
+    of a shard of the vocabulary. `labels` are of the whole one.
+    """
     head = make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype)
     chunks = _chunks(loss, x, weight_shape(w, loss.vocabulary_axis))
 
@@ -494,9 +502,9 @@ def _per_token_forward(loss: _LossConfig, *operands: Array | None) -> Any:
 
 
 def _per_token_backward(loss: _LossConfig, residuals: Any, cotangents: Array) -> Any:
-    x, w, bias, key, labels, is_counted, token = residuals
+    x, w, bias, key, labels, is_counted, guard = residuals
     weights = jnp.where(is_counted, cotangents, 0.0)
-    gradients = _sharded_gradients(loss, (cotangents, token), x, w, bias, key, labels, weights)
+    gradients = _sharded_gradients(loss, (cotangents, guard), x, w, bias, key, labels, weights)
     return _scale_gradients(gradients, _dtype_carriers(x, w, bias), 1.0)
 
 

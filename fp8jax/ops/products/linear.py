@@ -115,6 +115,7 @@ def dot_general(
         ShardingTypeError of JAX: as `jax.lax.dot_general`.
     """
     linear_recipe = require_stateless(recipe)
+    # Neither the products nor the saved input are quantized: the dot_general is JAX's.
     if not linear_recipe.is_quantized and linear_recipe.x_residual in (SAME, None):
         y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
         n_outputs = rhs.ndim - len(dimension_numbers[0][1]) - len(dimension_numbers[1][1])
@@ -126,7 +127,7 @@ def dot_general(
     n, c = len(lhs_batch), len(lhs_contract)
     batch, tokens, outputs = left.shape[:n], left.shape[n : left.ndim - c], right.shape[n + c :]
     dtype = preferred_element_type or lhs.dtype
-    first = [n] if batch else []
+    first = [n] if batch else []  # batch axes become one axis, which is left out if there are none
     x, w = merge(left, *first, len(tokens), c), merge(right, *first, c, len(outputs))
     if batch:
         if bias is not None:
@@ -140,7 +141,7 @@ def dot_general(
             x, w, keys
         )
     else:
-        # Codes of an input are shared by array, not by contracted axes: only the last axes may be contracted.
+        # Products share the codes of an array, whatever axes they contract. So they must all contract the last axes.
         is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
         is_view = is_shareable and c == 1
         matrix_spec = merge_spec(out_spec, (*([1] * len(tokens) if is_view else [len(tokens)]), len(outputs)))

@@ -164,9 +164,13 @@ def weight_source(
         weight: what is given of `w`: its codes, or what it is made from.
         scale: fp32 scalar, given for codes that the product makes; None computes it from `w`.
 
+    Returns:
+        A `FrozenSource` for a frozen weight, else a `StepWeight`. It has the given codes, or codes that are made here
+        (`BothLayouts.ALWAYS`), or none: `w` is then quantized when the product reads it.
+
     Raises:
-        ValueError: the codes are of another shape or recipe, or the weight is frozen; or the codes of a frozen weight
-            are integers and those of the recipe are not, or the reverse.
+        ValueError: the given codes are of another shape or recipe, or are given for a frozen weight. The codes of a
+            frozen weight are integers and those of the recipe are not, or the reverse.
     """
     forward_codes, dgrad_codes = weight.forward_codes, weight.dgrad_codes
     if isinstance(w, FrozenWeight):
@@ -185,6 +189,7 @@ def weight_source(
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
         expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
         raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
+    # Given codes need nothing that they could be made from.
     return dataclasses.replace(weight, values=None, layout=None)
 
 

@@ -17,7 +17,9 @@ from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
-# Kernels support a subset, `pallas_kernels.nonlinear.operations_triton.ACTIVATIONS`; XLA computes the others.
+# Each f has |f'(x)| <= `fp8jax.ops.nonlinear.activation.MAX_SLOPE` and |f(x)| <= |x|, and is made of primitives that
+# `fp8jax.rewrite.probes` evaluates. Kernels support a subset, `pallas_kernels.nonlinear.operations_triton.ACTIVATIONS`;
+# XLA computes the others.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),

@@ -177,24 +177,26 @@ def _kernel(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
 def gradient_operands(
     dy: Array, spec: QuantSpec, scale: Array | None, fused_output: fused_outputs.FusedOutput | None = None
 ) -> tuple[QTensor, QTensor]:
-    """Quantize the output's gradient with microscaling, folded, and transpose its codes.
+    """Quantize the output's gradient for dgrad, as `fold_rows` does, and transpose its codes for wgrad.
 
     Args:
         dy: floating array (tokens, outputs).
         spec: of granularity "mx" with an outer scale.
-        scale: scale of the input's codes, one or one per token, or None if the input is recomputed. With an outer scale
-            per row, the scales of `dy` are divided by its significand.
+        scale: scale of the input's codes, one or one per token, or None if the input is recomputed. It matters for an
+            outer scale per token. Scales of `dy` are then powers of two divided by the significand of `scale`. The
+            product of both scales is thus a power of two, as `rescale_rows_pow2` needs.
         fused_output: describes how `dy` is computed, if known.
 
     Returns:
         QTensor (tokens, outputs) of granularity "token"; QTensor (outputs, tokens) of "tensor" with scale
-        `token_scale_unit(rows)`. The other wgrad operand applies the `relative_token_scales`.
+        `token_scale_unit(rows)`. The input, which is the other operand of wgrad, is multiplied by the
+        `relative_token_scales` of the first result.
     """
     if spec.outer_scale == "tensor":
         rows = fold_rows(dy, spec)
         return rows, transpose_codes(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
-    # Only the significand matters. Extreme exponents would leave the range of fp32.
+    # Only the significand of `scale` matters. Its exponent could leave the range of fp32.
     outer_scale = None if scale is None else ones / formats.significand(scale.astype(jnp.float32))
     if (operands := fused_codes.quantize_cotangent(fused_output, spec, outer_scale)) is not None:
         return operands[0], dataclasses.replace(operands[1], scale=token_scale_unit(operands[0]))
