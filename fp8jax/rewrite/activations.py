@@ -110,7 +110,18 @@ def _match_name(result: Any, up: Any) -> str | None:
 
 @functools.cache
 def _activation_values(function: Callable[[Any], Any]) -> Any:
-    """An activation at the probe points, float64, evaluated from its jaxpr."""
-    graph = read(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(_GATE_POINTS.shape, np.float32)), [None])
-    with np.errstate(all="ignore"):
-        return evaluate(graph.outputs[0], {graph.inputs[0]: _GATE_POINTS}, _reject_leaf)
+    """An activation at the probe points, float64, evaluated from its jaxpr.
+
+    Raises:
+        NotImplementedError: the activation has a primitive that `fp8jax.rewrite.probes` does not evaluate.
+    """
+    jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(_GATE_POINTS.shape, np.float32))
+    graph = read(jaxpr, [None])
+    try:
+        with np.errstate(all="ignore"):
+            return evaluate(graph.outputs[0], {graph.inputs[0]: _GATE_POINTS}, _reject_leaf)
+    except NoMatchError:
+        raise NotImplementedError(
+            f"the activation {jaxpr.jaxpr} has a primitive that fp8jax.rewrite.probes does not evaluate: add it to "
+            "FUNCTIONS there, or write the activation with those"
+        ) from None

@@ -190,6 +190,14 @@ def test_left_as_written(name):
     assert found({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
 
 
+def test_an_activation_that_cannot_be_probed_is_named(monkeypatch):
+    monkeypatch.setitem(fused_reference.ACTIVATIONS, "sine", lambda x: x * jnp.sin(x))
+    with pytest.raises(
+        NotImplementedError, match=r"(?s)the activation .* sin .*fp8jax.rewrite.probes does not evaluate"
+    ):
+        found(ACTIVATIONS["silu(g) * u"])
+
+
 def test_an_activation_of_someone_elses(monkeypatch):
     """Added as CONTRIBUTING says: it is found, keeps codes, and no kernel is taken for it."""
     quick = lambda x: x * sigmoid(1.702 * x)  # noqa: E731
