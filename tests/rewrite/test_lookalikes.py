@@ -192,9 +192,8 @@ def test_left_as_written(name):
 
 def test_an_activation_that_cannot_be_probed_is_named(monkeypatch):
     monkeypatch.setitem(fused_reference.ACTIVATIONS, "sine", lambda x: x * jnp.sin(x))
-    with pytest.raises(
-        NotImplementedError, match=r"(?s)the activation .* sin .*fp8jax.rewrite.probes does not evaluate"
-    ):
+    message = r"(?s)the activation .* sin .*fp8jax.rewrite.probes does not evaluate"
+    with pytest.raises(NotImplementedError, match=message):
         found(ACTIVATIONS["silu(g) * u"])
 
 
