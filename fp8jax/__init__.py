@@ -27,8 +27,6 @@ from fp8jax.ops.nonlinear.norm import rms_norm as rms_norm
 from fp8jax.ops.nonlinear.transformer import attention_output as attention_output
 from fp8jax.ops.nonlinear.transformer import glu_linear as glu_linear
 from fp8jax.ops.nonlinear.transformer import norm_linear as norm_linear
-from fp8jax.ops.products.frozen_weights import FrozenWeight as FrozenWeight
-from fp8jax.ops.products.frozen_weights import freeze as freeze
 from fp8jax.ops.products.linear import dot_general as dot_general
 from fp8jax.ops.products.linear import einsum as einsum
 from fp8jax.ops.products.linear import linear as linear
@@ -37,7 +35,9 @@ from fp8jax.ops.products.scaled_linear import init_scaling as init_scaling
 from fp8jax.ops.products.scaled_linear import scaled_linear as scaled_linear
 from fp8jax.ops.products.scaled_linear import update_scaling as update_scaling
 from fp8jax.ops.products.scaled_linear import weight_scale as weight_scale
+from fp8jax.ops.products.weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
+from fp8jax.ops.products.weights import freeze as freeze
 from fp8jax.ops.products.weights import quantize_weight as quantize_weight
 from fp8jax.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipping import with_clipping as with_clipping

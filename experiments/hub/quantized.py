@@ -18,7 +18,7 @@ import fp8jax
 from experiments.config import UserError
 from experiments.hub.files import Stored
 from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
-from fp8jax.ops.products.frozen_weights import FrozenWeight
+from fp8jax.ops.products.weights import FrozenWeight
 
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
 # Specs of the transposed matrix (outputs, inputs).

@@ -13,8 +13,8 @@ from fp8jax.modules import functional
 from fp8jax.modules.matrices import wrong_model_message
 from fp8jax.modules.nnx import LAYERS, get_layer_names, get_modules, get_owner, get_params, get_settings, select_params
 from fp8jax.modules.untrained import FrozenParam, collect_adapters
-from fp8jax.ops.products.frozen_weights import FrozenWeight, freeze
 from fp8jax.ops.products.lora import Adapter, init_adapter, matrix_shape, merge_adapter
+from fp8jax.ops.products.weights import FrozenWeight, freeze
 
 Model = TypeVar("Model", bound=nnx.Module)
 # Sharding metadata, which does not fit transposed codes.

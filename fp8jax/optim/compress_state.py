@@ -14,7 +14,7 @@ from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_decaying
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.optimizers.leaf import load, scale_and_clip, store
-from fp8jax.ops.optimizers.map_leaves import map_leaves
+from fp8jax.ops.optimizers.step import map_leaves
 from fp8jax.optim import checks, flax_variables, master_weights
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE

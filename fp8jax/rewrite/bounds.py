@@ -12,8 +12,8 @@ from jax import Array, lax
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.dispatch.choice import cast_varying_like
 from fp8jax.ops.dispatch.sharding import reshard, spec_of
-from fp8jax.ops.products.frozen_weights import FrozenWeight
 from fp8jax.ops.products.lora import AdaptedWeight
+from fp8jax.ops.products.weights import FrozenWeight
 from fp8jax.rewrite.states import States, UseInputs, WeightUse, measured_state
 
 

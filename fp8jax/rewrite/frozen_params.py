@@ -18,12 +18,11 @@ from fp8jax import recipes
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.dispatch.sharding import merge
-from fp8jax.ops.products.frozen_weights import FrozenWeight, check_same_kind
 from fp8jax.ops.products.linear import flatten_tokens
 from fp8jax.ops.products.lora import AdaptedWeight, apply_adapter, merge_adapter
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
-from fp8jax.ops.products.weights import StepWeight
+from fp8jax.ops.products.weights import FrozenWeight, StepWeight, check_same_kind
 from fp8jax.rewrite.graph import Node, Value, Weight, is_order_preserving
 from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names

@@ -20,7 +20,7 @@ from experiments.hub.load import abstract_params, load
 from experiments.hub.save import Written, _common, _shards, eight_bits, of_recipe, save
 from experiments.models.llama import LlamaConfig
 from experiments.models.rope import RopeScaling
-from fp8jax.ops.products.frozen_weights import FrozenWeight
+from fp8jax.ops.products.weights import FrozenWeight
 from tests.experiments import hub_cases as cases
 from tests.rows import slow
 

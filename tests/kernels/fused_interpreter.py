@@ -22,7 +22,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.ops.autodiff.residuals import InputFacts
 from fp8jax.ops.nonlinear import activation
 from fp8jax.ops.products import cotangent, operands, product
-from fp8jax.ops.quantization import fused_codes, fused_outputs, quantize
+from fp8jax.ops.quantization import fused_outputs, quantize
 from pallas_kernels.nonlinear import norm_triton, requantize_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -201,7 +201,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
     the kernels' references take their places.
     """
-    codes, on_cuda = fused_codes.quantize_fused, fused_outputs.on_cuda
+    codes, on_cuda = fused_outputs.quantize_fused, fused_outputs.on_cuda
     plain, summed = quantize.quantize, quantize.quantize_and_sum
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
@@ -227,10 +227,10 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         return watched
 
     by_rows = {
-        name: getattr(fused_codes, name) for name in ("cached_row_codes", "quantize_columns", "quantize_cotangent")
+        name: getattr(fused_outputs, name) for name in ("cached_row_codes", "quantize_columns", "quantize_cotangent")
     }
     for name, make in by_rows.items():
-        setattr(fused_codes, name, counted(make))
+        setattr(fused_outputs, name, counted(make))
 
     by_platform = jax.lax.platform_dependent
 
@@ -243,16 +243,16 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         fused_outputs.on_cuda = lambda: True
         return run(f, args), want, seen
 
-    fused_codes.quantize_fused, cotangent.quantize_and_sum = kernels, watched
+    fused_outputs.quantize_fused, cotangent.quantize_and_sum = kernels, watched
     operands.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
-        fused_codes.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
+        fused_outputs.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
         operands.quantize = plain
         cotangent.quantize_and_sum = summed
         for name, make in by_rows.items():
-            setattr(fused_codes, name, make)
+            setattr(fused_outputs, name, make)
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])
     far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
     shares, most = zip(*found[2], strict=True) if seen else ((0.0,), (0,))

@@ -12,7 +12,7 @@ from fp8jax.core import formats
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch import choice
-from fp8jax.ops.quantization import fallback, fused_codes, fused_outputs, microscaling
+from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization import quantize as op
 from tests import given_scales
 
@@ -400,7 +400,7 @@ def wrong_where_computed(name: str) -> list[int]:
     want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
     for scale in (2.0**-126, 2.0**-149, 2.0**127):
         how = (True, True, QuantSpec(name), "current")
-        ((rows, columns),) = fused_codes._quantize_group(result, how, jnp.float32(scale))
+        ((rows, columns),) = fused_outputs._quantize_group(result, how, jnp.float32(scale))
         for q, expected in ((rows, want), (columns, want.T)):
             assert q is not None
             codes = np.asarray(q.codes).astype(np.float64)

@@ -16,7 +16,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
 from experiments.models.vlm import VLM, ViTConfig
 from experiments.tables.flash import dot_product_attention
-from fp8jax.ops.quantization import fused_codes, fused_outputs
+from fp8jax.ops.quantization import fused_outputs
 from fp8jax.recipes import Context
 from tests.programs import residuals
 from tests.rows import few, slow
@@ -157,7 +157,9 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     monkeypatch.setattr(fused_outputs, "on_cuda", lambda: True)
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
-        fused_codes, "_quantize_group", lambda *args, make=fused_codes._quantize_group: made.append(args) or make(*args)
+        fused_outputs,
+        "_quantize_group",
+        lambda *args, make=fused_outputs._quantize_group: made.append(args) or make(*args),
     )
     assert per_layer(recipe, *SHAPES[0]) == pytest.approx(plain, abs=1e-9)
     assert made

@@ -13,9 +13,9 @@ from fp8jax.ops.autodiff import gradient_facts
 from fp8jax.ops.autodiff.gradient_facts import GradientFacts
 from fp8jax.ops.autodiff.residuals import NO_FACTS
 from fp8jax.ops.dispatch import trace_cache
-from fp8jax.ops.products.frozen_weights import freeze
 from fp8jax.ops.products.linear import linears
 from fp8jax.ops.products.operands import CodesResidual
+from fp8jax.ops.products.weights import freeze
 from fp8jax.ops.quantization.fused_outputs import CotangentPrediction
 from tests.rows import few
 

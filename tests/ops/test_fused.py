@@ -12,7 +12,7 @@ import pytest
 import fp8jax
 from fp8jax.ops.dispatch import trace_cache
 from fp8jax.ops.nonlinear import norm
-from fp8jax.ops.quantization import fused_codes, fused_outputs
+from fp8jax.ops.quantization import fused_outputs
 
 pytest.importorskip("jax_triton")
 from tests.kernels.fused_interpreter import CASES, normal, recipe
@@ -28,9 +28,9 @@ def made(monkeypatch):
     found = []
     monkeypatch.setattr(fused_outputs, "missing_triton", lambda _: None)
     monkeypatch.setattr(
-        fused_codes,
+        fused_outputs,
         "_quantize_group",
-        lambda *args, make=fused_codes._quantize_group: found.append(args) or make(*args),
+        lambda *args, make=fused_outputs._quantize_group: found.append(args) or make(*args),
     )
 
     def switch(on):

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 import fp8jax
-from fp8jax.ops.optimizers import map_leaves
+from fp8jax.ops.optimizers import step
 from tests.rows import slow
 
 MAKE = {
@@ -58,7 +58,7 @@ def test_a_program_of_many_has_one_body_for_each_kind(name, form):
     ("name", "form"), [("compressed_adamw", "step"), slow("fp8lm_adamw", "update"), slow("compress_state", "update")]
 )
 def test_a_loop_over_parameters_gives_each_its_own_step_in_its_own_memory(name, form):
-    tx, p = MAKE[name](), params(map_leaves.MIN_LOOP_ROWS)
+    tx, p = MAKE[name](), params(step.MIN_LOOP_ROWS)
     grads = jax.tree.map(lambda x: x * jnp.linspace(0.1, 1, x.shape[-1]).astype(x.dtype), p)
     seen, texts = [], []
     for context in (contextlib.nullcontext, one_device):

@@ -23,10 +23,9 @@ from fp8jax.ops.dispatch.sharding import (
     spec_of,
     transpose_sharding,
 )
-from fp8jax.ops.products.frozen_weights import FrozenWeight
 from fp8jax.ops.products.operands import Input, input_source
 from fp8jax.ops.products.product import output_spec, recipe_dot, recipe_dot_from_source
-from fp8jax.ops.products.weights import NO_CODES, QuantizedWeight, StepWeight
+from fp8jax.ops.products.weights import NO_CODES, FrozenWeight, QuantizedWeight, StepWeight
 from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.products.frozen_weights import FrozenWeight, freeze
 from fp8jax.ops.products.linear import linear
+from fp8jax.ops.products.weights import FrozenWeight, freeze
 
 
 @jax.tree_util.register_dataclass

@@ -32,7 +32,6 @@ from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, re
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
 from fp8jax.ops.matmul.matmul import Operand, matmul
 from fp8jax.ops.products import cotangent
-from fp8jax.ops.products.frozen_weights import FrozenSource, FrozenWeight
 from fp8jax.ops.products.operands import (
     ForwardOperand,
     Input,
@@ -43,7 +42,7 @@ from fp8jax.ops.products.operands import (
     input_source,
     weight_side,
 )
-from fp8jax.ops.products.weights import NO_CODES, BothLayouts, StepWeight, weight_source
+from fp8jax.ops.products.weights import NO_CODES, BothLayouts, FrozenSource, FrozenWeight, StepWeight, weight_source
 from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
 

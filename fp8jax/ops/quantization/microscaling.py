@@ -24,7 +24,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
 from fp8jax.ops.dispatch.partition import run_partitioned
 from fp8jax.ops.dispatch.shard_notation import DimSharding
-from fp8jax.ops.quantization import fused_codes, fused_outputs
+from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import row_peaks
 from fp8jax.ops.quantization.quantize import quantize, transpose
 
@@ -125,7 +125,7 @@ def fold_rows(
         QTensor (M, N) of granularity "token".
     """
     row_spec = QuantSpec(spec.format, "token")
-    if outer_scale is None and (fused_rows := fused_codes.cached_row_codes(fused_output, spec)) is not None:
+    if outer_scale is None and (fused_rows := fused_outputs.cached_row_codes(fused_output, spec)) is not None:
         return fused_rows
     if (outer_scale is None and spec.outer_scale == "token") or 0 in x.shape:
         # The largest group of a row has power 1, so the codes are those of a scale per row.
@@ -198,7 +198,7 @@ def gradient_operands(
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
     # Only the significand of `scale` matters. Its exponent could leave the range of fp32.
     outer_scale = None if scale is None else ones / formats.significand(scale.astype(jnp.float32))
-    if (operands := fused_codes.quantize_cotangent(fused_output, spec, outer_scale)) is not None:
+    if (operands := fused_outputs.quantize_cotangent(fused_output, spec, outer_scale)) is not None:
         return operands[0], dataclasses.replace(operands[1], scale=token_scale_unit(operands[0]))
     rows = fold_rows(dy, spec, ones if outer_scale is None else outer_scale)
     return rows, transpose_codes(rows)
@@ -250,7 +250,7 @@ def requantize_recomputed(
     # Tokens without a gradient have scales beyond fp32. Under the largest scale their codes are 0, too.
     row_scales = jnp.minimum(common_scale / jnp.broadcast_to(factor, (x.shape[0], 1)), MAX_INVERTIBLE_SCALE)
     if (
-        transposed := fused_codes.quantize_columns(fused_output or fused_outputs.identity_output(x), spec, row_scales)
+        transposed := fused_outputs.quantize_columns(fused_output or fused_outputs.identity_output(x), spec, row_scales)
     ) is not None:
         return dataclasses.replace(transposed, scale=common_scale.reshape(1, 1))
     values = x.astype(jnp.float32) * factor

@@ -15,7 +15,7 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, on_cuda, record_choice, run
 from fp8jax.ops.dispatch.partition import run_partitioned
 from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
-from fp8jax.ops.quantization import fused_codes, fused_outputs, packed
+from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
 
 _COLUMNS_SEED = noise.param_seed("columns")
@@ -109,7 +109,7 @@ def quantize_and_sum(
     if 0 in packed.packed_shape(x):
         scale = None  # no elements, no scales
     if impl == "auto" and fused_output is not None and not isinstance(x, tuple):
-        pair = fused_codes.quantize_fused(
+        pair = fused_outputs.quantize_fused(
             fused_output,
             config.rows,
             config.transposed_spec,
