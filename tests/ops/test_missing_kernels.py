@@ -82,6 +82,15 @@ def test_a_gpu_that_is_too_old_is_told_no_package():
         assert "pip" not in missing_kernels.advice()
 
 
+def test_a_kernel_that_does_not_exist_raises():
+    """Else XLA would take over, and nobody would see it."""
+    with (
+        choice.target(capability=90),
+        pytest.raises(ModuleNotFoundError, match=r"pallas_kernels\.quantization\.misspelt"),
+    ):
+        choice.missing_triton("quantization.misspelt_triton")
+
+
 def test_elsewhere_nothing_is_missing():
     assert missing_kernels.missing_kernels_reason() is None
     assert missing_kernels.advice() is None

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Iterable, Iterator
+from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -287,6 +288,7 @@ def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
 
     Raises:
         ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
+        ModuleNotFoundError: there is no such module in pallas_kernels.
     """
     return _missing_triton(kernel, capability(), fp8) if current_target().kernels else "kernels are switched off"
 
@@ -295,8 +297,12 @@ def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
 def _missing_triton(kernel: str, capability: int, fp8: bool) -> str | None:
     if capability < TRITON_CAPABILITY:
         return f"the GPU has compute capability {capability}, and Triton's kernels need {TRITON_CAPABILITY}"
+    package, _, name = f"pallas_kernels.{kernel}".rpartition(".")
+    if PathFinder.find_spec(f"{package}.{name}", importlib.import_module(package).__path__) is None:
+        # XLA must not take over silently for a misspelt name.
+        raise ModuleNotFoundError(f"there is no kernel {package}.{name}", name=f"{package}.{name}")
     try:
-        module = importlib.import_module(f"pallas_kernels.{kernel}")
+        module = importlib.import_module(f"{package}.{name}")
     except Exception as error:  # a broken installation may raise anything
         return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
     if fp8 and capability < module.FP8_CAPABILITY:
