@@ -223,8 +223,8 @@ def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch
     sgd = optax.with_extra_args_support(optax.sgd(1.0))
     if fused:
 
-        def step(grads, state, params, applied):
-            return jax.tree.map(lambda p, g: jnp.where(applied, p - g, p), params, grads), state
+        def step(grads, state, params, apply_if):
+            return jax.tree.map(lambda p, g: jnp.where(apply_if, p - g, p), params, grads), state
 
         sgd = FusedTransformation(sgd.init, None, step)
     task = Task(None, sgd, None, fp8jax.recipes.bf16(), False, 0)
