@@ -53,9 +53,9 @@ STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
     bench("step", 220, *STEP, "--torch", "torch bf16", "--arm", "bf16", "te_current", "coat", "coat_fast", "moss",
           "fast"),
-    bench("models", 540, "--models", "llama1b", "--rounds", "3", "--torch", "torch bf16", "torchao tensorwise", "--arm",
-          "bf16", "coat", "coat_fast"),
-    bench("models", 320, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "te_current", "coat_fast",
+    bench("models", 480, "--models", "llama1b", "--rounds", "3", "--torch", "torch bf16", "torchao tensorwise", "--arm",
+          "bf16", "coat_fast"),
+    bench("models", 390, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "te_current", "coat", "coat_fast",
           "coat_fast, 8-bit head", "held:coat_fast", file="models_more"),
     *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name, seconds in (("vitl", 170), ("vitl_cudnn", 150), ("gpt350m", 110), ("gpt124m", 90),
