@@ -86,7 +86,6 @@ def dot_general(
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
     bias: Array | None = None,
-    on_passthrough: Callable[[Array], None] | None = None,
     weight: StepWeight = NO_CODES,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
@@ -102,7 +101,6 @@ def dot_general(
         quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs); without batch axes.
         input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
-        on_passthrough: as of `fp8jax.ops.products.product.recipe_dot`, called with `lhs`.
         weight: as of `recipe_dot`, in place of `quantized`.
         split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
 
@@ -160,7 +158,6 @@ def dot_general(
             weight=weight,
             out_spec=matrix_spec,
             bias=bias,
-            on_passthrough=on_passthrough,
             split_sizes=split_sizes,
         )
 
@@ -272,9 +269,6 @@ def linears(
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which share the codes of the input.
 
-    The products add the gradients of the input one by one, each within a dgrad matmul. If JAX added them, XLA would
-    leave one of three sums as a pass of its own.
-
     Args:
         x: (..., inputs).
         weights: each (inputs, outputs).
@@ -285,24 +279,21 @@ def linears(
     Returns:
         (..., outputs) for each weight.
     """
-    linear_recipe, passthrough, results = require_stateless(recipe), None, []
+    linear_recipe, results = require_stateless(recipe), []
     if not weights:
         return ()
     shared_input = Input(flatten_tokens(x, weights[0]), x, input_facts=InputFacts(facts))
     x_source = input_source(shared_input, linear_recipe, key)
-    for i, (w, prequantized) in enumerate(zip(weights, quantized, strict=True)):
+    for w, prequantized in zip(weights, quantized, strict=True):
         flatten_tokens(x, w)
-        out_spec, is_last = output_spec(x, w, out_sharding), i == len(weights) - 1
-        y, passthrough = recipe_dot_from_source(
+        y = recipe_dot_from_source(
             shared_input.value,
             x_source,
             w,
             linear_recipe,
             key,
             weight=StepWeight.from_codes(prequantized),
-            out_spec=out_spec,
-            passthrough=passthrough,
-            returns_input=not is_last,
+            out_spec=output_spec(x, w, out_sharding),
         )
         results.append(y)
     return tuple(results)

@@ -1,6 +1,5 @@
 """Linear layers with a stateful scaling, whose state the caller holds."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -71,7 +70,6 @@ def scaled_linear(
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
     weight: StepWeight = NO_CODES,
-    on_passthrough: Callable[[Array], None] | None = None,
 ) -> tuple[Array, ScalingStats]:
     """`linear` with a stateful scaling.
 
@@ -86,7 +84,7 @@ def scaled_linear(
         recipe: a recipe with a stateful scaling, such as "delayed".
         quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
         bias, key, out_sharding: as of `linear`.
-        input_facts, weight, on_passthrough: as of `dot_general`.
+        input_facts, weight: as of `dot_general`.
 
     Returns:
         The output, and the statistics of `x` and `w`. Their `dy` is 0: the cotangent of the slot takes its place. Pass
@@ -115,7 +113,7 @@ def scaled_linear(
     threshold = strategies.get("x")
     if isinstance(threshold, Threshold):
         value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
-        y, _ = recipe_dot_from_source(
+        y = recipe_dot_from_source(
             value,
             x_source,
             w,
@@ -137,7 +135,6 @@ def scaled_linear(
             weight=weight,
             out_spec=out_spec,
             bias=bias,
-            on_passthrough=on_passthrough,
         )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])
