@@ -256,10 +256,9 @@ def stand_ins(monkeypatch):
     real = fused_kernels.quantize_recomputed_triton
     monkeypatch.setattr(fused_kernels, "quantize_recomputed_triton", Reference(Operands=real.Operands))
 
-    def maxima(x, *, tensor=False, rows=False, columns=False, num_partials=0, integers=False, compute_capability):
+    def maxima(x, *, rows=False, columns=False, integers=False, compute_capability):
         y = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32)
-        found = (jnp.max(y.reshape(4, -1), 1) if num_partials else jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
-        return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
+        return jnp.max(y, 1) if rows else None, jnp.max(y, 0) if columns else None
 
     def quantize(
         x,
@@ -268,7 +267,7 @@ def stand_ins(monkeypatch):
         *,
         row_scale,
         column_scale,
-        partial_amax,
+        amax,
         round_up_bf16,
         words,
         place,
@@ -276,7 +275,7 @@ def stand_ins(monkeypatch):
         compute_capability,
     ):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
-        assert partial_amax is None or partial_amax.ndim == 1
+        assert amax is None or amax.shape == ()
         settle = scaling.find_scaling("two_stage" if round_up_bf16 else "current").reduce_amax
 
         def one(y, coding, scale):
@@ -291,7 +290,7 @@ def stand_ins(monkeypatch):
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
             if coding.kind == "tensor" and scale is None:
-                scale = scaling.to_scale(settle(jnp.max(partial_amax)), core_formats.get(name)).reshape(1, 1)
+                scale = scaling.to_scale(settle(amax), core_formats.get(name)).reshape(1, 1)
             q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
             return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
 

@@ -156,15 +156,13 @@ def _reference(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
 
 
 def _kernel(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
-    from pallas_kernels.quantization import amax_triton, quantize_rows_triton
+    from pallas_kernels.quantization import quantize_rows_triton
 
     fmt, row_spec = formats.get(spec.format), QuantSpec(spec.format, "token")
 
     def fold(dim_sharding: DimSharding, x: Array, shard_scale: Array | None) -> tuple[Array, Array]:
         if shard_scale is None:
-            amax = amax_triton.compute_amax(x, tensor=True, compute_capability=capability())[0]
-            assert amax is not None
-            shard_scale = scaling.to_scale(dim_sharding.pmax(amax, "m"), fmt)
+            shard_scale = scaling.to_scale(dim_sharding.pmax(scaling.compute_amax(x), "m"), fmt)
         coding = fused_outputs.to_coding(row_spec)
         return quantize_rows_triton.quantize_rows(x, coding, outer_scale=shard_scale, compute_capability=capability())
 
