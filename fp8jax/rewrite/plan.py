@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_model, frozen_params, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
@@ -192,10 +192,10 @@ def _replace_all(
     }
     for (group_graph, source), group in groups.items():
         producer = _producer(source, counts)
-        is_cost_selected = cost_selection.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
+        is_cost_selected = cost_model.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
         if rules.rewrites_nonlinear and (not is_cost_selected or any(p.is_quantized for p in group)):
             norm_paths |= _replace_producer(producer, group, rules, entries, call_info)
-        cost_selection.annotate_gains(producer, group, entries, sole_readers[group_graph])
+        cost_model.annotate_gains(producer, group, entries, sole_readers[group_graph])
         for p in group:
             if p.weight.frozen is not None:
                 entries[p.node] = _replace_frozen(p, entries[p.node])
