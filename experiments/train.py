@@ -327,7 +327,7 @@ def _train_recipe(
 
 def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
     """Lines on what computes the operations of a step and what they save, with a warning where no kernel runs."""
-    advice = missing_kernels.advice() if told else None
+    advice = missing_kernels.missing_kernels_advice() if told else None
     warning = [] if advice is None else [f"WARNING: {advice}"]
     return [*warning, *summary(told), *(f"saved {line}" for line in kept)]
 

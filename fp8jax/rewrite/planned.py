@@ -55,7 +55,10 @@ class CallPlan(NamedTuple):
             rows: the rows to show in place of those of `list_rows`.
             program: the compiled program, `fp8jax.modules.compiled.Program`.
         """
-        notes = (f"a call raises ValueError: {self.error}" if self.error else None, missing_kernels.advice())
+        notes = (
+            f"a call raises ValueError: {self.error}" if self.error else None,
+            missing_kernels.missing_kernels_advice(),
+        )
         rows = self.list_rows() if rows is None else rows
         return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), program)
 

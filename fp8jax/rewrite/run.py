@@ -163,7 +163,7 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph and returns its outputs."""
-        with gradient_facts.scope():
+        with gradient_facts.gradient_facts_scope():
             return self._run()
 
     def _run(self) -> list[Any]:

@@ -236,7 +236,7 @@ class Transformed:
         structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
-            missing_kernels.warn_if_missing()
+            missing_kernels.warn_if_kernels_missing()
 
         def run(arrays: list[Any], use_inputs: Any, collect_stats: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}

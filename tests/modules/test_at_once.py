@@ -46,7 +46,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(fused_outputs, "run", lambda call, *arrays: call(on, *arrays))
 
     def switch(use):
-        trace_cache.clear_cache()
+        trace_cache.clear_trace_cache()
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: use)
         counted.clear()
         return counted

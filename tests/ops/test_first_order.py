@@ -228,7 +228,7 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
         return operand(self, side, cotangent_facts)
 
     monkeypatch.setattr(CodesResidual, "operand", predicting)
-    monkeypatch.setattr(gradient_facts, "current", lambda: known)
+    monkeypatch.setattr(gradient_facts, "current_gradient_facts", lambda: known)
 
     @jax.jit
     def program(x):
@@ -271,7 +271,7 @@ def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
     own, saved = program(), kept()
     without = []
     monkeypatch.setattr(derivatives, "second_order_guard", lambda *_: without.append(True))
-    trace_cache.clear_cache()
+    trace_cache.clear_trace_cache()
     assert program() == own
     assert kept() == saved
     assert len(without) >= 8, "four operations, in both"

@@ -34,7 +34,7 @@ def made(monkeypatch):
     )
 
     def switch(on):
-        trace_cache.clear_cache()  # what was traced before knows nothing of the switch
+        trace_cache.clear_trace_cache()  # what was traced before knows nothing of the switch
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: on)
         found.clear()
         return found

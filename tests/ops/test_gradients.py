@@ -57,30 +57,30 @@ def test_a_gradient_is_not_known_in_a_program_inside():
 
 def test_runs_and_programs_have_facts_of_their_own():
     x = jnp.ones(3)
-    around = gradient_facts.current()
-    with gradient_facts.scope():
-        inner = gradient_facts.current()
-        with gradient_facts.scope():
-            assert gradient_facts.current() not in (inner, around)
-        assert gradient_facts.current() is inner
+    around = gradient_facts.current_gradient_facts()
+    with gradient_facts.gradient_facts_scope():
+        inner = gradient_facts.current_gradient_facts()
+        with gradient_facts.gradient_facts_scope():
+            assert gradient_facts.current_gradient_facts() not in (inner, around)
+        assert gradient_facts.current_gradient_facts() is inner
         inner.attach(x, SAID)
-    assert gradient_facts.current() is around
+    assert gradient_facts.current_gradient_facts() is around
     assert around.pop(x) is None
     held = []
 
     def program(y):
-        own = gradient_facts.current()
-        assert own is gradient_facts.current()
+        own = gradient_facts.current_gradient_facts()
+        assert own is gradient_facts.current_gradient_facts()
         own.attach(y, SAID)
         held.append((y, own))
-        return jax.jit(lambda z: (held.append((z, gradient_facts.current())), own)[0] or z)(y)
+        return jax.jit(lambda z: (held.append((z, gradient_facts.current_gradient_facts())), own)[0] or z)(y)
 
     for _ in range(3):
         jax.jit(lambda y: program(y))(x)
     facts = [own for _, own in held]
     assert len({id(own) for own in (around, *facts)}) == 7
-    assert gradient_facts.current() is not facts[-1]
-    assert gradient_facts.current().pop(held[0][0]) is None
+    assert gradient_facts.current_gradient_facts() is not facts[-1]
+    assert gradient_facts.current_gradient_facts().pop(held[0][0]) is None
     # Nothing of the first program is referenced by the thread.
     first = weakref.ref(facts[0])
     del facts
@@ -94,9 +94,9 @@ def test_a_program_around_another_one_has_its_facts_before_and_after():
 
     @jax.jit
     def program(x):
-        found.append(gradient_facts.current())
-        jax.jit(lambda y: found.append(gradient_facts.current()) or y)(x)
-        found.append(gradient_facts.current())
+        found.append(gradient_facts.current_gradient_facts())
+        jax.jit(lambda y: found.append(gradient_facts.current_gradient_facts()) or y)(x)
+        found.append(gradient_facts.current_gradient_facts())
         return x
 
     program(jnp.ones(3))

@@ -21,7 +21,7 @@ SEEN = []
 
 @pytest.fixture(autouse=True)
 def fresh():
-    trace_cache.clear_cache()
+    trace_cache.clear_trace_cache()
     SEEN.clear()
 
 
@@ -70,7 +70,7 @@ def test_other_types_and_another_target_are_traced_anew():
     assert count(function, x=jnp.ones(4))[0] == 1
     with choice.target(capability=90):
         assert count(function)[0] == 1
-    trace_cache.clear_cache()
+    trace_cache.clear_trace_cache()
     assert count(function)[0] == 1
 
 

@@ -48,7 +48,7 @@ _thread = _Thread()
 _run_facts: contextvars.ContextVar[GradientFacts | None] = contextvars.ContextVar("gradients", default=None)
 
 
-def current() -> GradientFacts:
+def current_gradient_facts() -> GradientFacts:
     """The facts of the run that an operation is part of. Outside of a run, those of the trace that it is called in."""
     if (run_facts := _run_facts.get()) is not None:
         return run_facts
@@ -60,7 +60,7 @@ def current() -> GradientFacts:
 
 
 @contextlib.contextmanager
-def scope() -> Iterator[None]:
+def gradient_facts_scope() -> Iterator[None]:
     """A context in which operations are those of one run."""
     token = _run_facts.set(GradientFacts())
     try:

@@ -249,7 +249,7 @@ def with_saved_vjp(
     y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.qualified_op_name(name)
     token = derivatives.second_order_guard(name, *inputs)
-    config = _VjpConfig(operation, returns_input, gradient_facts.current(), name)
+    config = _VjpConfig(operation, returns_input, gradient_facts.current_gradient_facts(), name)
     result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, token)
     return result
 

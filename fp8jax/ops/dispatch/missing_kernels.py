@@ -38,7 +38,7 @@ def keeps_nonlinear_unchanged() -> bool:
     return missing_kernels_reason() is not None
 
 
-def advice() -> str | None:
+def missing_kernels_advice() -> str | None:
     """Return why no kernels run here and the command to install them, or None if they run or are disabled."""
     if not current_target().kernels or (reason := missing_kernels_reason()) is None:
         return None
@@ -51,9 +51,9 @@ def advice() -> str | None:
     )
 
 
-def warn_if_missing() -> None:
+def warn_if_kernels_missing() -> None:
     """Warn, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
-    if (message := advice()) is None or capability() == 0:
+    if (message := missing_kernels_advice()) is None or capability() == 0:
         return
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARY_PACKAGES:

@@ -53,7 +53,7 @@ def _call_jitted(key: _FunctionByContent, *args: Any) -> Any:
     return key.function(*args)
 
 
-def clear_cache() -> None:
+def clear_trace_cache() -> None:
     """Clear all traces, for tests that replace what a function calls."""
     _call_jitted.clear_cache()  # type: ignore[attr-defined]
 

@@ -203,7 +203,7 @@ def recipe_dot_from_source(
     config = ProductConfig(
         recipe=recipe,
         out_spec=out_spec,
-        gradient_facts=gradient_facts.current(),
+        gradient_facts=gradient_facts.current_gradient_facts(),
         name=name,
         split_sizes=split_sizes,
     )
