@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.tables import first_screen
+from experiments.results import first_screen
 
 CASE = "Llama 1.1B, 8 x 2,048 tokens"
 
