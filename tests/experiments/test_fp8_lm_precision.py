@@ -78,7 +78,7 @@ def test_master_weights_of_a_seed_begin_alike_and_read_the_same_text(monkeypatch
 
     start = TrainState(*(0,) * 7)
     make = lambda _, seed: types.SimpleNamespace(init=lambda: start._replace(params={"w": jnp.float32(seed)}))  # noqa: E731
-    monkeypatch.setattr(f, "exact_task", make)
+    monkeypatch.setattr(fp8_lm_masters, "exact_task", make)
     monkeypatch.setattr(f, "make_run", lambda *_: run)
     monkeypatch.setattr(fp8_lm_masters.data, "read_corpus", lambda *_: None)
     text = types.SimpleNamespace(train=np.arange(40 * f.SEQ, dtype=np.int32))
