@@ -22,7 +22,7 @@ from experiments.tables import common
 from experiments.tables.common import Row
 from experiments.tables.fp8_lm_precision import make_task
 from experiments.tokenizer import Bytes
-from fp8jax.dist.auto_scale import MAX_SATURATED_FRACTION
+from fp8jax.dist.reduce import MAX_SATURATED_FRACTION
 
 LLAMA = LlamaConfig(vocab=256, dim=64, layers=4, heads=4, kv_heads=4, mlp_dim=192)
 SEQ, BATCH, STEPS, RATE = 64, 16, 200, 3e-3

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 
 from fp8jax.ops.optimizers.leaf import is_quantized, load
 from fp8jax.optim import checks
-from fp8jax.optim.block_state import clip_factor
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.fused_backward import clip_factor
 
 
 def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:

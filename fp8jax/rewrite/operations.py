@@ -16,11 +16,18 @@ from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
 from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
-from fp8jax.ops.products.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
+from fp8jax.ops.products.linear import (
+    ScalingStats,
+    dot_general,
+    flatten_tokens,
+    output_spec,
+    scaled_linear,
+    to_matmul_order,
+    weight_to_matmul_order,
+)
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
-from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
 from fp8jax.ops.products.weights import StepWeight
 from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul

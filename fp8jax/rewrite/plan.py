@@ -33,8 +33,8 @@ from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHA
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.shares import UnquantizedShare, flops, unquantized_share
 from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
 # The paths of layers, each with the aliases that rules may match.

@@ -18,11 +18,10 @@ from fp8jax.core import formats as core_formats
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.dispatch import partition, shard_notation
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch import partition
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
+from fp8jax.ops.matmul.hopper import sharded_matmul
 from fp8jax.ops.matmul.matmul import dot_in_16_bits
-from fp8jax.ops.matmul.sharded import sharded_matmul
 from fp8jax.ops.quantization import fallback, fused_reference
 from fp8jax.ops.quantization import quantize as ops
 from tests.rows import slow
@@ -161,8 +160,8 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = shard_notation.Notation(
-        *([shard_notation.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
+    notation_ = partition.Notation(
+        *([partition.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
     )
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
     assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scatter_axes == {}
@@ -170,7 +169,7 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
 
 
 def test_what_a_notation_says_of_cuts():
-    of = lambda *sides: shard_notation.Notation(*([shard_notation.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    of = lambda *sides: partition.Notation(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
     two = of(("m n/4", "m n"), ("m n/6",))
     assert (two.unit("n"), two.unit("m")) == (12, 1)
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
@@ -438,7 +437,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
     from fp8jax.core.noise import round_stochastic
-    from fp8jax.ops.optimizers import adamw_kernel
+    from fp8jax.ops.optimizers import adamw
     from fp8jax.ops.optimizers.leaf import Adam, Leaf
     from pallas_kernels.optimizers import adamw_triton
 
@@ -470,7 +469,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=words)
 
     def run(leaf):
-        new, _, mu, nu, _ = adamw_kernel.step_leaves(adam, [leaf])[0]
+        new, _, mu, nu, _ = adamw.step_leaves(adam, [leaf])[0]
         return new, mu.codes, lax.bitcast_convert_type(nu.scale, jnp.uint32)
 
     mesh = mesh_of(kind)

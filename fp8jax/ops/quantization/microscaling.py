@@ -22,8 +22,7 @@ from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding
+from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import row_peaks
 from fp8jax.ops.quantization.quantize import quantize, transpose
