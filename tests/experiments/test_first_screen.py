@@ -58,7 +58,8 @@ def test_all_lines_are_of_the_first_line_s_card_where_it_has_them():
     del both["h9"]
     shown, sources = lines(found)
     assert [cells(line)[-1] for line in shown] == ["7 ms", "4 ms"]
-    assert "H9, aaa" in sources and "H100, bbb" in sources
+    assert "H9, aaa" in sources
+    assert "H100, bbb" in sources
 
 
 def test_a_newer_card_that_measured_less_is_not_shown():
