@@ -415,13 +415,13 @@ class Input(NamedTuple):
     Attributes:
         matrix: (tokens, inputs). If it is no view of `source`, it may have several axes of tokens.
         source: the user's array from which it is made; None for itself. Products that read one source share its codes.
-        is_view: whether `source` is (..., inputs), so that gradients flow to it.
+        differentiates_source: whether `source` is (..., inputs), so that gradients flow to it.
         input_facts: facts about `source`.
     """
 
     matrix: Array
     source: Array | None = None
-    is_view: bool = True
+    differentiates_source: bool = True
     input_facts: InputFacts = NO_INPUT_FACTS
 
     @property
@@ -432,7 +432,7 @@ class Input(NamedTuple):
     @property
     def value(self) -> Array:
         """The array that gradients flow to."""
-        return self.source_or_matrix if self.is_view else self.matrix
+        return self.source_or_matrix if self.differentiates_source else self.matrix
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
@@ -441,7 +441,7 @@ def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | Non
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
         facts = facts._replace(recompute_rule=(ALREADY_SAVED, source))
-    fused_output = facts.fused_output if x.is_view and source.shape[-1] == matrix.shape[-1] else None
+    fused_output = facts.fused_output if x.differentiates_source and source.shape[-1] == matrix.shape[-1] else None
     facts = facts._replace(fused_output=fused_output and fused_output.cast(matrix.dtype))
     # Layers with scaling states of their own share the codes made under the scale of the first layer.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
