@@ -1,8 +1,8 @@
-"""README's first table: the file with most figures, then the newest, and nothing without bf16 or without ours."""
+"""README's first table: the card with most figures, then the newest, and nothing without bf16 or without ours."""
 
 import pytest
 
-from experiments.tables import first_screen
+from experiments.results import first_screen
 
 CASE = "Llama 1.1B, 8 x 2,048 tokens"
 
@@ -43,6 +43,22 @@ def test_torch_stands_beside_ours_under_its_own_head():
     shown = dict(zip(cells(head), cells(line), strict=True))
     assert shown == {"torch.compile bf16": "215 ms", "torchao float8 tensorwise": "182 ms", "JAX bf16": "200 ms",
                      "torchao float8 rowwise": "190 ms", "`coat`": "160 ms", "`coat_fast`": "151 ms"}  # fmt: skip
+
+
+def test_all_lines_are_of_the_first_line_s_card_where_it_has_them():
+    old = result("2026-11-01", "aaa", **{"bf16": 9, "coat_fast": 7, "torch bf16": 9})
+    new = result("2026-11-02", "bbb", bf16=6, coat_fast=5)
+    both = {card: result(of["date"], of["rows"][0]["commit"], bf16=ms, coat_fast=ms) for card, of, ms in
+            (("h9", old, 3), ("h100", new, 4))}  # fmt: skip
+    for of in both.values():
+        for row in of["rows"]:
+            row["case"] = "GPT-2 350M"
+    found = {"models": {"h9": old, "h100": new}, "models_gpt350m": both}
+    assert [cells(line)[-1] for line in lines(found)[0]] == ["7 ms", "3 ms"]
+    del both["h9"]
+    shown, sources = lines(found)
+    assert [cells(line)[-1] for line in shown] == ["7 ms", "4 ms"]
+    assert "H9, aaa" in sources and "H100, bbb" in sources
 
 
 def test_a_newer_card_that_measured_less_is_not_shown():
