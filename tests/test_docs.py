@@ -34,7 +34,7 @@ WITH_CODE = [
     for path in WRITTEN if blocks.blocks(path.read_text())
 ]  # fmt: skip
 EXAMPLES = names.examples()
-HEADINGS = ("Numerics", "What is stored where", "Cost and loss", "When not to use it", "Source")
+HEADINGS = ("Numerics", "Storage", "Measurements", "When not to use it", "Source")
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,18 @@ def test_every_public_name_has_an_example_and_a_page(monkeypatch):
         assert page.startswith(f"# {name.path}\n"), name
         assert EXAMPLES[name.path].code.strip() in page
         assert f"{name.name} <{name.path}>" in made[f"api/{name.space}.md"]
+    index = made["api/index.md"]
+    first = {f"fp8jax.{path}" for path in api.FIRST.split()}
+    assert len(first) == 10
+    assert {path: index.count(f"`{path} <{path}>`") for path in public} == {
+        path: 1 + (path in first) for path in public
+    }
+    with monkeypatch.context() as patch:
+        patch.setitem(api.TASKS, "Rematerialization", "save_quantized quantize unheard")
+        with pytest.raises(
+            ValueError, match=r"CHECKPOINT_NAMES.*policies.with_products.*fp8jax\.quantize, fp8jax\.unheard$"
+        ):
+            api.written()
     monkeypatch.setattr(fp8jax, "unheard", lambda: None, raising=False)
     monkeypatch.setattr(fp8jax, "__all__", [*fp8jax.__all__, "unheard"])
     with pytest.raises(ValueError, match=r"without an example in docs/examples: fp8jax\.unheard"):
