@@ -141,7 +141,7 @@ def test_places_are_filled_with_what_the_files_give():
     coat = filled[DOCS / "recipes" / "coat.md"]
     assert fp8jax.recipes.coat().explain() in coat
     ratio = figures.LOOKS["step"].look("coat", figures.results()["step"]["h200"])
-    assert f"[{ratio:.2f} x (H200)](/results/step.md)" in coat
+    assert f"[{ratio:.2f}x bf16 (H200)](/results/step.md)" in coat
     assert "| `coat_fast`" not in coat
     with pytest.raises(KeyError, match="nothing is made under 'nothing'"):
         pages.filled("<!-- made: nothing -->")
