@@ -152,6 +152,10 @@ def test_recipes_of_the_table_exist_and_their_figures_are_theirs():
         assert choice.recipe in fp8jax.recipes.NAMES
         for figure in choice.figures:
             assert list(figures.cards(figures.LOOKS[figure], choice.recipe)), (choice.recipe, figure)
+    ratio = figures.LOOKS["step"].look("moss", figures.results()["step"]["h200"])
+    (line,) = [line for line in figures.chosen().split("\n") if line.startswith("| `moss` |")]
+    assert line.split(" | ")[3].startswith(f"[{ratio:.2f}x bf16](/results/step.md)")
+    assert figures.chosen().startswith("| recipe | figure | H100 | H200 |")
 
 
 def test_roles_and_paths_in_pages_lead_somewhere():

@@ -65,14 +65,23 @@ LOOKS = {
 }
 
 
+def by_card(look: Look, recipe: str) -> dict[str, float]:
+    """The figure on each card that has it."""
+    found = {card: look.look(recipe, result) for card, result in results().get(look.bench, {}).items()}
+    return {card: figure for card, figure in found.items() if figure is not None}
+
+
+def label(card: str) -> str:
+    """The name of a card, with the number of GPUs if there are several."""
+    name, _, count = card.upper().partition("X")
+    return f"{count} x {name}" if count else name
+
+
 def cards(look: Look, recipe: str) -> Iterator[str]:
     """The figure on each card that has it, with a link to its page."""
-    for card, result in results().get(look.bench, {}).items():
-        found = look.look(recipe, result)
-        if found is not None:
-            name, _, count = card.upper().partition("X")
-            device = "" if card == "cpu" else f" ({count} x {name})" if count else f" ({name})"
-            yield f"[{look.form.format(found)}{device}](/results/{look.bench}.md)"
+    for card, figure in by_card(look, recipe).items():
+        device = "" if card == "cpu" else f" ({label(card)})"
+        yield f"[{look.form.format(figure)}{device}](/results/{look.bench}.md)"
 
 
 def _losses(recipe: str) -> Iterator[tuple[str, str]]:
@@ -124,7 +133,7 @@ class Choice(NamedTuple):
 HOPPER = "Hopper: H100, H200"
 CHOICES = (
     Choice(HOPPER, "nothing in particular", "fast", ("step", "memory"), "no input scale spans tokens; no state"),
-    Choice(HOPPER, "memory", "coat", ("step", "memory", "kept"), "fewest bytes of residuals"),
+    Choice(HOPPER, "memory", "coat", ("step", "memory"), "fewest bytes of residuals"),
     Choice(HOPPER, "time", "coat_fast", ("step", "layer"), "fewest passes over memory"),
     Choice(HOPPER, "communication", "fp8_lm_two_phase", ("7b",), "weights and gradients are exchanged in 8 bits"),
     Choice(HOPPER, "time, but only matmuls may change", "moss", ("step",), "norms and activations stay in bf16"),
@@ -137,14 +146,22 @@ CHOICES = (
 
 
 def choose() -> str:
-    """The table of recipes by GPU and limiting resource, with our figures."""
+    """The table of recipes by GPU and limiting resource."""
+    lines = [f"| {c.gpu} | {c.short} | [`{c.recipe}`](/recipes/{c.recipe}.md) | {c.why} |" for c in CHOICES]
+    return "\n".join(["| GPU | limited by | recipe | why |", "|---|---|---|---|", *lines])
+
+
+def chosen() -> str:
+    """The figures of the recipes of `choose`, a column for each card."""
+    rows = [(c.recipe, LOOKS[name], by_card(LOOKS[name], c.recipe)) for c in CHOICES for name in c.figures]
+    shown = sorted({card for _, _, found in rows for card in found if card != "cpu"})
     lines = []
-    for choice in CHOICES:
-        found = [f"{name}: {figure}" for name in choice.figures for figure in cards(LOOKS[name], choice.recipe)]
-        told = "<br>".join(found) or "not measured"
-        link = f"[`{choice.recipe}`](/recipes/{choice.recipe}.md)"
-        lines.append(f"| {choice.gpu} | {choice.short} | {link} | {told} | {choice.why} |")
-    return "\n".join(["| GPU | limited by | recipe | measured | why |", "|---|---|---|---|---|", *lines])
+    for recipe, look, found in rows:
+        cells = [f"[{look.form.format(found[c])}](/results/{look.bench}.md)" if c in found else "-" for c in shown]
+        if any(cell != "-" for cell in cells):
+            lines.append(f"| `{recipe}` | {look.what} | {' | '.join(cells)} |")
+    head = f"| recipe | figure | {' | '.join(map(label, shown))} |"
+    return "\n".join([head, f"|---|---|{'---:|' * len(shown)}", *lines])
 
 
 def first() -> str:
@@ -169,6 +186,6 @@ def presets() -> str:
 
 
 MADE: dict[str, Callable[..., str]] = {
-    "measured": measured, "stored": stored, "device": device, "choose": choose, "first": first, "peers": peers,
-    "presets": presets,
+    "measured": measured, "stored": stored, "device": device, "choose": choose, "chosen": chosen, "first": first,
+    "peers": peers, "presets": presets,
 }  # fmt: skip
