@@ -20,9 +20,8 @@ from experiments.errors import UserError
 from experiments.papers import common, fp8_lm_gradients
 from experiments.papers.common import Row
 from experiments.papers.fp8_lm_gradients import Reduced
-from fp8jax.core.comm import Comm
-from fp8jax.dist.auto_scale import MAX_SATURATED_FRACTION, Factors
-from fp8jax.dist.reduce import all_reduce_gradients
+from fp8jax.core.recipe import Comm
+from fp8jax.dist.reduce import MAX_SATURATED_FRACTION, Factors, all_reduce_gradients
 
 VIRTUAL = 8
 ONE = Comm("e4m3", "one_phase")

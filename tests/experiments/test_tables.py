@@ -183,7 +183,8 @@ ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "
 RESULT = {"bench": "x", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
 
 
-def test_a_results_file_becomes_a_page(tmp_path):
+def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef0")  # a file of a checkout with changes is left out
     results = tmp_path / "results"
     row = Row("big", "error", 2.0, "1", "small", 2.0, 7.5, 3.0, "Table 1", ("big", "column"))
     base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
@@ -280,6 +281,7 @@ def test_pages_and_figures_in_the_readme_are_what_the_files_give():
         assert (ROOT / name).read_text() == text, message
     pages = report.quoting(ROOT / "README.md")
     assert {"README.md", "docs/status.md", "docs/howto/optimizer.md"} <= set(pages)
+    pages[report.PICTURE] = (ROOT / report.PICTURE).read_text()
     assert report.with_figures(pages, ROOT / "results") == pages, message
 
 
