@@ -447,13 +447,13 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         inner, stride = run or (codes.size, 1)
         n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
         number = n // inner * stride + n % inner
-        seed = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
+        index = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
         change = grad / 1024
         if in_place:
             change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
             change = round_stochastic(change, seed)
-        return change, mu, (codes, lax.bitcast_convert_type(seed, jnp.float32), exponent)
+        return change, mu, (codes, lax.bitcast_convert_type(index, jnp.float32), exponent)
 
     monkeypatch.setattr(adamw_triton, "adamw", stand_in)
     shape, size = (4, 8, 256), 32

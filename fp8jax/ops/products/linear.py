@@ -27,7 +27,7 @@ from fp8jax.ops.dispatch.sharding import (
     transpose_sharding,
 )
 from fp8jax.ops.products.operands import Input, fallback_input_source, input_source
-from fp8jax.ops.products.product import Scales, output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import Scales, output_spec, recipe_dot
 from fp8jax.ops.products.weights import NO_CODES, FrozenWeight, QuantizedWeight, StepWeight
 from fp8jax.recipes import linear_part
 
@@ -293,12 +293,12 @@ def linears(
     x_source = input_source(shared_input, linear_recipe, key)
     for w, prequantized in zip(weights, quantized, strict=True):
         flatten_tokens(x, w)
-        y = recipe_dot_from_source(
-            shared_input.value,
-            x_source,
+        y = recipe_dot(
+            shared_input,
             w,
             linear_recipe,
             key,
+            x_source=x_source,
             step_weight=StepWeight.from_codes(prequantized),
             out_spec=output_spec(x, w, out_sharding),
         )
@@ -455,32 +455,22 @@ def scaled_linear(
     step_weight = step_weight if quantized is None else StepWeight.from_codes(quantized)
     out_spec = output_spec(x, w, out_sharding)
     stats: dict[str, Array] = {}
-    threshold = strategies.get("x")
+    threshold, x_source = strategies.get("x"), None
     if isinstance(threshold, Threshold):
-        value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
-        y = recipe_dot_from_source(
-            value,
-            x_source,
-            w,
-            linear_recipe,
-            key,
-            scales=scales,
-            step_weight=step_weight,
-            out_spec=out_spec,
-            bias=bias,
-        )
+        x_source = fallback_input_source(matrix, linear_recipe, key, _operand_state(state, "x"), input_facts)
+    y = recipe_dot(
+        Input(matrix, x, input_facts=input_facts),
+        w,
+        linear_recipe,
+        key,
+        x_source=x_source,
+        scales=scales,
+        step_weight=step_weight,
+        out_spec=out_spec,
+        bias=bias,
+    )
+    if isinstance(threshold, Threshold) and x_source is not None:
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
-    else:
-        y = recipe_dot(
-            Input(matrix, x, input_facts=input_facts),
-            w,
-            linear_recipe,
-            key,
-            scales=scales,
-            step_weight=step_weight,
-            out_spec=out_spec,
-            bias=bias,
-        )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])
         for n in values

@@ -436,7 +436,7 @@ class Input(NamedTuple):
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """The source of an input, for `recipe_dot_from_source`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
+    """The source of an input, for `recipe_dot`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
@@ -469,10 +469,9 @@ def fallback_input_source(
     x: Array,
     recipe: Linear,
     key: Array | None,
-    source: Array,
     threshold: Array,
     input_facts: InputFacts = NO_INPUT_FACTS,
-) -> tuple[Array, FallbackBlocks]:
+) -> FallbackBlocks:
     """As `input_source`, of an input in blocks. Blocks above `threshold`, an fp32 scalar, fall back to 16 bits.
 
     Raises:
@@ -498,4 +497,4 @@ def fallback_input_source(
         use, lambda: with_checkpoint_name(make_residual(), INPUT), None, None if subkey is None else key
     )
     # Another product may have made the saved codes. Each layer has a threshold of its own.
-    return source, FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)
+    return FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)

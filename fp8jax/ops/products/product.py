@@ -208,6 +208,7 @@ def recipe_dot(
     recipe: Linear,
     key: Array | None,
     *,
+    x_source: Source | None = None,
     scales: Scales | None = None,
     step_weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
@@ -221,6 +222,7 @@ def recipe_dot(
         w: (inputs, outputs). A frozen weight has no gradient.
         recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
+        x_source: source of the codes of `x`, which several products may share; None makes it.
         scales: given scales; None computes them from the tensors.
         step_weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
         out_spec: sharding of the result on a mesh with Explicit axes; None follows JAX's own rule.
@@ -234,52 +236,20 @@ def recipe_dot(
     Raises:
         ValueError: the key is missing, or as `weight_source`.
     """
-    return recipe_dot_from_source(
-        x.value,
-        input_source(x, recipe, key, scales and scales.x),
-        w,
-        recipe,
-        key,
-        scales=scales,
-        step_weight=step_weight,
-        out_spec=out_spec,
-        bias=bias,
-        split_sizes=split_sizes,
-    )
-
-
-def recipe_dot_from_source(
-    x: Array,
-    x_source: Source,
-    w: Array | FrozenWeight,
-    recipe: Linear,
-    key: Array | None,
-    *,
-    scales: Scales | None = None,
-    step_weight: StepWeight = NO_CODES,
-    out_spec: tuple[Any, ...] | None = None,
-    bias: Array | None = None,
-    split_sizes: tuple[int, ...] | None = None,
-) -> Any:
-    """`recipe_dot` of an input whose source is given, which several products may share.
-
-    Args:
-        x: the array that the gradient flows to.
-        x_source: source of its codes, as of `input_source`.
-        w, recipe, key, scales, step_weight, out_spec, bias, split_sizes: as of `recipe_dot`.
-    """
+    x_source = x_source or input_source(x, recipe, key, scales and scales.x)
+    value = x.value
     is_frozen = isinstance(w, FrozenWeight)
     w_source = weight_source(w, recipe, step_weight=step_weight, scale=scales and scales.w)
-    out_spec = out_spec or output_spec(x, w, None)
-    name = derivatives.qualified_op_name(f"a product of {x.shape} and {'a frozen weight' if is_frozen else w.shape}")
+    out_spec = out_spec or output_spec(value, w, None)
+    name = derivatives.qualified_op_name(f"a product of {value.shape} and {'a frozen weight' if is_frozen else w.shape}")
     dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
 
     trained_w = None if isinstance(w, FrozenWeight) else w
-    x, trained_w, bias = match_varying_axes(x, trained_w, bias)  # type: ignore[assignment]
+    value, trained_w, bias = match_varying_axes(value, trained_w, bias)  # type: ignore[assignment]
     if isinstance(w_source, StepWeight) and w_source.values is not None:
-        axes = frozenset(varying_axes(x))
+        axes = frozenset(varying_axes(value))
         w_source = w_source.with_step(lambda w: cast_varying_over(w, axes))
-    guard = derivatives.second_order_guard(name, x, trained_w, bias)
+    guard = derivatives.second_order_guard(name, value, trained_w, bias)
     config = ProductConfig(
         recipe=recipe,
         out_spec=out_spec,
@@ -288,7 +258,7 @@ def recipe_dot_from_source(
         split_sizes=split_sizes,
     )
     operands = Operands(
-        x=x,
+        x=value,
         w=trained_w,
         bias=bias,
         x_source=x_source,
@@ -298,7 +268,7 @@ def recipe_dot_from_source(
         guard=guard,
     )
     y = _product(config, operands)
-    return jax.tree.map(lambda y: derivatives.check_differentiable_dtypes("a product", y, x, trained_w, bias), y)
+    return jax.tree.map(lambda y: derivatives.check_differentiable_dtypes("a product", y, value, trained_w, bias), y)
 
 
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
