@@ -188,7 +188,7 @@ class Transformed:
         return with_weight_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """A table of each matmul, norm and activation, quantized or not; nothing is computed.
+        """What is quantized, what is left as written and why, what is saved and gained; nothing is computed.
 
         Args:
             args, kwargs: of a call; arrays or `jax.ShapeDtypeStruct`.
@@ -197,7 +197,7 @@ class Transformed:
             An `Explanation`; print it. A row's line is in your code, or else in the library of models that you use.
 
         Raises:
-            ValueError: as in a call, but not for a precision that matmuls ask for: the table lists those.
+            ValueError: as in a call, but not for a precision that matmuls ask for: those are listed.
         """
         return self.plan_call(*args, **kwargs).plan.explain()
 

@@ -12,12 +12,13 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, mesh, parallel, plan, tensor, train
-from experiments.adapters import joined
-from experiments.form import Form
+from experiments import mesh, plan
 from experiments.models.llama import LlamaConfig
-from experiments.sections import Lora
-from experiments.task import Task
+from experiments.train import cli, config, parallel, tensor
+from experiments.train.adapters import joined
+from experiments.train.form import Form
+from experiments.train.sections import Lora
+from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Linear, Weights
 from fp8jax.rewrite import cost_model
@@ -71,7 +72,7 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     if where is not None:
         data, fsdp, shared = MESHES[where]
         rows = mesh.batches(mesh.make(data, fsdp, tensor=shared))
-    tx = train.make_optimizer(config.Config(), recipe)
+    tx = cli.make_optimizer(config.Config(), recipe)
     task = Task.build(llama, tx, recipe, seed=0, rows=rows, **{"remat": False} | how)
     state = jax.eval_shape(task.init)
     params = drawn(state.params)

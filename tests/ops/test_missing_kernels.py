@@ -204,11 +204,11 @@ def test_explain_of_a_flax_model_says_it(blocked, monkeypatch):
 
 
 def test_the_training_program_says_it(blocked):
-    from experiments import train
+    from experiments.train import cli
 
     with choice.record_choices() as heard:
         choice.record_choice("adamw", choice.Choice("xla", "not the fused kernel"))
-    lines = train.computed_by(heard, ["codes"])
+    lines = cli.computed_by(heard, ["codes"])
     assert lines[0].startswith("WARNING: no Triton kernel of fp8jax runs on this GPU")
     assert lines[1:] == ["adamw by xla: not the fused kernel", "saved codes"]
-    assert not any("WARNING" in line for line in train.computed_by([], []))
+    assert not any("WARNING" in line for line in cli.computed_by([], []))
