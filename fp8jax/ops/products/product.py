@@ -241,7 +241,9 @@ def recipe_dot(
     is_frozen = isinstance(w, FrozenWeight)
     w_source = weight_source(w, recipe, step_weight=step_weight, scale=scales and scales.w)
     out_spec = out_spec or output_spec(value, w, None)
-    name = derivatives.qualified_op_name(f"a product of {value.shape} and {'a frozen weight' if is_frozen else w.shape}")
+    name = derivatives.qualified_op_name(
+        f"a product of {value.shape} and {'a frozen weight' if is_frozen else w.shape}"
+    )
     dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
 
     trained_w = None if isinstance(w, FrozenWeight) else w
