@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.results import first_screen, lookup, quotes, report
+from experiments.results import figures, first_screen, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.
-LAYER = {"coat": "COAT, lean", "coat_fast": lookup.BOUNDED}
+LAYER = {"coat": "COAT, lean", "coat_fast": "COAT, lean, bounded scales, weights held"}
 KEPT = {"coat": "COAT, lean"}
 
 
@@ -21,56 +21,44 @@ def results() -> Mapping[str, Mapping[str, Any]]:
 
 
 class Look(NamedTuple):
-    """A figure of a recipe.
+    """A ratio that is measured of recipes.
 
     Attributes:
         what: what was measured, against what.
         bench: the results file.
-        look: the recipe's name to the figure, of the file's content; None where it has none.
-        form: how it is written.
+        rows: its rows: a selector of `experiments.results.figures`, with {} for the name of the recipe's arm.
+        names: of arms that are not called as their recipe.
     """
 
     what: str
     bench: str
-    look: Callable[[str, Mapping[str, Any]], float | None]
-    form: str = "{:.2f} x"
+    rows: str
+    names: Mapping[str, str] = {}
 
 
-def _row(impl: str, metric: str, field: str, baseline: str | None = None, case: str = "") -> quotes.Look:
-    return quotes.one(impl, metric, field, baseline, case)
-
-
-def _step(case: str, metric: str = "step") -> Callable[[str, Mapping[str, Any]], float | None]:
-    return lambda name, result: _row(name, metric, "ratio", lookup.AGAIN, case)(result)
-
-
-def _layer(name: str, result: Mapping[str, Any]) -> float | None:
-    return _row(LAYER.get(name, name), "time", "ratio", "bf16", "batch 4")(result)
-
-
-def _kept(name: str, result: Mapping[str, Any]) -> float | None:
-    return _row(KEPT.get(name, name), "total, recomputed", "ratio")(result)
-
-
+STEP = "{} > step > bf16, recomputed"
 LOOKS = {
-    "step": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step", _step(lookup.ONE)),
-    "memory": Look("Its memory, times fewer bytes", "step", _step(lookup.ONE, "memory")),
-    "more": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step_more", _step(lookup.ONE)),
-    "data": Look("That step on two GPUs, data parallel", "step_two", _step(lookup.DATA)),
-    "fsdp": Look("That step on two GPUs, FSDP", "step_two", _step(lookup.FSDP)),
-    "7b": Look("A 7 B Llama on two GPUs, FSDP, speed over bf16", "step_7b", _step(lookup.FSDP_7B)),
-    "layer": Look("A Llama-7B layer, forward and backward, speed over bf16 as Flax writes it", "layer", _layer),
-    "kept": Look("What a layer keeps, times fewer bytes than bf16 that recomputes", "coat_memory", _kept),
-}
+    "step": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step", f"{STEP} > 1b, one GPU"),
+    "memory": Look("Its memory, times fewer bytes", "step", "{} > memory > bf16, recomputed > 1b, one GPU"),
+    "more": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step_more",
+                 f"{STEP} > 1b, one GPU"),
+    "data": Look("That step on two GPUs, data parallel", "step_two", f"{STEP} > 1b, data parallel over 2"),
+    "fsdp": Look("That step on two GPUs, FSDP", "step_two", f"{STEP} > 1b, FSDP over 2"),
+    "7b": Look("A 7 B Llama on two GPUs, FSDP, speed over bf16", "step_7b", f"{STEP} > 7b, FSDP over 2, 4 x"),
+    "layer": Look("A Llama-7B layer, forward and backward, speed over bf16 as Flax writes it", "layer",
+                  "{} > time > bf16 > batch 4", LAYER),
+    "kept": Look("What a layer keeps, times fewer bytes than bf16 that recomputes", "coat_memory",
+                 "{} > total, recomputed", KEPT),
+}  # fmt: skip
 
 
 def cards(look: Look, recipe: str) -> Iterator[str]:
     """The figure on each card that has it, with a link to its page."""
     for card, result in results().get(look.bench, {}).items():
-        found = look.look(recipe, result)
-        if found is not None:
+        found = figures.rows(result, "ratio", look.rows.format(look.names.get(recipe, recipe)))
+        if len(found) == 1:
             of = "" if card == "cpu" else f" ({card.upper()})"
-            yield f"[{look.form.format(found)}{of}](/results/{look.bench}.md)"
+            yield f"[{found[0]:.2f} x{of}](/results/{look.bench}.md)"
 
 
 def _losses(recipe: str) -> Iterator[tuple[str, str]]:
