@@ -16,7 +16,7 @@ STATED = (
     "moments take 2.1 bytes a parameter instead of 8",
     "about 31.5 dB",
     "block of 128 x 128",
-    "which hold together with 95 %",
+    "hold together with 95 %",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
     # Of a host's memory, by a test's own run.

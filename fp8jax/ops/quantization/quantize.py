@@ -371,7 +371,7 @@ def _quantize_shard(
         column_scale=scales[1],
         amax=amax if any(is_scale_in_kernel) else None,
         round_up_bf16=config.strategy.amax_rounding == "up",
-        words=seed,
+        seed=seed,
         place=None if seed is None else sharding.rng_offset(global_shape, shape),
         sums=config.sums,
         compute_capability=capability(),
