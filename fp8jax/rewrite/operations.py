@@ -29,7 +29,7 @@ from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.weights import StepWeight
-from fp8jax.ops.quantization.packed import should_split_output
+from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
 from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot

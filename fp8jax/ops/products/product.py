@@ -40,9 +40,9 @@ from fp8jax.ops.products.operands import (
     weight_side,
 )
 from fp8jax.ops.products.weights import NO_CODES, FrozenSource, FrozenWeight, LayoutPolicy, StepWeight, weight_source
-from fp8jax.ops.quantization import fused_outputs, microscaling, packed
+from fp8jax.ops.quantization import fused_outputs, microscaling
 from fp8jax.ops.quantization.fused_reference import column_sums
-from fp8jax.ops.quantization.quantize import quantize_and_sum
+from fp8jax.ops.quantization.quantize import PackedMatrix, concatenate_packed, quantize_and_sum, split_weight
 
 
 class CotangentOperands(NamedTuple):
@@ -60,7 +60,7 @@ class CotangentOperands(NamedTuple):
 
 
 def encode_cotangent(
-    dy: packed.PackedMatrix,
+    dy: PackedMatrix,
     recipe: Linear,
     *,
     key: Array | None,
@@ -87,7 +87,7 @@ def encode_cotangent(
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
     operands: tuple[Operand, Operand]
     if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
-        dy = packed.concatenated(dy)
+        dy = concatenate_packed(dy)
         if shares_token_scales and row_spec is not None and row_spec.is_folded:
             operands = microscaling.gradient_operands(dy, row_spec, x_token_scale, fused_output)
             return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
@@ -227,7 +227,7 @@ def recipe_dot(
         step_weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
         out_spec: sharding of the result on a mesh with Explicit axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
-        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.packed`), or
+        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.quantize`), or
             None.
 
     Returns:
@@ -334,7 +334,7 @@ def _matmuls(
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []
-    for w_section, bias_section in packed.split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
+    for w_section, bias_section in split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
         y = matmul(x_operand, w_section, dtype=x.dtype, fast=fast, out_spec=matrix_spec)
         if bias_section is not None:
             # On the matrix: cuBLASLt then adds the bias within the product.
@@ -343,7 +343,7 @@ def _matmuls(
     return ys
 
 
-def _product_bwd(config: ProductConfig, residuals: Residuals, dy: packed.PackedMatrix) -> tuple[Operands]:
+def _product_bwd(config: ProductConfig, residuals: Residuals, dy: PackedMatrix) -> tuple[Operands]:
     dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
     guard = residuals.guard
     if guard is None:
@@ -365,7 +365,7 @@ def _gradients(
     config: ProductConfig,
     residuals: Residuals,
     dy_facts: ArrayFacts,
-    dy: packed.PackedMatrix,
+    dy: PackedMatrix,
 ) -> tuple[Operands, Any]:
     """The cotangents of all operands, and the facts about the cotangents that follow from that of the input."""
     recipe, scales = config.recipe, residuals.scales
@@ -377,7 +377,7 @@ def _gradients(
     x_side = input_side(recipe)
     dy_columns: Operand | None = None
     if isinstance(residuals.w, FrozenSource):
-        dy = packed.concatenated(dy)
+        dy = concatenate_packed(dy)
         dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, residuals.key)
         dy_sums = None if bias_kind is None else column_sums(dy)
     else:
@@ -435,8 +435,8 @@ def _gradients(
 
 
 def _scale_of_dy(
-    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: packed.PackedMatrix
-) -> tuple[packed.PackedMatrix, Array | None, Array | None]:
+    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: PackedMatrix
+) -> tuple[PackedMatrix, Array | None, Array | None]:
     """The scale of the output's gradient, if it is set before quantization, and its measured amax, if asked for.
 
     Returns:
@@ -455,7 +455,7 @@ def _scale_of_dy(
     if expected is None:
         return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
     assert spec is not None
-    matrix = packed.concatenated(dy)
+    matrix = concatenate_packed(dy)
     amax = scaling.compute_amax(matrix)
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
     return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax
