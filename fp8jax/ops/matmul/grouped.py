@@ -5,7 +5,6 @@ Rows in no group may hold anything. Neither product reads them, and their result
 The form by XLA loops over tiles of rows. A tile belongs to one group, so that a matrix is read for its own rows alone.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,117 +14,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.dispatch.choice import Choice, cast_varying_like, check_impl, on_cuda, product_name_scope, record_choice
 from fp8jax.ops.dispatch.partition import run_partitioned
 from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
 
-ALIGNMENT = 128  # of groups in the padded token axis
 IMPLS = ("auto", "xla")
 
 
-class Groups(NamedTuple):
-    """Groups of consecutive rows.
-
-    Attributes:
-        starts: int32 (groups,), the first row of each group.
-        ends: int32 (groups,), the row after its last one.
-    """
-
-    starts: Array
-    ends: Array
-
-    @classmethod
-    def from_sizes(
-        cls, group_sizes: Array, num_rows: int, group_offset: Array | None = None, num_groups: int | None = None
-    ) -> "Groups":
-        """Return groups of these sizes, one after the other.
-
-        Args:
-            group_sizes: (all groups,), integers of any dtype, at least 0. Rows beyond `num_rows` are left out.
-            num_rows: number of rows.
-            group_offset: integer scalar, the first of the returned groups; None for 0.
-            num_groups: number of the returned groups; None for all.
-        """
-        # The sum may overflow a narrow dtype.
-        ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), num_rows)
-        starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-        if group_offset is None:
-            return cls(starts, ends)
-        num_groups = group_sizes.shape[0] if num_groups is None else num_groups
-        return cls(*(lax.dynamic_slice_in_dim(at, group_offset, num_groups) for at in (starts, ends)))
-
-    @property
-    def sizes(self) -> Array:
-        return self.ends - self.starts
-
-    def row_groups(self, num_rows: int) -> Array:
-        """Return the group of each row, int32 (num_rows,); the number of groups for a row in none."""
-        rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-        groups = jnp.sum(rows >= self.ends[None], axis=1, dtype=jnp.int32)
-        is_before = jnp.all(rows < self.starts[None], axis=1)
-        return jnp.where(is_before, self.starts.shape[0], groups)
-
-    def shift(self, offset: Array | int, length: int) -> "Groups":
-        """Return the parts of the groups in rows [offset, offset + length), counted from `offset`."""
-        return Groups(*(jnp.clip(at - offset, 0, length) for at in self))
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "starts", "lengths", "block_groups"],
-    meta_fields=["num_rows", "alignment"],
-)
-@dataclasses.dataclass(frozen=True)
-class PaddedTokens:
-    """A token axis in which each group starts at a multiple of an alignment, and is filled up with zeros.
-
-    Blocks of tokens that share a scale then never belong to two groups.
-
-    Attributes:
-        rows: int32 (length,), the row at each place; `num_rows` for a place that is filled up.
-        starts: int32 (groups,), the first place of each group.
-        lengths: int32 (groups,), the number of places of each group, a multiple of the alignment.
-        block_groups: int32 (length / alignment,), the group of each aligned block; the number of groups if none.
-        num_rows: static, number of rows.
-        alignment: static.
-    """
-
-    rows: Array
-    starts: Array
-    lengths: Array
-    block_groups: Array
-    num_rows: int
-    alignment: int
-
-    @classmethod
-    def from_groups(cls, groups: Groups, num_rows: int, alignment: int = ALIGNMENT) -> "PaddedTokens":
-        """Return the axis of the groups of `num_rows` rows."""
-        lengths = -(-groups.sizes // alignment) * alignment
-        starts = jnp.cumsum(lengths) - lengths
-        count = -(-(num_rows + (alignment - 1) * min(lengths.shape[0], num_rows)) // alignment)
-        places = (jnp.arange(count, dtype=jnp.int32) * alignment)[:, None]
-        group = jnp.sum(places >= (starts + lengths)[None], axis=1, dtype=jnp.int32)
-
-        def find(values: Array) -> Array:
-            return jnp.concatenate([values, jnp.zeros((1,), jnp.int32)])[group][:, None]
-
-        rows = find(groups.starts - starts) + places + jnp.arange(alignment, dtype=jnp.int32)[None]
-        rows = jnp.where(rows < find(groups.ends), rows, num_rows)
-        return cls(rows.reshape(-1), starts, lengths, group, num_rows, alignment)
-
-    @property
-    def length(self) -> int:
-        return self.rows.shape[0]
-
-    def pad(self, x: Array) -> Array:
-        """Return the rows of x (num_rows, n) at their places, (length, n), and zeros in between."""
-        return jnp.take(x, self.rows, axis=0, mode="fill", fill_value=0)
-
-
 def grouped_matmul(
-    x: Operand, w: Operand, groups: Groups, *, dtype: DTypeLike = jnp.float32, fast: bool = True, impl: str = "auto"
+    x: Operand,
+    w: Operand,
+    groups: Groups,
+    *,
+    transposed: bool = False,
+    dtype: DTypeLike = jnp.float32,
+    fast: bool = True,
+    impl: str = "auto",
 ) -> Array:
     """Return the product of each group's rows with the transpose of its matrix: x[rows of g] @ w[g].T.
 
@@ -135,6 +43,7 @@ def grouped_matmul(
         x: (T, K), the rows of each group consecutive; an array, or a QTensor with scales per row or group of a row.
         w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix.
         groups: the rows of each of the G groups.
+        transposed: whether w is (G, K, N), an array. No transposed copy is made.
         dtype: dtype of the result.
         fast: whether to use fast accumulation, if the GPU has it.
         impl: "auto" or "xla".
@@ -146,13 +55,15 @@ def grouped_matmul(
         ValueError: shapes do not match, or `impl` is unknown.
     """
     check_impl(impl, IMPLS)
-    if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[2] or groups.ends.shape != w.shape[:1]:
-        shapes = f"{x.shape}, {w.shape} and {groups.ends.shape[0]} groups"
-        raise ValueError(f"grouped_matmul takes (T, K), (G, N, K) and G groups, not {shapes}")
+    axis = 1 if transposed else 2
+    if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[axis] or groups.ends.shape != w.shape[:1]:
+        layout, shapes = "(G, K, N)" if transposed else "(G, N, K)", f"{x.shape}, {w.shape} and {groups.ends.shape[0]}"
+        raise ValueError(f"grouped_matmul takes (T, K), {layout} and G groups, not {shapes} groups")
     record_choice("grouped matmul", Choice("xla", "a loop over tiles of rows"))
-    function = functools.partial(_multiply_shard, _loop_over_tiles, fast, jnp.dtype(dtype))
-    static = "xla", fast, str(jnp.dtype(dtype)), *map(_spec, (x, w))
-    ins = _notation(x, "t k"), _notation(w, "n k", "- "), "-", "-"
+    multiply = functools.partial(_loop_over_tiles, transposed, fast)
+    function = functools.partial(_multiply_shard, multiply, jnp.dtype(dtype))
+    static = "xla", transposed, fast, str(jnp.dtype(dtype)), *map(_spec, (x, w))
+    ins = _notation(x, "t k"), _notation(w, "k n" if transposed else "n k", "- "), "-", "-"
     with product_name_scope(x, w):
         result: Array = run_partitioned(
             "grouped_product", static, function, (x, w, *groups), ins, "t n", sum_dim="k", is_kernel=False
@@ -160,9 +71,19 @@ def grouped_matmul(
     return result
 
 
+class UnpaddedRows(NamedTuple):
+    """The transpose of a matrix whose rows are not yet in the padded axis.
+
+    Attributes:
+        values: (rows, n), an array, or a QTensor with one scale.
+    """
+
+    values: Operand
+
+
 def grouped_matmul_dw(
-    a: Operand,
-    b: Operand,
+    a: Operand | UnpaddedRows,
+    b: Operand | UnpaddedRows,
     tokens: PaddedTokens,
     *,
     scale: Array | None = None,
@@ -175,7 +96,7 @@ def grouped_matmul_dw(
     """Return each group's product over its tokens: a[:, tokens of g] @ b[:, tokens of g].T. It has no derivative.
 
     Args:
-        a: (M, tokens.length); an array, codes whose scales are given, or a QTensor with scales per block of tokens.
+        a: (M, tokens.length), an array or a QTensor with one scale or one per block of tokens; or rows of such.
         b: (N, tokens.length), likewise.
         tokens: the padded axis.
         scale: fp32 (G,), multiplied to the result; or None.
@@ -190,15 +111,18 @@ def grouped_matmul_dw(
         ValueError: shapes do not match, or `impl` is unknown.
     """
     check_impl(impl, IMPLS)
-    if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[1] == b.shape[1] == tokens.length:
-        shapes = f"{a.shape} and {b.shape}"
-        raise ValueError(f"grouped_matmul_dw takes (M, length) and (N, length) of {tokens.length} places, not {shapes}")
+    for x in (a, b):
+        shape, length = x.values.shape[::-1] if isinstance(x, UnpaddedRows) else x.shape, tokens.length
+        length = tokens.num_rows if isinstance(x, UnpaddedRows) else length
+        if len(shape) != 2 or shape[1] != length:
+            raise ValueError(f"grouped_matmul_dw takes (n, {length}), not {shape}")
     record_choice("grouped matmul of tokens", Choice("xla", "a loop over blocks of tokens"))
     function = functools.partial(_multiply_shard_dw, _loop_over_blocks, tokens.alignment, fast, jnp.dtype(dtype))
     static = "xla", tokens.alignment, fast, str(jnp.dtype(dtype)), *map(_spec, (a, b))
-    operands = a, b, tokens.starts, tokens.lengths, scale, row_scale, column_scale
-    ins = _notation(a, "m t"), _notation(b, "n t"), "-", "-", "-", "- m", "- n"
-    with product_name_scope(a, b):
+    operands = a, b, tokens.rows, tokens.starts, tokens.lengths, scale, row_scale, column_scale
+    ins = _token_notation(a, "m"), _token_notation(b, "n"), "t", "-", "-", "-", "- m", "- n"
+    left, right = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
+    with product_name_scope(left, right):
         result: Array = run_partitioned(
             "grouped_product_dw", static, function, operands, ins, "- m n",
             units={"t": tokens.alignment}, sum_dim="t", is_kernel=False,
@@ -206,8 +130,14 @@ def grouped_matmul_dw(
     return result
 
 
-def _spec(x: Operand) -> str:
+def _spec(x: Operand | UnpaddedRows) -> str:
+    if isinstance(x, UnpaddedRows):
+        return f"rows of {_spec(x.values)}"
     return str(x.spec) if isinstance(x, QTensor) else str(x.dtype)
+
+
+def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
+    return (_notation(x.values, f"- {name}"),) if isinstance(x, UnpaddedRows) else _notation(x, f"{name} t")
 
 
 def _notation(x: Operand, names: str, prefix: str = "") -> str | tuple[str, ...]:
@@ -218,13 +148,13 @@ def _notation(x: Operand, names: str, prefix: str = "") -> str | tuple[str, ...]
 
 
 def _multiply_shard(
-    multiply: Callable[..., Array], fast: bool, dtype: Any, sharding: DimSharding, x: Any, w: Any, *bounds: Array
+    multiply: Callable[..., Array], dtype: Any, sharding: DimSharding, x: Any, w: Any, *bounds: Array
 ) -> Array:
     """Return the product of a device's rows with its part of the matrices."""
     rows = x.shape[0]
     groups = Groups(*bounds).shift(sharding.shard_offset("t", rows), rows)
     sum_dtype = _sum_dtype(x, w, dtype) if "k" in sharding.axes else dtype
-    y = multiply(fast, sum_dtype, x, w, *groups)
+    y = multiply(sum_dtype, x, w, *groups)
     return sharding.psum(y, "k", "t n").astype(dtype)
 
 
@@ -236,26 +166,30 @@ def _multiply_shard_dw(
     sharding: DimSharding,
     a: Any,
     b: Any,
+    rows: Array,
     starts: Array,
     lengths: Array,
     *scales: Array | None,
 ) -> Array:
     """Return the products over a device's part of the padded axis, summed over devices."""
-    length = a.shape[1]
+    length = rows.shape[0]
     groups = Groups(starts, starts + lengths).shift(sharding.shard_offset("t", length), length)
     sum_dtype = _sum_dtype(a, b, dtype) if "t" in sharding.axes else dtype
-    dw = multiply(alignment, fast, sum_dtype, a, b, *groups, *scales)
+    dw = multiply(alignment, fast, sum_dtype, a, b, rows, *groups, *scales)
     return sharding.psum(dw, "t", "- m n").astype(dtype)
 
 
-def _sum_dtype(a: Operand, b: Operand, dtype: Any) -> Any:
+def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
     """Return the dtype in which partial sums travel between devices: 16 bits for those of codes."""
-    is_codes = all(isinstance(x, QTensor) or x.dtype.itemsize == 1 for x in (a, b))
-    return jnp.dtype(jnp.bfloat16) if is_codes else dtype
+    values = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
+    return jnp.dtype(jnp.bfloat16) if all(isinstance(x, QTensor) for x in values) else dtype
 
 
 def _multiply_tile(fast: bool, dtype: DTypeLike, a: Any, b: Any) -> Array:
-    """Return a @ b.T by XLA, for matrices of one group."""
+    """Return a @ b.T by XLA, for matrices of one group. That of arrays is computed in the dtype of `a`."""
+    if isinstance(a, Array) and isinstance(b, Array):
+        numbers = (((1,), (1,)), ((), ()))
+        return dot_general(a, b.astype(a.dtype), numbers, preferred_element_type=jnp.float32).astype(dtype)
     if on_cuda():
         return dot_in_16_bits()(dtype, a, b)
     return reference_matmul(fast, dtype, a, b)
@@ -267,9 +201,9 @@ def _tile_size(length: int, groups: int, unit: int) -> int:
     return unit * min(1 << (units.bit_length() - 1), max(512 // unit, 1))
 
 
-def _loop_over_tiles(fast: bool, dtype: Any, x: Any, w: Any, starts: Array, ends: Array) -> Array:
+def _loop_over_tiles(transposed: bool, fast: bool, dtype: Any, x: Any, w: Any, starts: Array, ends: Array) -> Array:
     """Return `grouped_matmul` for groups that are rows [starts, ends) of x."""
-    (rows, _), (groups, columns, _) = x.shape, w.shape
+    rows, groups, columns = x.shape[0], w.shape[0], w.shape[2 if transposed else 1]
     result = cast_varying_like(jnp.zeros((rows, columns), dtype), x, w, starts, ends)
     if 0 in (*x.shape, *w.shape):
         return result
@@ -283,7 +217,8 @@ def _loop_over_tiles(fast: bool, dtype: Any, x: Any, w: Any, starts: Array, ends
         begin = starts[group] + (i - (tile_ends - tiles)[group]) * size
         at = jnp.minimum(begin, rows - size)  # the last tile starts earlier, among rows that are complete
         matrix = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, group, keepdims=False), w)
-        product = _multiply_tile(fast, dtype, restore_x(_slice(x, 0, at, size)), restore_w(matrix))
+        matrix = restore_w(matrix)
+        product = _multiply_tile(fast, dtype, restore_x(_slice(x, 0, at, size)), matrix.T if transposed else matrix)
         index = at + jnp.arange(size, dtype=jnp.int32)
         is_own = ((index >= begin) & (index < ends[group]))[:, None]
         product = jnp.where(is_own, product, lax.dynamic_slice_in_dim(y, at, size))
@@ -298,6 +233,7 @@ def _loop_over_blocks(
     dtype: Any,
     a: Any,
     b: Any,
+    rows: Array,
     starts: Array,
     ends: Array,
     scale: Array | None,
@@ -305,9 +241,10 @@ def _loop_over_blocks(
     column_scale: Array | None,
 ) -> Array:
     """Return `grouped_matmul_dw` for groups that are places [starts, ends) of the axis, in whole aligned blocks."""
-    (rows, length), (columns, _), groups = a.shape, b.shape, starts.shape[0]
-    if 0 in (rows, columns, length, groups):
-        return cast_varying_like(jnp.zeros((groups, rows, columns), dtype), a, b, starts, ends)
+    m, n = (x.values.shape[1] if isinstance(x, UnpaddedRows) else x.shape[0] for x in (a, b))
+    length, groups = rows.shape[0], starts.shape[0]
+    if 0 in (m, n, length, groups):
+        return cast_varying_like(jnp.zeros((groups, m, n), dtype), a, b, rows, starts, ends)
     size = min(_tile_size(length, groups, alignment), length)
     a, b, restore_a, restore_b = *map(_to_bits, (a, b)), *map(_restorer, (a, b))
 
@@ -319,10 +256,17 @@ def _loop_over_blocks(
             at = jnp.minimum(begin, length - size)
             index = at + jnp.arange(size, dtype=jnp.int32)
             is_own = (index >= begin) & (index < end)
-            left, right = (_mask_columns(_slice(x, 1, at, size), is_own) for x in (a, b))
-            return sums + _multiply_tile(fast, jnp.float32, restore_a(left), restore_b(right))
+            # A row beyond the last one reads as zeros.
+            own_rows = jnp.where(is_own, lax.dynamic_slice_in_dim(rows, at, size), jnp.iinfo(jnp.int32).max)
 
-        zeros = cast_varying_like(jnp.zeros((rows, columns), jnp.float32), a, b, starts, ends)
+            def slice_tokens(x: Any, restore: Callable[[Any], Any]) -> Any:
+                if not isinstance(x, UnpaddedRows):
+                    return restore(_mask_columns(_slice(x, 1, at, size), is_own))
+                return _transpose(restore(_take_rows(x, own_rows)).values)
+
+            return sums + _multiply_tile(fast, jnp.float32, slice_tokens(a, restore_a), slice_tokens(b, restore_b))
+
+        zeros = cast_varying_like(jnp.zeros((m, n), jnp.float32), a, b, rows, starts, ends)
         sums = lax.fori_loop(0, -(-(end - start) // size), add_block, zeros)
         if scale is not None:
             sums = sums * scale[group]
@@ -355,6 +299,20 @@ def _restorer(x: Any) -> Callable[[Any], Any]:
         return structure.unflatten([y if y.dtype == d else lax.bitcast_convert_type(y, d) for y, d in pairs])
 
     return restore
+
+
+def _take_rows(x: UnpaddedRows, rows: Array) -> UnpaddedRows:
+    """Return rows of an array or of codes with one scale, and zeros for rows beyond the last one."""
+
+    def take(leaf: Array) -> Array:
+        return jnp.take(leaf, rows, axis=0, mode="fill", fill_value=0)
+
+    values = x.values
+    return UnpaddedRows(values.with_codes(take(values.codes)) if isinstance(values, QTensor) else take(values))
+
+
+def _transpose(x: Operand) -> Operand:
+    return x.with_codes(x.codes.T) if isinstance(x, QTensor) else x.T
 
 
 def _slice(x: Any, axis: int, start: Array, size: int) -> Any:
