@@ -144,8 +144,8 @@ class _Form(NamedTuple):
         if is_plain and group == () and x.ndim == w.ndim == 2 and ragged == contract[0]:
             return cls(contracts_tokens=True, x_transposed=contract[0] == (1,), w_transposed=contract[1] == (1,))
         raise ValueError(
-            f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) or (groups, outputs, inputs), or contracts the "
-            f"tokens of (tokens, m) with those of (tokens, n), not {numbers} of {x.shape} and {w.shape}. Map batch "
+            f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) or (groups, outputs, inputs), or contracts "
+            f"the tokens of (tokens, m) with those of (tokens, n), not {numbers} of {x.shape} and {w.shape}. Map batch "
             f"dimensions by jax.vmap"
         )
 
