@@ -16,11 +16,18 @@ from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
 from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
-from fp8jax.ops.products.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
+from fp8jax.ops.products.linear import (
+    ScalingStats,
+    dot_general,
+    flatten_tokens,
+    output_spec,
+    scaled_linear,
+    to_matmul_order,
+    weight_to_matmul_order,
+)
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
-from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
 from fp8jax.ops.products.weights import StepWeight
 from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
@@ -120,10 +127,6 @@ class ProductOperation:
         if self.saved_data is not None:
             facts = facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
-        if self.saved_data is None and interpreter.is_live_after(self.data):
-            # If JAX summed three gradients, XLA would leave one sum as a pass of its own.
-            on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored = self._stored_arrays(interpreter)
         w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         if self.saved_data is None:
@@ -139,7 +142,6 @@ class ProductOperation:
                 out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
                 bias=self._bias(interpreter),
-                on_passthrough=on_passthrough,
                 weight=weight,
                 split_sizes=split_sizes,
             )
@@ -185,14 +187,9 @@ class ProductOperation:
         facts = interpreter.get_facts(self.canonical_data, x)
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
         if w is not stored[0]:
             weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
             weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
-        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
-            on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
-                self.data, _reshape_if_needed(passthrough, self.data.shape)
-            )
         slots = use_inputs.slots or ScalingStats()
         assert use_inputs.state is not None
         y, stats = scaled_linear(
@@ -206,7 +203,6 @@ class ProductOperation:
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
             weight=weight,
-            on_passthrough=on_passthrough,
         )
         if interpreter.stats is None:
             y = stats_as_cotangents(y, slots, stats)
