@@ -18,8 +18,7 @@ from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.dispatch.choice import Choice, cast_varying_like, check_impl, on_cuda, product_name_scope, record_choice
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
 
 IMPLS = ("auto", "xla")
