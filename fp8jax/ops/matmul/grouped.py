@@ -7,7 +7,7 @@ The form by XLA loops over tiles of rows. A tile belongs to one group, so that a
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,22 @@ from jax.typing import DTypeLike
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.dispatch.choice import Choice, cast_varying_like, check_impl, on_cuda, product_name_scope, record_choice
+from fp8jax.ops.dispatch.choice import (
+    Choice,
+    cast_varying_like,
+    check_impl,
+    current_target,
+    on_cuda,
+    product_name_scope,
+    record_choice,
+    run,
+)
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
+from fp8jax.ops.matmul import grouped_hopper
+from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows as UnpaddedRows
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
 
-IMPLS = ("auto", "xla")
+IMPLS = ("auto", "xla", "mosaic")
 
 
 def grouped_matmul(
@@ -45,39 +56,38 @@ def grouped_matmul(
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
         dtype: dtype of the result.
         fast: whether to use fast accumulation, if the GPU has it.
-        impl: "auto" or "xla".
+        impl: "xla" is a loop over tiles of rows that each belong to one group. On Hopper "auto" is a kernel for FP8 or
+            int8 codes with scales per matrix and row, and for bf16, to which other codes are decoded first. Elsewhere
+            it is the loop. "mosaic" is the kernel.
 
     Returns:
         (T, N); zeros in rows of no group.
 
     Raises:
-        ValueError: shapes do not match, or `impl` is unknown.
+        ValueError: shapes do not match, `impl` is unknown, or it is "mosaic" and no kernel can run.
     """
     check_impl(impl, IMPLS)
     axis = 1 if transposed else 2
     if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[axis] or groups.ends.shape != w.shape[:1]:
         layout, shapes = "(G, K, N)" if transposed else "(G, N, K)", f"{x.shape}, {w.shape} and {groups.ends.shape[0]}"
         raise ValueError(f"grouped_matmul takes (T, K), {layout} and G groups, not {shapes} groups")
-    record_choice("grouped matmul", Choice("xla", "a loop over tiles of rows"))
-    multiply = functools.partial(_loop_over_tiles, transposed, fast)
-    function = functools.partial(_multiply_shard, multiply, jnp.dtype(dtype))
-    static = "xla", transposed, fast, str(jnp.dtype(dtype)), *map(_spec, (x, w))
-    ins = _notation(x, "t k"), _notation(w, "k n" if transposed else "n k", "- "), "-", "-"
-    with product_name_scope(x, w):
-        result: Array = run_partitioned(
-            "grouped_product", static, function, (x, w, *groups), ins, "t n", sum_dim="k", is_kernel=False
+    choice, kernel_name = _choose("grouped matmul", x, w, x.shape[1], impl)
+    static = transposed, fast, current_target().free_multiprocessors
+
+    def multiply(multiply_shard: Callable[..., Array], is_kernel: bool, *operands: Any) -> Array:
+        x, w, *_ = operands
+        function = functools.partial(_multiply_shard, multiply_shard, jnp.dtype(dtype))
+        ins = _notation(x, "t k"), _notation(w, "k n" if transposed else "n k", "- "), "-", "-"
+        key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (x, w))
+        y: Array = run_partitioned(
+            "grouped_product", key, function, operands, ins, "t n", sum_dim="k", is_kernel=is_kernel
         )
-    return result
+        return y
 
-
-class UnpaddedRows(NamedTuple):
-    """The transpose of a matrix whose rows are not yet in the padded axis.
-
-    Attributes:
-        values: (rows, n), an array, or a QTensor with one scale.
-    """
-
-    values: Operand
+    loop = functools.partial(multiply, functools.partial(_loop_over_tiles, transposed, fast), False)
+    kernel = functools.partial(multiply, functools.partial(grouped_hopper.multiply_rows, kernel_name, *static), True)
+    with product_name_scope(x, w):
+        return run(choice, impl, x, w, *groups, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
 
 
 def grouped_matmul_dw(
@@ -107,7 +117,7 @@ def grouped_matmul_dw(
         (G, M, N); zeros for groups without tokens.
 
     Raises:
-        ValueError: shapes do not match, or `impl` is unknown.
+        ValueError: shapes do not match, `impl` is unknown, or it is "mosaic" and no kernel can run.
     """
     check_impl(impl, IMPLS)
     for x in (a, b):
@@ -115,18 +125,42 @@ def grouped_matmul_dw(
         length = tokens.num_rows if isinstance(x, UnpaddedRows) else length
         if len(shape) != 2 or shape[1] != length:
             raise ValueError(f"grouped_matmul_dw takes (n, {length}), not {shape}")
-    record_choice("grouped matmul of tokens", Choice("xla", "a loop over blocks of tokens"))
-    function = functools.partial(_multiply_shard_dw, _loop_over_blocks, tokens.alignment, fast, jnp.dtype(dtype))
-    static = "xla", tokens.alignment, fast, str(jnp.dtype(dtype)), *map(_spec, (a, b))
-    operands = a, b, tokens.rows, tokens.starts, tokens.lengths, scale, row_scale, column_scale
-    ins = _token_notation(a, "m"), _token_notation(b, "n"), "t", "-", "-", "-", "- m", "- n"
     left, right = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
-    with product_name_scope(left, right):
-        result: Array = run_partitioned(
-            "grouped_product_dw", static, function, operands, ins, "- m n",
-            units={"t": tokens.alignment}, sum_dim="t", is_kernel=False,
+    choice, kernel_name = _choose("grouped matmul of tokens", left, right, tokens.num_rows, impl)
+    operands = a, b, tokens.rows, tokens.starts, tokens.lengths, scale, row_scale, column_scale
+    static = fast, current_target().free_multiprocessors
+
+    def multiply(multiply_shard: Callable[..., Array], is_kernel: bool, *operands: Any) -> Array:
+        a, b, *_ = operands
+        function = functools.partial(_multiply_shard_dw, multiply_shard, jnp.dtype(dtype))
+        ins = _token_notation(a, "m"), _token_notation(b, "n"), "t", "-", "-", "-", "- m", "- n"
+        key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (a, b))
+        dw: Array = run_partitioned(
+            "grouped_product_dw", key, function, operands, ins, "- m n",
+            units={"t": tokens.alignment}, sum_dim="t", is_kernel=is_kernel,
         )  # fmt: skip
-    return result
+        return dw
+
+    loop = functools.partial(multiply, functools.partial(_loop_over_blocks, tokens.alignment, fast), False)
+    kernel = functools.partial(multiply, functools.partial(grouped_hopper.multiply_tokens, kernel_name, *static), True)
+    with product_name_scope(left, right):
+        return run(choice, impl, *operands, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
+
+
+def _choose(operation: str, a: Operand, b: Operand, length: int, impl: str) -> tuple[Choice, Any]:
+    """Return and record the implementation for `run`, and the kernel's name.
+
+    Raises:
+        ValueError: `impl` is "mosaic", and no kernel can run.
+    """
+    choice, kernel_name = Choice("xla", "asked for"), None
+    if impl != "xla" and (impl == "mosaic" or on_cuda()):
+        choice, kernel_name = grouped_hopper.choose_kernel(a, b, length)
+        if impl == "mosaic" and kernel_name is None:
+            raise ValueError(f"impl 'mosaic' cannot run: {choice.reason}")
+    elif impl == "auto":
+        choice = Choice("xla", "a loop over tiles, not a kernel: it needs a CUDA GPU")
+    return record_choice(operation, choice), kernel_name
 
 
 def _spec(x: Operand | UnpaddedRows) -> str:
@@ -159,8 +193,6 @@ def _multiply_shard(
 
 def _multiply_shard_dw(
     multiply: Callable[..., Array],
-    alignment: int,
-    fast: bool,
     dtype: Any,
     sharding: DimSharding,
     a: Any,
@@ -174,7 +206,7 @@ def _multiply_shard_dw(
     length = rows.shape[0]
     groups = Groups(starts, starts + lengths).shift(sharding.shard_offset("t", length), length)
     sum_dtype = _sum_dtype(a, b, dtype) if "t" in sharding.axes else dtype
-    dw = multiply(alignment, fast, sum_dtype, a, b, rows, *groups, *scales)
+    dw = multiply(sum_dtype, a, b, rows, *groups, *scales)
     return sharding.psum(dw, "t", "- m n").astype(dtype)
 
 
