@@ -222,12 +222,12 @@ def grouped_dw(
 
 # Tiles of 128, 160 and 192 columns; rows of a matrix that do not fill a tile.
 GROUPED = [
-    *(functools.partial(grouped, n=n) for n in (2048, 2560, 1536)),
+    *(functools.partial(grouped, n=n) for n in (1024, 2560, 1536)),
     functools.partial(grouped, out=F32),
     functools.partial(grouped, I8, 1536),
     functools.partial(grouped, BF16),
     functools.partial(grouped, fast=False),
-    *(functools.partial(grouped_dw, n=n) for n in (2048, 2560, 1536)),
+    *(functools.partial(grouped_dw, n=n) for n in (1024, 2560, 1536)),
     functools.partial(grouped_dw, m=1000),
     functools.partial(grouped_dw, I8, n=1536),
     functools.partial(grouped_dw, BF16, n=1536, is_k_major=False),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats
 from fp8jax.core.groups import Groups
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.dispatch.choice import Choice, capability, current_target
+from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missing_triton
 from fp8jax.ops.matmul.hopper import HOPPER
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization.quantize import transpose
@@ -191,9 +191,31 @@ def _columns(x: Operand | UnpaddedRows, rows: Array) -> Operand:
     """Return an operand (n, length) in the padded axis."""
     if not isinstance(x, UnpaddedRows):
         return x
-    if isinstance(x.values, QTensor):
-        return transpose(x.values.with_codes(_pad(x.values.codes, rows)))
-    return _pad(x.values, rows).T
+    if not isinstance(x.values, QTensor):
+        return _pad(x.values, rows).T
+    codes = x.values.codes
+    if _transposition_unsupported_reason(codes) is not None:
+        return transpose(x.values.with_codes(_pad(codes, rows)))
+    from pallas_kernels.quantization import quantize_groups_triton
+
+    # The first row of each block of 128 places, and how many rows it has.
+    places = rows.reshape(-1, quantize_groups_triton.BLOCK)
+    counts = jnp.sum(places < codes.shape[0], axis=1, dtype=jnp.int32)
+    blocks = jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts, jnp.zeros_like(counts)])
+    coding = quantize_groups_triton.Coding("tensor", codes.dtype)
+    _, columns = quantize_groups_triton.quantize_groups(
+        codes, blocks, 1, columns=coding, compute_capability=capability()
+    )
+    return x.values.with_codes(columns)
+
+
+def _transposition_unsupported_reason(codes: Array) -> str | None:
+    """Return why the kernel cannot transpose codes into the padded axis, or None."""
+    if (reason := missing_triton("quantization.quantize_groups_triton", fp8=False)) is not None:
+        return reason
+    from pallas_kernels.quantization import quantize_groups_triton
+
+    return quantize_groups_triton.unsupported_reason(codes.shape, codes.dtype, ())
 
 
 def _pad(x: Array, rows: Array) -> Array:

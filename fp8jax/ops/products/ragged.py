@@ -38,7 +38,13 @@ from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.linear import require_stateless
 from fp8jax.ops.products.operands import encode, gradient_key, input_side, weight_side
 from fp8jax.ops.products.weights import NO_CODES, BothLayouts, QuantizedWeight, StepWeight, weight_source
-from fp8jax.ops.quantization.group_scales import TokenColumns, alignment, quantize_columns, quantize_rows, transpose_rows
+from fp8jax.ops.quantization.group_scales import (
+    TokenColumns,
+    alignment,
+    quantize_columns,
+    quantize_rows,
+    transpose_rows,
+)
 
 
 def ragged_dot(
