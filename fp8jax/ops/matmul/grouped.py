@@ -5,6 +5,7 @@ Rows in no group may hold anything. Neither product reads them, and their result
 The form by XLA loops over tiles of rows. A tile belongs to one group, so that a matrix is read for its own rows alone.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,9 @@ from fp8jax.ops.dispatch.choice import (
 )
 from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.matmul import grouped_hopper
+from fp8jax.ops.matmul.grouped_hopper import DeferredMatrices as DeferredMatrices
 from fp8jax.ops.matmul.grouped_hopper import UnpaddedRows as UnpaddedRows
+from fp8jax.ops.matmul.grouped_hopper import find_spec
 from fp8jax.ops.matmul.matmul import Operand, dot_in_16_bits, reference_matmul
 
 IMPLS = ("auto", "xla", "mosaic")
@@ -37,7 +40,7 @@ IMPLS = ("auto", "xla", "mosaic")
 
 def grouped_matmul(
     x: Operand,
-    w: Operand,
+    w: Operand | DeferredMatrices,
     groups: Groups,
     *,
     transposed: bool = False,
@@ -51,7 +54,8 @@ def grouped_matmul(
 
     Args:
         x: (T, K), the rows of each group consecutive; an array, or a QTensor with scales per row or group of a row.
-        w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix.
+        w: (G, N, K); an array, or a QTensor of a matrix mapped by `jax.vmap`, with scales of its own for each matrix;
+            or `DeferredMatrices`.
         groups: the rows of each of the G groups.
         transposed: whether w is (G, K, N), an array. No transposed copy is made.
         dtype: dtype of the result.
@@ -125,8 +129,7 @@ def grouped_matmul_dw(
         length = tokens.num_rows if isinstance(x, UnpaddedRows) else length
         if len(shape) != 2 or shape[1] != length:
             raise ValueError(f"grouped_matmul_dw takes (n, {length}), not {shape}")
-    left, right = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
-    choice, kernel_name = _choose("grouped matmul of tokens", left, right, tokens.num_rows, impl)
+    choice, kernel_name = _choose("grouped matmul of tokens", a, b, tokens.num_rows, impl)
     operands = a, b, tokens.rows, tokens.starts, tokens.lengths, scale, row_scale, column_scale
     static = fast, current_target().free_multiprocessors
 
@@ -143,11 +146,11 @@ def grouped_matmul_dw(
 
     loop = functools.partial(multiply, functools.partial(_loop_over_blocks, tokens.alignment, fast), False)
     kernel = functools.partial(multiply, functools.partial(grouped_hopper.multiply_tokens, kernel_name, *static), True)
-    with product_name_scope(left, right):
+    with product_name_scope(*(x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))):
         return run(choice, impl, *operands, kernel=kernel, reference=loop)  # type: ignore[no-any-return]
 
 
-def _choose(operation: str, a: Operand, b: Operand, length: int, impl: str) -> tuple[Choice, Any]:
+def _choose(operation: str, a: Any, b: Any, length: int, impl: str) -> tuple[Choice, Any]:
     """Return and record the implementation for `run`, and the kernel's name.
 
     Raises:
@@ -163,18 +166,24 @@ def _choose(operation: str, a: Operand, b: Operand, length: int, impl: str) -> t
     return record_choice(operation, choice), kernel_name
 
 
-def _spec(x: Operand | UnpaddedRows) -> str:
-    if isinstance(x, UnpaddedRows):
-        return f"rows of {_spec(x.values)}"
+def _spec(x: Any) -> str:
+    """Return a key of an operand's static parts."""
+    if isinstance(x, DeferredMatrices | UnpaddedRows):
+        return f"{type(x).__name__} {_spec(x.values)} {x.encoder!r}"
     return str(x.spec) if isinstance(x, QTensor) else str(x.dtype)
 
 
 def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
-    return (_notation(x.values, f"- {name}"),) if isinstance(x, UnpaddedRows) else _notation(x, f"{name} t")
+    if not isinstance(x, UnpaddedRows):
+        return _notation(x, f"{name} t")
+    # The encoder's scales may span channels.
+    return (_notation(x.values, f"- {name}" if x.encoder is None else "- -"),)
 
 
 def _notation(x: Operand, names: str, prefix: str = "") -> str | tuple[str, ...]:
     """Return the notation of an operand, whose leading axes are `prefix`."""
+    if isinstance(x, DeferredMatrices):
+        return " ".join("-" * x.values.ndim), " ".join("-" * jnp.ndim(x.scale))  # the encoder's scales span matrices
     if not isinstance(x, QTensor):
         return prefix + names
     return tuple(prefix + text for text in notation(x.spec, x.shape[-2:], names))
@@ -212,8 +221,7 @@ def _multiply_shard_dw(
 
 def _sum_dtype(a: Any, b: Any, dtype: Any) -> Any:
     """Return the dtype in which partial sums travel between devices: 16 bits for those of codes."""
-    values = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
-    return jnp.dtype(jnp.bfloat16) if all(isinstance(x, QTensor) for x in values) else dtype
+    return jnp.dtype(jnp.bfloat16) if all(find_spec(x) is not None for x in (a, b)) else dtype
 
 
 def _multiply_tile(fast: bool, dtype: DTypeLike, a: Any, b: Any) -> Array:
@@ -249,6 +257,8 @@ def _loop_over_tiles(transposed: bool, fast: bool, dtype: Any, x: Any, w: Any, s
         at = jnp.minimum(begin, rows - size)  # the last tile starts earlier, among rows that are complete
         matrix = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, group, keepdims=False), w)
         matrix = restore_w(matrix)
+        if isinstance(matrix, DeferredMatrices):
+            matrix = matrix.encoder(matrix.values, matrix.scale)
         product = _multiply_tile(fast, dtype, restore_x(_slice(x, 0, at, size)), matrix.T if transposed else matrix)
         index = at + jnp.arange(size, dtype=jnp.int32)
         is_own = ((index >= begin) & (index < ends[group]))[:, None]
@@ -293,7 +303,7 @@ def _loop_over_blocks(
             def slice_tokens(x: Any, restore: Callable[[Any], Any]) -> Any:
                 if not isinstance(x, UnpaddedRows):
                     return restore(_mask_columns(_slice(x, 1, at, size), is_own))
-                return _transpose(restore(_take_rows(x, own_rows)).values)
+                return x.to_columns(restore(_take_rows(x, own_rows)).values)
 
             return sums + _multiply_tile(fast, jnp.float32, slice_tokens(a, restore_a), slice_tokens(b, restore_b))
 
@@ -333,17 +343,15 @@ def _restorer(x: Any) -> Callable[[Any], Any]:
 
 
 def _take_rows(x: UnpaddedRows, rows: Array) -> UnpaddedRows:
-    """Return rows of an array or of codes with one scale, and zeros for rows beyond the last one."""
+    """Return some rows of a matrix, and zeros for rows beyond the last one."""
 
     def take(leaf: Array) -> Array:
         return jnp.take(leaf, rows, axis=0, mode="fill", fill_value=0)
 
     values = x.values
-    return UnpaddedRows(values.with_codes(take(values.codes)) if isinstance(values, QTensor) else take(values))
-
-
-def _transpose(x: Operand) -> Operand:
-    return x.with_codes(x.codes.T) if isinstance(x, QTensor) else x.T
+    if isinstance(values, QTensor) and values.spec.granularity == "tensor":
+        return dataclasses.replace(x, values=values.with_codes(take(values.codes)))
+    return dataclasses.replace(x, values=jax.tree.map(take, values))
 
 
 def _slice(x: Any, axis: int, start: Array, size: int) -> Any:

@@ -1,7 +1,8 @@
 """Choice and call of the GPU kernels for grouped products."""
 
+import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats
 from fp8jax.core.groups import Groups
 from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missing_triton
 from fp8jax.ops.matmul.hopper import HOPPER
 from fp8jax.ops.matmul.matmul import Operand
@@ -19,27 +21,80 @@ from fp8jax.ops.quantization.quantize import transpose
 KernelName = Literal["codes", "bf16"]
 
 
-class UnpaddedRows(NamedTuple):
+class Encoder(Protocol):
+    """Makes an operand of 8-bit codes from a part of an array. It is hashable, and static under `jax.jit`."""
+
+    spec: QuantSpec
+
+    def __call__(self, *parts: Any) -> QTensor: ...
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["encoder"])
+@dataclasses.dataclass(frozen=True)
+class DeferredMatrices:
+    """Matrices (G, N, K) that are quantized where a tile reads them, so that their codes take no memory.
+
+    Attributes:
+        values: an array of G matrices.
+        scale: a given scale of each matrix, or None.
+        encoder: static; `encoder(values[g], scale[g])` is the matrix (N, K).
+    """
+
+    values: Array
+    scale: Array | None
+    encoder: Encoder
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = jax.eval_shape(jax.vmap(self.encoder), self.values, self.scale)
+        return tuple(matrix.codes.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
+@dataclasses.dataclass(frozen=True)
+class UnpaddedRows:
     """The transpose of a matrix whose rows are not yet in the padded axis.
 
     Attributes:
-        values: (rows, n), an array, or a QTensor with one scale.
+        values: (rows, n), an array or a QTensor.
+        encoder: static; makes (n, length) from rows of a part of the padded axis, in whole aligned blocks. None
+            transposes the values: an array, or codes with one scale.
     """
 
     values: Operand
+    encoder: Encoder | None = None
+
+    def to_columns(self, rows: Operand) -> Operand:
+        """Return the operand (n, length) of these rows."""
+        if self.encoder is not None:
+            return self.encoder(rows)
+        return rows.with_codes(rows.codes.T) if isinstance(rows, QTensor) else rows.T
+
+
+def find_spec(x: Any) -> QuantSpec | None:
+    """Return the spec of the codes that an operand has when it is multiplied; None for an array."""
+    if isinstance(x, DeferredMatrices | UnpaddedRows) and x.encoder is not None:
+        return x.encoder.spec
+    x = x.values if isinstance(x, UnpaddedRows) else x
+    return x.spec if isinstance(x, QTensor) else None
 
 
 def choose_kernel(a: Any, b: Any, length: int) -> tuple[Choice, KernelName | None]:
     """Return the choice on a CUDA GPU, and the kernel's name (None for the loop of XLA).
 
     Args:
-        a, b: operands of `grouped_matmul`, or the values of those of `grouped_matmul_dw`.
+        a, b: operands of `grouped_matmul` or `grouped_matmul_dw`.
         length: the largest number of products in a sum.
     """
     if (reason := _missing_kernel(a, b)) is not None:
         return Choice("xla", f"a loop over tiles, not the kernel: {reason}"), None
-    if all(isinstance(x, QTensor) for x in (a, b)):
-        if (reason := _unsupported_codes(a, b, length)) is None:
+    specs = find_spec(a), find_spec(b)
+    if specs[0] is not None and specs[1] is not None:
+        if (reason := _unsupported_codes(specs[0], specs[1], length)) is None:
             return Choice("mosaic", "the kernel for scales of groups, rows and columns"), "codes"
         return Choice("mosaic", f"the kernel for bf16, codes are decoded: {reason}"), "bf16"
     return Choice("mosaic", "the kernel for bf16"), "bf16"
@@ -51,22 +106,23 @@ def _missing_kernel(a: Any, b: Any) -> str | None:
         return "kernels are switched off"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
+    a, b = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
     if 0 in (*a.shape, *b.shape):
         return f"shapes {a.shape} and {b.shape} are empty"
     for x in (a, b):
-        if not isinstance(x, QTensor) and x.dtype not in (jnp.bfloat16, jnp.float16):
+        if find_spec(x) is None and x.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it takes 8 or 16 bits, not {x.dtype}"
     return None
 
 
-def _unsupported_codes(a: QTensor, b: QTensor, length: int) -> str | None:
-    """Return why the kernel for codes cannot multiply them, or None."""
-    for q in (a, b):
-        if q.spec.granularity not in ("tensor", "token") or q.spec.expand:
-            return f"its scales are of tensors and rows, not of {q.spec}"
-    kinds = [formats.get(q.spec.format) for q in (a, b)]
+def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
+    """Return why the kernel for codes cannot multiply codes of these specs, or None."""
+    for spec in (a, b):
+        if spec.granularity not in ("tensor", "token") or spec.expand:
+            return f"its scales are of tensors and rows, not of {spec}"
+    kinds = [formats.get(spec.format) for spec in (a, b)]
     if not (all(fmt.is_fp8 for fmt in kinds) or all(fmt.name == "int8" for fmt in kinds)):
-        return f"codes of {a.spec.format} and {b.spec.format} are neither both FP8 nor both int8"
+        return f"codes of {a.format} and {b.format} are neither both FP8 nor both int8"
     if kinds[0].name == "int8":
         from pallas_kernels.matmul.matmul_mosaic import MAX_INT8_K
 
@@ -90,6 +146,8 @@ def _multiply_rows(
     from pallas_kernels.matmul.hopper import reserved_sms
 
     scale = row_scale = column_scale = None
+    if isinstance(w, DeferredMatrices):
+        w = jax.vmap(w.encoder)(w.values, w.scale)
     if kernel_name == "codes":
         scale, row_scale, column_scale = _row_scales(x, w)
         x, w = x.codes, w.codes
@@ -160,7 +218,7 @@ def _multiply_tokens(
     from pallas_kernels.matmul.hopper import reserved_sms
 
     is_k_major = True
-    if kernel_name == "bf16" and all(isinstance(x, UnpaddedRows) for x in (a, b)):
+    if all(isinstance(x, UnpaddedRows) and find_spec(x) is None for x in (a, b)):
         is_k_major = False
         a, b = (_pad(_to_bf16(x.values), rows) for x in (a, b))
     else:
@@ -191,8 +249,8 @@ def _columns(x: Operand | UnpaddedRows, rows: Array) -> Operand:
     """Return an operand (n, length) in the padded axis."""
     if not isinstance(x, UnpaddedRows):
         return x
-    if not isinstance(x.values, QTensor):
-        return _pad(x.values, rows).T
+    if x.encoder is not None or not isinstance(x.values, QTensor):
+        return x.to_columns(jax.tree.map(lambda leaf: _pad(leaf, rows), x.values))
     codes = x.values.codes
     if _transposition_unsupported_reason(codes) is not None:
         return transpose(x.values.with_codes(_pad(codes, rows)))

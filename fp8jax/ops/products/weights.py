@@ -377,7 +377,8 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     """
     linear_recipe = linear_part(recipe)
     if w.ndim > 2:
-        return jax.vmap(lambda w, scale: quantize_weight(w, recipe=linear_recipe, scale=scale))(w, scale)
+        quantize_matrix = functools.partial(quantize_weight, recipe=linear_recipe)
+        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)  # type: ignore[no-any-return]
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(

@@ -5,7 +5,7 @@ Per-tensor scales are per group, and blocks along rows start at each group's fir
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -35,6 +35,32 @@ class TokenColumns(NamedTuple):
     channel_scale: Array | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ColumnEncoder:
+    """Quantizes the transpose of rows in whole aligned blocks, under scales per group or block of tokens."""
+
+    spec: QuantSpec
+
+    def __call__(self, rows: Any) -> QTensor:
+        columns = quantize(rows, None, self.spec)[1]
+        assert columns is not None
+        return columns
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTransposer:
+    """Transposes codes of `quantize_rows`, in whole aligned blocks, for a spec of granularity "block"."""
+
+    spec: QuantSpec
+
+    def __call__(self, rows: Any) -> QTensor:
+        spec, size = dataclasses.replace(self.spec, rounding="nearest"), self.spec.group_size or 1
+        columns = transpose(_unscaled(rows.codes, spec))
+        # NaN in one row's scale is a NaN of its block.
+        scale = jnp.max(rows.scale.reshape(-1, size, rows.scale.shape[1]), axis=1)
+        return dataclasses.replace(columns, scale=scale.T, spec=spec)
+
+
 def quantize_rows(
     x: Array, spec: QuantSpec, strategy: Scaling, tokens: PaddedTokens, key: Array | None = None
 ) -> QTensor:
@@ -58,9 +84,9 @@ def quantize_rows(
         spec_by_row = dataclasses.replace(spec, granularity=granularity)
         return _first(quantize(x, spec_by_row, strategy=strategy, key=key if spec.rounding == "stochastic" else None))
     fmt, size = formats.get(spec.format), spec.group_size or 1
-    row_amax = jnp.max(_magnitudes(x), axis=1, keepdims=True, initial=0.0)
+    row_amax = _block_amax(x, (1, x.shape[1]))
     if spec.granularity == "block":
-        block_amax = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
+        block_amax = _block_amax(x, (1, size))
         block_amax = tokens.take_blocks(tokens.reduce_blocks(block_amax, size), size)
         return _quantize_with_scale(x, spec, size, scaling.to_scale(block_amax, fmt), key)
     group_amax = tokens.take_groups(group_maxima(row_amax, tokens))
@@ -69,7 +95,7 @@ def quantize_rows(
     outer_scale = scaling.to_scale(group_amax, fmt)
     if spec.is_folded:
         return _quantize_with_scale(x, spec, None, scaling.pow2_scale(row_amax, outer_scale, fmt), key)
-    block_amax = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
+    block_amax = _block_amax(x, (1, size))
     return _quantize_with_scale(x, spec, size, _two_level_scale(block_amax, outer_scale, spec), key)
 
 
@@ -83,9 +109,7 @@ def transpose_rows(q: QTensor, spec: QuantSpec, tokens: PaddedTokens) -> TokenCo
     """
     if spec.granularity == "tensor":
         return TokenColumns(UnpaddedRows(_unscaled(q.codes, spec)), group_maxima(q.scale, tokens)[:, 0])
-    codes = transpose(_unscaled(tokens.pad(q.codes), spec))
-    scale = tokens.reduce_blocks(q.scale, spec.group_size or 1)
-    return TokenColumns(dataclasses.replace(codes, scale=scale.T, spec=dataclasses.replace(spec, rounding="nearest")))
+    return TokenColumns(UnpaddedRows(q, BlockTransposer(spec)))
 
 
 def quantize_columns(
@@ -103,19 +127,20 @@ def quantize_columns(
         return TokenColumns(UnpaddedRows(x))
     if spec.granularity == "tensor":
         return transpose_rows(quantize_rows(x, spec, strategy, tokens, key), spec, tokens)
+    if spec.granularity in ("group", "block") and spec.rounding == "nearest":
+        return TokenColumns(UnpaddedRows(x, ColumnEncoder(spec)))
     padded, key = tokens.pad(x), key if spec.rounding == "stochastic" else None
     if spec.granularity in ("group", "block"):
         columns = quantize(padded, None, spec, key=key)[1]
         assert columns is not None
         return TokenColumns(columns)
     fmt, size, unit = formats.get(spec.format), spec.group_size or 1, tokens.alignment
-    magnitudes = _magnitudes(padded)
-    group_amax = tokens.reduce_groups(blocks.reduce(magnitudes, (unit, 1), jnp.max, 0.0))
+    group_amax = tokens.reduce_groups(_block_amax(padded, (unit, 1)))
     outer_scale = scaling.to_scale(group_amax, fmt)
     if spec.granularity == "mx" and spec.outer_scale == "tensor":
         outer_scale = scaling.to_scale(jnp.max(group_amax, axis=1, keepdims=True, initial=0.0), fmt)
     if spec.granularity == "mx" and not spec.is_folded:
-        block_amax = blocks.reduce(magnitudes, (size, 1), jnp.max, 0.0)
+        block_amax = _block_amax(padded, (size, 1))
         scale = _two_level_scale(block_amax, tokens.spread_groups(outer_scale, size, fill_value=1), spec)
         return TokenColumns(_quantize_with_scale(padded.T, spec, size, scale.T, key))
     if spec.is_folded and spec.outer_scale == "tensor":
@@ -146,10 +171,12 @@ def _first(pair: tuple[QTensor | None, QTensor | None]) -> QTensor:
     return pair[0]
 
 
-def _magnitudes(x: Array) -> Array:
-    """Return finite magnitudes in fp32; 0 for NaN and Inf."""
-    magnitudes = jnp.abs(x.astype(jnp.float32))
-    return formats.where(jnp.isfinite(magnitudes), magnitudes, 0.0)
+def _block_amax(x: Array, size: tuple[int, int]) -> Array:
+    """Return the largest finite magnitude of each block of a matrix, fp32; 0 if there is none."""
+    # Maxima in the dtype of `x` are exact. Off GPUs, XLA would write an fp32 copy of it.
+    where = formats.where if x.dtype == jnp.float32 else jnp.where
+    magnitudes = where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype))
+    return blocks.reduce(magnitudes, size, jnp.max, 0.0).astype(jnp.float32)
 
 
 def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
