@@ -177,13 +177,14 @@ def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
     if not isinstance(x, UnpaddedRows):
         return _notation(x, f"{name} t")
     # The encoder's scales may span channels.
-    return (_notation(x.values, f"- {name}" if x.encoder is None else "- -"),)
+    values = _notation(x.values, f"- {name}" if x.encoder is None else "- -")
+    return (values,) if isinstance(values, str) else values
 
 
-def _notation(x: Operand, names: str, prefix: str = "") -> str | tuple[str, ...]:
+def _notation(x: Operand | DeferredMatrices, names: str, prefix: str = "") -> Any:
     """Return the notation of an operand, whose leading axes are `prefix`."""
     if isinstance(x, DeferredMatrices):
-        return " ".join("-" * x.values.ndim), " ".join("-" * jnp.ndim(x.scale))  # the encoder's scales span matrices
+        return tuple(" ".join("-" * leaf.ndim) for leaf in jax.tree.leaves(x))  # scales may span a matrix
     if not isinstance(x, QTensor):
         return prefix + names
     return tuple(prefix + text for text in notation(x.spec, x.shape[-2:], names))
@@ -243,9 +244,9 @@ def _tile_size(length: int, groups: int, unit: int) -> int:
 def _loop_over_tiles(transposed: bool, fast: bool, dtype: Any, x: Any, w: Any, starts: Array, ends: Array) -> Array:
     """Return `grouped_matmul` for groups that are rows [starts, ends) of x."""
     rows, groups, columns = x.shape[0], w.shape[0], w.shape[2 if transposed else 1]
-    result = cast_varying_like(jnp.zeros((rows, columns), dtype), x, w, starts, ends)
     if 0 in (*x.shape, *w.shape):
-        return result
+        return cast_varying_like(jnp.zeros((rows, columns), dtype), x, w, starts, ends)
+    result = cast_varying_like(_zeros_after(x, (rows, columns), dtype), x, w, starts, ends)
     size = min(_tile_size(rows, groups, 16), rows)
     tiles = -(-(ends - starts) // size)
     tile_ends = jnp.cumsum(tiles)
@@ -289,7 +290,7 @@ def _loop_over_blocks(
     size = min(_tile_size(length, groups, alignment), length)
     a, b, restore_a, restore_b = *map(_to_bits, (a, b)), *map(_restorer, (a, b))
 
-    def sum_group(group: Array) -> Array:
+    def write_group(group: Array, dw: Array) -> Array:
         start, end = starts[group], ends[group]
 
         def add_block(i: Array, sums: Array) -> Array:
@@ -315,9 +316,19 @@ def _loop_over_blocks(
             sums = sums * row_scale[group][:, None]
         if column_scale is not None:
             sums = sums * column_scale[group][None]
-        return sums.astype(dtype)
+        return lax.dynamic_update_index_in_dim(dw, sums.astype(dtype), group, 0)
 
-    return lax.map(sum_group, jnp.arange(groups))
+    result = cast_varying_like(_zeros_after(b, (groups, m, n), dtype), a, b, rows, starts, ends)
+    return lax.fori_loop(0, groups, write_group, result)
+
+
+def _zeros_after(x: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return zeros that depend on an operand. XLA would write the zeros of all loops at the start of a program."""
+    bits = jax.tree.leaves(x)[0].reshape(-1)[:1]
+    bits = lax.bitcast_convert_type(bits, f"uint{8 * bits.dtype.itemsize}")
+    return jnp.broadcast_to(
+        jnp.minimum((bits >> 1).astype(jnp.int32), 0).astype(dtype).reshape([1] * len(shape)), shape
+    )
 
 
 def _to_bits(x: Any) -> Any:

@@ -175,7 +175,7 @@ def _block_amax(x: Array, size: tuple[int, int]) -> Array:
     """Return the largest finite magnitude of each block of a matrix, fp32; 0 if there is none."""
     # Maxima in the dtype of `x` are exact. Off GPUs, XLA would write an fp32 copy of it.
     where = formats.where if x.dtype == jnp.float32 else jnp.where
-    magnitudes = where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype))
+    magnitudes = where(jnp.isfinite(x), jnp.abs(x), 0.0)
     return blocks.reduce(magnitudes, size, jnp.max, 0.0).astype(jnp.float32)
 
 
