@@ -60,7 +60,7 @@ def grouped_matmul(
     if a.dtype == jnp.int8:
         check_int8_k(k)
     fast = fast or a.dtype not in hopper.FP8_DTYPES  # other sums are exact, or in fp32
-    _check_integers("group_sizes", group_sizes, num_groups)
+    check_integers("group_sizes", group_sizes, num_groups)
     epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     _check_scales(epilogue, (num_tokens,), num_groups, n)
     tile = tile or best_tile(n, fast)
@@ -163,8 +163,8 @@ def grouped_matmul_dw(
     m, n = (x.shape[0 if is_k_major else 1] for x in (a, b))
     fast = fast or a.dtype not in hopper.FP8_DTYPES
     num_groups = starts.size
-    _check_integers("starts", starts, num_groups)
-    _check_integers("lengths", lengths, num_groups)
+    check_integers("starts", starts, num_groups)
+    check_integers("lengths", lengths, num_groups)
     epilogue = hopper.Epilogue(scale, row_scale, column_scale)
     _check_scales(epilogue, (num_groups, m), num_groups, n)
     tile = tile or best_tile(n, fast, is_k_major, lead_slices=0)
@@ -235,7 +235,7 @@ def _supported_dtypes(a: jax.Array) -> tuple[Any, ...]:
     return (a.dtype,) if a.dtype in (jnp.int8, jnp.bfloat16) else hopper.FP8_DTYPES
 
 
-def _check_integers(name: str, x: jax.Array, num_groups: int) -> None:
+def check_integers(name: str, x: jax.Array, num_groups: int) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}; expected integers")
     if x.shape != (num_groups,):

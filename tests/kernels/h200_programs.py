@@ -14,6 +14,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import target
 from fp8jax.ops.matmul import hopper
 from fp8jax.ops.products.linear import ScalingState, linear, scaled_linear
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
@@ -220,6 +221,15 @@ def grouped_dw(
     return program, (*(Shape(shape, dtype) for shape in shapes), numbers, numbers, *scales)
 
 
+def grouped_block(tokens: int = TOKENS, n: int = 2 * INNER, out: Any = BF16) -> Program:
+    def program(a: Any, b: Any, sa: Any, sb: Any, sizes: Any) -> jax.Array:
+        return grouped_block_matmul(a, b, sa, sb, sizes, out_dtype=out)
+
+    operands = Shape((tokens, WIDTH), E4M3), Shape((EXPERTS, n, WIDTH), E4M3)
+    scales = Shape((tokens, WIDTH // 128), F32), Shape((EXPERTS, -(-n // 128), WIDTH // 128), F32)
+    return program, (*operands, *scales, Shape((EXPERTS,), jnp.int32))
+
+
 # Tiles of 128, 160 and 192 columns; rows of a matrix that do not fill a tile.
 GROUPED = [
     *(functools.partial(grouped, n=n) for n in (1024, 2560, 1536)),
@@ -232,6 +242,8 @@ GROUPED = [
     functools.partial(grouped_dw, I8, n=1536),
     functools.partial(grouped_dw, BF16, n=1536, is_k_major=False),
     functools.partial(grouped_dw, fast=False),
+    *(functools.partial(grouped_block, tokens) for tokens in (TOKENS, 4096)),
+    functools.partial(grouped_block, out=F32),
 ]
 # Those whose epilogue has all that the others' have, in tiles of most registers.
 GROUPED_LARGEST = [
@@ -239,6 +251,7 @@ GROUPED_LARGEST = [
     functools.partial(grouped, fast=False),
     functools.partial(grouped_dw, m=1000, n=1536),
     functools.partial(grouped_dw, BF16, m=1000, n=1536, is_k_major=False),
+    grouped_block,
 ]
 
 

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.matmul import grouped_mosaic
+from pallas_kernels.matmul import grouped_block_mosaic, grouped_mosaic
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 from pallas_kernels.matmul.hopper import Tile
 from tests.kernels import h200
@@ -153,6 +154,31 @@ def test_each_group_contracts_its_own_tokens(case: Case) -> None:
     assert not wide(out)[np.array(case.sizes) == 0].any()
 
 
+BLOCKS = [
+    Case((100, 0, 1, 120, 35), (256, 128, 256), Tile(64, 128, "M", 3)),
+    Case((100, 0, 1, 300, 0), (403, 203, 500), Tile(128, 128, "M", 2, store_slots=4), left=E5M2, out=BF16),
+    Case((60, 7), (67, 140, 130), Tile(64, 96, "M", 3)),
+]
+
+
+def block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
+    (t, n, k), groups = case.shape, len(case.sizes)
+    a, b, rng = draw(0, t, k, dtype=case.left), draw(1, groups, n, k), np.random.default_rng(2)
+    a_scale = rng.uniform(0.5, 2, (t, -(-k // 128))).astype(np.float32)
+    b_scale = rng.uniform(0.5, 2, (groups, -(-n // 128), -(-k // 128))).astype(np.float32)
+    left = wide(a) * np.repeat(wide(a_scale), 128, 1)[:, :k]
+    right = wide(b) * np.repeat(np.repeat(wide(b_scale), 128, 1), 128, 2)[:, :n, :k]
+    want = np.stack([left[i] @ right[g].T for i, g in enumerate(np.repeat(np.arange(groups), case.sizes))])
+    return [a, b, jnp.asarray(a_scale), jnp.asarray(b_scale), jnp.asarray(case.sizes, jnp.int32)], want
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_blocks_of_each_group_have_their_own_scales(case: Case) -> None:
+    arguments, want = block_arguments(case)
+    out = interpreted(grouped_block_matmul, *arguments, out_dtype=case.out, tile=case.tile)
+    assert error(out[: sum(case.sizes)], want) < tolerance(case.out)
+
+
 @pytest.mark.parametrize("case", [Case((40, 90), (130, 64, 1024), SHARED), Case((1024, 0), (64, 64, 0), SHARED)])
 def test_sums_of_512_are_promoted(case: Case) -> None:
     """Of eight slices whose sums are 2^24 and 1, a sum of fp32 loses what is added to the first one alone."""
@@ -232,6 +258,10 @@ def test_tiles_have_few_columns_beyond_n() -> None:
     # The first of two warpgroups cannot lead in a group that has fewer slices than the lead.
     assert best(2048, fast=False).lead_slices > 0
     assert best(2048, fast=False, lead_slices=0).lead_slices == 0
+    # Groups of 64 rows would fill a quarter of a large tile.
+    of_blocks = grouped_block_mosaic.best_tile
+    assert [of_blocks(tokens, 64, BF16).block_rows for tokens in (131072, 4096)] == [256, 128]
+    assert of_blocks(131072, 64, F32).block_rows == 128
 
 
 ONES, SIZES = jnp.ones, jnp.asarray([30, 34], jnp.int32)
@@ -254,6 +284,8 @@ ONES, SIZES = jnp.ones, jnp.asarray([30, 34], jnp.int32)
         (lambda a, b: grouped_matmul_dw(a, b[0, :, :64], SIZES, SIZES), ValueError, "same K in the last"),
         (lambda a, b: grouped_matmul_dw(a, b[0], SIZES, SIZES[:1]), ValueError, r"lengths has shape \(1,\)"),
         (lambda a, b: grouped_matmul_dw(a, b[0], SIZES, SIZES, row_scale=ONES(64)), ValueError, r"expected \(2, 64\)"),
+        (lambda a, b: grouped_block_matmul(a, b, ONES((64, 2)), ONES((2, 1, 1)), SIZES), ValueError, "a_scale"),
+        (lambda a, b: grouped_block_matmul(a, b, ONES((64, 1)), ONES((1, 1)), SIZES), ValueError, "b_scale"),
         (lambda a, b: grouped_matmul_dw(a.T, b[0].T, SIZES, SIZES, is_k_major=False), TypeError, "transpose 8-bit"),
     ],
 )  # fmt: skip
@@ -284,6 +316,15 @@ def test_on_a_gpu(case: Case) -> None:
         {name: x for name, x in arguments.items() if name != "is_k_major"}
     ) if case.is_k_major else function(**arguments, out_dtype=case.out)  # fmt: skip
     assert error(out[: len(want)], want) < tolerance(case.out) + (3e-3 if case.left in (E4M3, E5M2) else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
+def test_blocks_on_a_gpu(case: Case) -> None:
+    arguments, want = block_arguments(case)
+    for tile in (None, Tile(64, 128, num_stages=5)):
+        out = grouped_block_matmul(*arguments, out_dtype=case.out, tile=tile)
+        assert error(out[: len(want)], want) < tolerance(case.out) + 1e-3
 
 
 @pytest.mark.gpu

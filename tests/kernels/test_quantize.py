@@ -86,7 +86,7 @@ def registers() -> None:
             (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), amax=one
         ),
         "weights, of their amax": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, amax=one),
-        "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
+        "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, seed=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
         "groups both ways": lambda x: both(x, group, group),
         "blocks": lambda x: both(x, coding("block", size=128)),
@@ -121,7 +121,7 @@ def registers() -> None:
             **options,
         ),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
-        "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, words=words, **options),
+        "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, seed=words, **options),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
     print(json.dumps({name: h200.assembled(program, x) for name, program in programs.items()}))
