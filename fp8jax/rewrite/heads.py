@@ -179,6 +179,8 @@ class Flow:
 def count_outputs(node: Node, side: int) -> int:
     """The number of outputs of a matmul whose weight is operand `side`, per batch element."""
     shape, params = node.operands[side].shape, node.eqn.params
+    if node.weight_axes is not None:
+        return shape[node.weight_axes[2]]
     if node.kind != "dot_general":
         return shape[-1]
     contract, batch = params["dimension_numbers"]

@@ -25,7 +25,7 @@ from fp8jax.ops.products.weights import StepWeight
 from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
-from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot
+from fp8jax.rewrite.primitives import GROUPED_CALL, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
 if TYPE_CHECKING:
@@ -252,6 +252,7 @@ class RaggedOperation:
     Attributes:
         linear: the recipe.
         data, weight, groups: the operands.
+        weight_axes: the axes of the weight that are groups, inputs and outputs.
         canonical_data: as of `ProductOperation`.
     """
 
@@ -259,12 +260,13 @@ class RaggedOperation:
     data: Value
     weight: Value
     groups: Value
+    weight_axes: tuple[int, int, int]
     canonical_data: Value
 
     @classmethod
     def supports(cls, node: Node, side: int) -> bool:
-        """Whether it can replace a ragged equation whose operand `side` is a parameter."""
-        return side == 1 and is_plain_ragged_dot(node.eqn)
+        """Whether it can replace a grouped product whose operand `side` is a parameter."""
+        return side == 1 and node.weight_axes is not None
 
     @classmethod
     def replace_product(cls, p: WeightMatmul) -> None:
@@ -272,7 +274,8 @@ class RaggedOperation:
         data, w, groups = p.node.operands
         w = p.weight.stored if p.quantizes_stored_weight and not p.weight.layout else w
         assert p.choice.linear is not None
-        operation = cls(p.choice.linear, data, w, groups, canonical_value(data))
+        assert p.node.weight_axes is not None
+        operation = cls(p.choice.linear, data, w, groups, p.node.weight_axes, canonical_value(data))
         p.node.operands, p.node.operation = [data, w, groups], operation
 
     @property
@@ -286,6 +289,7 @@ class RaggedOperation:
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         x, w, groups = (interpreter.array(value) for value in (self.data, self.weight, self.groups))
+        w = w if self.weight_axes == (0, 1, 2) else w.transpose(self.weight_axes)
         input_facts, key = interpreter.input_facts(
             x, self.canonical_data, self.linear, interpreter.get_facts(self.canonical_data, x)
         )
@@ -295,7 +299,10 @@ class RaggedOperation:
 
 
 # Operations for products other than `dot_general`, by primitive.
-NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {"ragged_dot_general": RaggedOperation}
+NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {
+    "ragged_dot_general": RaggedOperation,
+    GROUPED_CALL: RaggedOperation,
+}
 
 
 @dataclasses.dataclass(eq=False)

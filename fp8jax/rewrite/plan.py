@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, grouped, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
@@ -70,8 +70,8 @@ def plan(
         call_info: facts from the caller.
 
     Raises:
-        ValueError: a rule matches nothing, nothing can be quantized, or a matmul with batch axes or of several
-            parameters has a scaling that collects statistics.
+        ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
+            that collects statistics.
     """
     entries: dict[Node, PlanEntry] = {}
     matmuls = list(find(graph, entries, rules, call_info))
@@ -84,13 +84,14 @@ def plan(
     narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
+    _skip_products_without_state(matmuls)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
             p.path,
-            p.node.kind,
+            primitives.function_name(p.node.eqn) if p.node.kind == primitives.GROUPED_CALL else p.node.kind,
             shape,
             p.choice,
             reason,
@@ -98,13 +99,18 @@ def plan(
             is_product=True,
             is_rematerialized=is_rematerialized,
             flops=flops(p.node, p.enclosing),
-            is_unsupported=p.has_unsupported_precision,
+            is_unsupported=p.is_unsupported,
             concatenated=p.concatenated,
         )
     nodes = list(graph.walk_nested())
     norm_paths = _replace_all(graph, matmuls, rules, entries, call_info)
     unread_paths = _unread_layers(graph, call_info) | norm_paths
-    if call_info.requires_product and not matmuls and not unread_paths:
+    unsupported_paths = {
+        path for e in entries.values() if e.may_be_grouped and e.is_unsupported for path in e.source_layers
+    }
+    if call_info.requires_product:
+        grouped.check_names(graph, rules.grouped_products)
+    if call_info.requires_product and not matmuls and not unread_paths and not unsupported_paths:
         raise ValueError(
             f"the function has no product of data with a parameter that a recipe could take{_skipped_note(entries)}"
         )
@@ -116,7 +122,14 @@ def plan(
         sources = [path for entry in entries.values() for path in entry.source_layers]
         narrow_paths = {p.path for p in matmuls if p.node in narrow} - {p.path for p in matmuls if p.node not in narrow}
         skip_reasons = dict.fromkeys(narrow_paths, NARROW_REASON) | heads
-        rules.check_all_used(aliases, skip_reasons, hint=_skipped_note(entries), aliases=aliases, source_layers=sources)
+        rules.check_all_used(
+            aliases,
+            skip_reasons,
+            hint=_skipped_note(entries),
+            aliases=aliases,
+            source_layers=sources,
+            unsupported_layers=sorted(unsupported_paths),
+        )
     found = {node: entries[node] for node in nodes if node in entries}
     return ProgramPlan(found, _number_uses(matmuls), error, unquantized_share(graph, found, call_info))
 
@@ -125,6 +138,22 @@ def _narrow_products(products: list[WeightMatmul], heads: Mapping[str, str]) -> 
     """Matmuls with few outputs; none if no other matmul would be left, in a part of a model or a toy."""
     nodes = {p.node for p in products if count_outputs(p.node, p.side) < MIN_OUTPUTS}
     return nodes if any(p.node not in nodes and p.path not in heads for p in products) else set()
+
+
+def _has_batch_axes(p: WeightMatmul) -> bool:
+    """Whether a product has a matrix for each group or batch element."""
+    return p.node.kind != "dot_general" or any(p.node.eqn.params["dimension_numbers"][1])
+
+
+def _skip_products_without_state(matmuls: list[WeightMatmul]) -> None:
+    """Choose no recipe for products with several matrices if its scaling keeps one state for each product."""
+    for p in matmuls:
+        linear = p.choice.linear
+        if linear is None or p.weight.frozen is not None or not _has_batch_axes(p):
+            continue
+        if any(scaling.collects_stats for scaling in linear.states.values()):
+            reason = f"has batch axes or groups, and {scaling_names(linear)} scaling keeps one state for each product"
+            p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
 
 def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
@@ -145,13 +174,7 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
                     "as te_current"
                 )
             continue
-        if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
-            if any(scaling.collects_stats for scaling in linear.states.values()):
-                raise ValueError(
-                    f"{p.path} has batch axes or groups, at {p.node.line()}: under {scaling_names(linear)} scaling a "
-                    f"product has one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take a recipe "
-                    "with current scaling"
-                )
+        if not isinstance(operation, ProductOperation) or _has_batch_axes(p):
             continue
         operation.use = WeightUse(path, counts[path], loop_levels(p.enclosing, p.weight.stored))
         counts[path] += 1

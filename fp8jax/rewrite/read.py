@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from fp8jax.rewrite import closures, primitives
+from fp8jax.rewrite import closures, grouped, primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
 from fp8jax.rewrite.primitives import (
     CASTS,
@@ -20,12 +20,18 @@ from fp8jax.rewrite.primitives import (
     SLICING_PRIMITIVES,
     SubJaxpr,
 )
+from fp8jax.rewrite.rules import GroupedProduct
 
 # Operations that are folded if their operands are constants, such as the divisor of a variance.
 _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
 
 
-def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] = ()) -> Graph:
+def read(
+    closed_jaxpr: Any,
+    paths: Sequence[str | None],
+    frozen: Sequence[Any] = (),
+    grouped_products: Sequence[GroupedProduct] = (),
+) -> Graph:
     """The graph of a program.
 
     A closed-over array is data, as it may be a batch. If it is multiplied with data of the call, it is a constant of
@@ -36,6 +42,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
         closed_jaxpr: the program, with its constants.
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
+        grouped_products: the functions that the rules name as grouped products.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -50,6 +57,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
         graph = _build_graph(SubJaxpr(jaxpr, closed_jaxpr.consts, range(0)), inputs, "", model_constants)
         found = closures.find_model_constants(graph)
         if not found:
+            grouped.annotate(graph, grouped_products)
             return graph
         model_constants |= found
 

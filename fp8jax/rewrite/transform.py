@@ -132,7 +132,10 @@ class Transformed:
                 "check compares a function of arrays: give the values of frozen weights, and merge adapters with "
                 "fp8jax.lora.merge"
             )
-        original, planned = (read(call.program, self._param_paths(call.places)) for _ in range(2))
+        original, planned = (
+            read(call.program, self._param_paths(call.places), grouped_products=self._rules.grouped_products)
+            for _ in range(2)
+        )
         entries = plan(planned, self._rules, self._make_call_info(call.shapes)).entries
         return check(original, planned, entries, call.arrays)
 
@@ -227,7 +230,8 @@ class Transformed:
     def _make_plan(
         self, program: Any, paths: Sequence[str | None], shapes: Any, frozen_infos: Sequence[Any]
     ) -> CallPlan:
-        graph, call_info = read(program, paths, frozen_infos), self._make_call_info(shapes)
+        graph = read(program, paths, frozen_infos, self._rules.grouped_products)
+        call_info = self._make_call_info(shapes)
         try:
             entries, uses, message, unquantized = plan(graph, self._rules, call_info)
         except ValueError as error:
