@@ -28,6 +28,8 @@ _TRANSPARENT = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "add_any"),
 )
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
+# Further elementwise functions between the matmul of a router and the selection of experts.
+_SCORE_FUNCTIONS = ("exp", "exp2", "expm1", "log", "log1p", "sqrt", "square", "integer_pow", "abs", "max", "min", "erf")
 # The operands that are values, not conditions or indices.
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
@@ -69,7 +71,9 @@ class Flow:
         an MLP.
         If every other matmul would be an output head, none is, as for projections that are returned.
         """
-        reasons = {node: _SELECTION_REASON.format(name) for node, name in self._selection_heads()}
+        reasons = dict[Node, str]()
+        for node, name in self._selection_heads():
+            reasons.setdefault(node, _SELECTION_REASON.format(name))  # the first reader in the program
         data_arguments = [v for v in self._argument_values if v.is_data]
         # If the arguments are all parameters, the arrays that the function closes over count as its inputs.
         data_arguments = data_arguments or [
@@ -95,8 +99,7 @@ class Flow:
         for node in self._graph.walk_nested():
             if node.kind in SELECTION_PRIMITIVES:
                 yield from (
-                    (product, SELECTION_PRIMITIVES[node.kind])
-                    for product in self._source_products(node.operands[0]) or ()
+                    (product, SELECTION_PRIMITIVES[node.kind]) for product in self._scoring_products(node.operands[0])
                 )
             if (
                 node.kind == "exp"
@@ -142,6 +145,27 @@ class Flow:
             operands = [operands[node.results.index(value)]]
         sources = [self._source_products(operand) for operand in operands]
         return None if node.kind in _SCALINGS and sum(bool(e) for e in sources) > 1 else _union(sources)
+
+    def _scoring_products(self, scores: Value) -> set[Node]:
+        """The matmuls that scores are computed from elementwise. Noise, masks and sums over scores are ignored."""
+        found, visited, todo = set[Node](), set[Value](), [scores]
+        while todo:
+            value = todo.pop()
+            if value in visited or not value.is_data:
+                continue
+            visited.add(value)
+            node = value.node
+            if node is None:
+                todo += [] if value.enclosing_value is None else [value.enclosing_value]
+            elif node in self._products:
+                found.add(node)
+            elif node.bodies:
+                todo += [body.outputs[node.results.index(value)] for body in node.bodies]
+            elif node.kind == "optimization_barrier":
+                todo.append(node.operands[node.results.index(value)])
+            elif node.kind in (*_TRANSPARENT, *_SCORE_FUNCTIONS):
+                todo += node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+        return found
 
     def _products_of_max(self, value: Value) -> frozenset[Node] | None:
         """The matmuls of whose result a value is the maximum."""

@@ -278,3 +278,51 @@ def test_experts_under_a_scaling_with_a_state_are_left_with_a_reason(recipe):
     assert list(states) == ["mixer"]
     with pytest.warns(fp8jax.UnquantizedWarning):
         assert 0 < relative(fast(P, X, states=states), written(P, X)) < 0.1
+
+
+def noisy(scores, other):
+    return scores + jax.random.normal(jax.random.key(0), scores.shape) * jax.nn.softplus(other())
+
+
+def limited_to_groups(scores, _):
+    """The experts of the best groups alone, as in DeepSeek-V3."""
+    grouped = jax.nn.sigmoid(scores).reshape(TOKENS, 8, -1)
+    best = lax.top_k(lax.top_k(grouped, 2)[0].sum(-1), 4)[1]
+    return jnp.where(jax.nn.one_hot(best, 8).sum(-2)[..., None] > 0, grouped, -jnp.inf).reshape(TOKENS, -1)
+
+
+def balanced(scores, _):
+    """Sinkhorn's iterations."""
+    one = lambda _, m: m / m.sum(0, keepdims=True) / m.sum(1, keepdims=True)  # noqa: E731
+    return lax.fori_loop(0, 3, one, jnp.exp(scores))
+
+
+ROUTERS = {
+    "softmax": lambda scores, _: jax.nn.softmax(scores),
+    "sigmoid": lambda scores, _: jax.nn.sigmoid(scores),
+    "sigmoid with a bias": lambda scores, _: jax.nn.sigmoid(scores) + jnp.arange(scores.shape[1]) / 64,
+    "top_k before softmax": lambda scores, _: scores,
+    "square root of softplus": lambda scores, _: jnp.sqrt(jax.nn.softplus(scores)),
+    "exponentials": lambda scores, _: jnp.exp(scores),
+    "noisy": noisy,
+    "groups": limited_to_groups,
+    "Sinkhorn": balanced,
+    "expert choice": lambda scores, _: jax.nn.softmax(scores).T,
+}
+
+
+@pytest.mark.parametrize("count", [64, 128])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_of_many_experts_are_left(name, count):
+    """No name says that it is a router, and it has more outputs than narrow products have."""
+    p = {"in": P["mixer"], "a": normal(6, WIDTH, count), "b": normal(7, WIDTH, count), "out": normal(8, WIDTH, WIDTH)}
+
+    def fn(p, x):
+        h = jnp.tanh(x @ p["in"])
+        weights, chosen = lax.top_k(ROUTERS[name](h @ p["a"], lambda: h @ p["b"]), CHOSEN)
+        return (h @ p["out"]) * weights.sum() + chosen.sum()
+
+    rows = fp8jax.transform(fn, "coat").explain(p, X)
+    assert {e.path for e in rows.quantized if e.is_product} == {"in", "out"}
+    routers = {"a", "b"} if name == "noisy" else {"a"}
+    assert {e.path for e in rows.skipped if "router" in e.reason and " reads its result" in e.reason} == routers
