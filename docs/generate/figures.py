@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.tables import first_screen, lookup, quotes, report
+from experiments.results import first_screen, lookup, quotes, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.

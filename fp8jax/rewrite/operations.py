@@ -16,16 +16,23 @@ from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
 from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
-from fp8jax.ops.products.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
+from fp8jax.ops.products.linear import (
+    ScalingStats,
+    dot_general,
+    flatten_tokens,
+    output_spec,
+    scaled_linear,
+    to_matmul_order,
+    weight_to_matmul_order,
+)
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
-from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
 from fp8jax.ops.products.weights import StepWeight
 from fp8jax.ops.quantization.packed import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
-from fp8jax.rewrite.primitives import GROUPED_CALL, Equation
+from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
 if TYPE_CHECKING:
@@ -120,10 +127,6 @@ class ProductOperation:
         if self.saved_data is not None:
             facts = facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
-        if self.saved_data is None and interpreter.is_live_after(self.data):
-            # If JAX summed three gradients, XLA would leave one sum as a pass of its own.
-            on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored = self._stored_arrays(interpreter)
         w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         if self.saved_data is None:
@@ -139,7 +142,6 @@ class ProductOperation:
                 out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
                 bias=self._bias(interpreter),
-                on_passthrough=on_passthrough,
                 weight=weight,
                 split_sizes=split_sizes,
             )
@@ -185,14 +187,9 @@ class ProductOperation:
         facts = interpreter.get_facts(self.canonical_data, x)
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
         if w is not stored[0]:
             weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
             weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
-        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
-            on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
-                self.data, _reshape_if_needed(passthrough, self.data.shape)
-            )
         slots = use_inputs.slots or ScalingStats()
         assert use_inputs.state is not None
         y, stats = scaled_linear(
@@ -206,7 +203,6 @@ class ProductOperation:
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
             weight=weight,
-            on_passthrough=on_passthrough,
         )
         if interpreter.stats is None:
             y = stats_as_cotangents(y, slots, stats)
@@ -271,17 +267,10 @@ class RaggedOperation:
     @classmethod
     def replace_product(cls, p: WeightMatmul) -> None:
         """Replaces a product of a plan."""
-        data, w, groups = p.node.operands
-        w = p.weight.stored if p.quantizes_stored_weight and not p.weight.layout else w
         assert p.choice.linear is not None
-        assert p.node.weight_axes is not None
-        operation = cls(p.choice.linear, data, w, groups, p.node.weight_axes, canonical_value(data))
+        (data, _, groups), (w, axes) = p.node.operands, _stored_experts(p)
+        operation = cls(p.choice.linear, data, w, groups, axes, canonical_value(data))
         p.node.operands, p.node.operation = [data, w, groups], operation
-
-    @property
-    def explain_note(self) -> str:
-        """A note for `explain`."""
-        return f"multiplies the values of the codes in {self.data.dtype}"
 
     @property
     def num_inputs(self) -> int:
@@ -289,13 +278,52 @@ class RaggedOperation:
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         x, w, groups = (interpreter.array(value) for value in (self.data, self.weight, self.groups))
-        w = w if self.weight_axes == (0, 1, 2) else w.transpose(self.weight_axes)
+        has_outputs_first = self.weight_axes == (0, 2, 1)
+        if not has_outputs_first and self.weight_axes != (0, 1, 2):
+            w = w.transpose(self.weight_axes)
         input_facts, key = interpreter.input_facts(
             x, self.canonical_data, self.linear, interpreter.get_facts(self.canonical_data, x)
         )
-        return [
-            ragged_dot(x, w, groups, recipe=self.linear, key=key, input_facts=input_facts).astype(node.results[0].dtype)
-        ]
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((1,), (2 if has_outputs_first else 1,)), ((), ())),
+            lhs_ragged_dimensions=(0,),
+            rhs_group_dimensions=(0,),
+        )
+        y = ragged_dot(
+            x,
+            w,
+            groups,
+            recipe=self.linear,
+            key=key,
+            dimension_numbers=numbers,
+            preferred_element_type=node.results[0].dtype,
+            weight=StepWeight(both_layouts=interpreter.both_layouts),
+            input_facts=input_facts,
+        )
+        return [y]
+
+
+def _stored_experts(p: WeightMatmul) -> tuple[Value, tuple[int, int, int]]:
+    """The weight that a grouped product quantizes, and its axes of groups, inputs and outputs.
+
+    It is the parameter as it is stored if only casts and transpositions are between it and the product. No transposed
+    or 16-bit copy is then saved.
+    """
+    operand, axes, linear = p.node.operands[1], p.node.weight_axes, p.choice.linear
+    assert axes is not None
+    assert linear is not None
+    value, stored_axes = operand, axes
+    while value is not p.weight.stored:
+        node = value.node
+        if node is None or node.kind not in ("transpose", *CASTS):
+            return operand, axes
+        if node.kind == "transpose":
+            first, second, third = (node.eqn.params["permutation"][axis] for axis in stored_axes)
+            stored_axes = first, second, third
+        value = node.operands[0]
+    is_quantized = linear.spec("w") is not None and linear.spec("w_dgrad") is not None
+    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+    return (value, stored_axes) if is_quantized and is_float else (operand, axes)
 
 
 # Operations for products other than `dot_general`, by primitive.

@@ -17,7 +17,7 @@ from fp8jax.rewrite.graph import Graph, ModifiedWeight, Node, Value, find_modifi
 from fp8jax.rewrite.operations import NON_DOT_OPERATIONS
 from fp8jax.rewrite.primitives import GROUPED_CALL, GROUPED_KINDS
 from fp8jax.rewrite.rules import LayerChoice, RuleSet
-from fp8jax.rewrite.shares import flops, is_complete
+from fp8jax.rewrite.unplanned import flops, is_complete
 
 _MAX_LISTED = 3  # paths listed in a message
 

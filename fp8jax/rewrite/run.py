@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.autodiff import gradient_facts
+from fp8jax.ops.autodiff import residuals
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
@@ -163,7 +163,7 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph and returns its outputs."""
-        with gradient_facts.scope():
+        with residuals.gradient_facts_scope():
             return self._run()
 
     def _run(self) -> list[Any]:

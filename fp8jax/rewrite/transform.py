@@ -10,9 +10,8 @@ import numpy as np
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.rewrite import training
-from fp8jax.rewrite.bounds import with_complete_bounds, with_weight_bounds
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation, list_rows
@@ -28,6 +27,8 @@ from fp8jax.rewrite.states import (
     advance,
     scaling_names,
     use_inputs_from_states,
+    with_complete_bounds,
+    with_weight_bounds,
 )
 
 _MAX_PLANS = 64
@@ -240,7 +241,7 @@ class Transformed:
         structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
-            missing_kernels.warn_if_missing()
+            choice.warn_if_kernels_missing()
 
         def run(arrays: list[Any], use_inputs: Any, collect_stats: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.tables import finetuning
+from experiments.papers import finetuning
 
 
 def test_questions_are_about_what_has_a_docstring(tmp_path):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.tables import fixed_batch
-from experiments.tables.fixed_batch import LAST, MEAN, Rounding
+from experiments.papers import fixed_batch
+from experiments.papers.fixed_batch import LAST, MEAN, Rounding
 
 
 def coded(x, dtype):

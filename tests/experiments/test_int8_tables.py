@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.scoring import Score
-from experiments.tables import int8_diverges, int8_fallback, int8_leak, int8_outliers, int8_speed
+from experiments.models.scoring import Score
+from experiments.papers import int8_diverges, int8_fallback, int8_leak, int8_outliers, int8_speed
 from fp8jax.ops.dispatch import choice
 
 WIDE = LlamaConfig(vocab=32, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=256)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.tables import quotes, report
-from experiments.tables.quotes import Figure, Quote
+from experiments.results import quotes, report
+from experiments.results.quotes import Figure, Quote
 
 ROOT = Path(__file__).parents[2]
 # What a measurement looks like: a number and what it is of.
@@ -45,7 +45,7 @@ def test_every_figure_in_readme_and_docs_is_looked_up():
             text, count = re.subn(re.escape(stated), " ", text, flags=re.IGNORECASE)
             unused -= {stated} if count else set()
         found += [f"{name}: {text[max(0, m.start() - 60) : m.end() + 20]}" for m in MEASURED.finditer(text)]
-    assert found == [], "figures that no file gives: quote them in experiments/tables/quotes.py, or leave them out"
+    assert found == [], "figures that no file gives: quote them in experiments/results/quotes.py, or leave them out"
     assert unused == set(), "stated nowhere"
 
 

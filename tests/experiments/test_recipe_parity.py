@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 
 import fp8jax
-from experiments import lock
-from experiments.tables import parity_runs, recipe_parity
-from experiments.tables.recipe_parity import BASE, CONTROL, STUDIES, TRAINING, VALIDATION
+from experiments.papers import parity_runs, recipe_parity
+from experiments.papers.recipe_parity import BASE, CONTROL, STUDIES, TRAINING, VALIDATION
+from experiments.train import lock
 from tests.experiments.test_training_parity import TINY
 
 STUDY = STUDIES["recipes"]
@@ -144,7 +144,7 @@ def test_ablations_change_sums_alone():
 
 RUN = """
 import dataclasses, sys
-from experiments.tables import recipe_parity
+from experiments.papers import recipe_parity
 from tests.experiments.test_training_parity import TINY
 recipe_parity.SEEDS = 2
 recipe_parity.STUDIES["recipes"] = dataclasses.replace(recipe_parity.STUDIES["recipes"], setting=TINY)

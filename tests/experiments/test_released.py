@@ -10,13 +10,14 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import config, mesh, train, trained
-from experiments.config import UserError
+from experiments import mesh
+from experiments.errors import UserError
 from experiments.models.llama import LlamaConfig
-from experiments.optimizer import with_master
-from experiments.released import ReleasedOptimizer
-from experiments.tables import release_clipping
-from experiments.task import Task
+from experiments.papers import release_clipping
+from experiments.train import cli, config, trained
+from experiments.train.optimizer import with_master
+from experiments.train.released import ReleasedOptimizer
+from experiments.train.task import Task
 from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=128)
@@ -29,7 +30,7 @@ def tokens(step, rows=4):
 
 def task_of(recipe, optim=OPTIM, remat=False, rows=None, chunked=False):
     recipe = with_master(fp8jax.recipes.get(recipe), optim.master)
-    tx = train.make_optimizer(config.Config(optim=optim), recipe)
+    tx = cli.make_optimizer(config.Config(optim=optim), recipe)
     return Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, chunked=chunked)
 
 
@@ -116,12 +117,12 @@ def test_what_is_refused():
         config.Config(optim=optim, lora=config.Lora(lora_rank=2)).validate()
     for name in ("te_delayed", "moss", "int8_fallback"):
         with pytest.raises(UserError, match="has scalings with a state"):
-            train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
+            cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
     with pytest.raises(UserError, match="has sums of gradients of its own"):
-        train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
+        cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
     with pytest.raises(UserError, match=r"--master fp8: weights\.master 'fp8' is not one of"):
         with_master(fp8jax.recipes.coat(), "fp8")
-    assert isinstance(train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
+    assert isinstance(cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
 
 
 @pytest.mark.parametrize("release", ["previous", slow("twice")])
@@ -130,7 +131,7 @@ def test_a_run_goes_on_and_its_export_has_the_masters(release, tmp_path, capsys)
             "--seq-len", "32", "--batch", "2", "--eval-batches", "1", "--sample-tokens", "0", "--warmup", "1",
             "--out", str(tmp_path), "--mesh", "data=1", "--release", release, "--master", "bf16+int16",
             "--checkpoint-every", "2"]  # fmt: skip
-    assert train.main([*args, "--steps", "2"]) == 0, capsys.readouterr()
+    assert cli.main([*args, "--steps", "2"]) == 0, capsys.readouterr()
     meta = json.loads((tmp_path / "train" / "config.json").read_text())
     assert (meta["release"], meta["master"]) == (release, "bf16+int16")
     found = trained.load(tmp_path / "train", "coat")

@@ -9,8 +9,9 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import report
-from experiments.result import Result
+from experiments.files import write_json
+from experiments.train import report
+from experiments.train.result import Result
 
 
 def cells(table):
@@ -94,7 +95,7 @@ def test_a_recipe_without_metrics_is_an_empty_curve(tmp_path, drawn):
 
 def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    report.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     assert path.read_text() == '{\n "a": 1\n}\n'
 
     def fail(*_):
@@ -102,7 +103,7 @@ def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr(report.os, "replace", fail)
     with pytest.raises(report.DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
-        report.write_json(path, {"a": 2})
+        write_json(path, {"a": 2})
     assert path.read_text() == '{\n "a": 1\n}\n'
 
 

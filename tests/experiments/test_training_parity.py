@@ -12,11 +12,12 @@ import pytest
 from scipy import stats
 
 import fp8jax
-from experiments.bench import record
-from experiments.config import UserError, check_same, flatten_fields, with_new_names
-from experiments.tables import parity_runs, training_parity
-from experiments.tables.parity_runs import ParityArm, Setting
-from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
+from experiments.errors import UserError
+from experiments.papers import parity_runs, training_parity
+from experiments.papers.parity_runs import ParityArm, Setting
+from experiments.papers.training_parity import BASE, TRAINING, VALIDATION
+from experiments.results import record
+from experiments.train.config import check_same, flatten_fields, with_new_names
 from fp8jax.ops.products.linear import linear
 
 ROOT = pathlib.Path(__file__).parents[2]

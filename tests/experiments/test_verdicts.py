@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.tables import (
+from experiments.papers import (
     coat_activations,
     coat_expansion,
     coat_speed,
@@ -17,8 +17,8 @@ from experiments.tables import (
     moss_snr,
     moss_speed,
 )
-from experiments.tables.common import Row
-from experiments.task import TrainState
+from experiments.papers.common import Row
+from experiments.train.task import TrainState
 
 
 def groups(*ratios):

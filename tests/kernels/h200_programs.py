@@ -13,8 +13,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import target
 from fp8jax.ops.matmul import hopper
-from fp8jax.ops.products.linear import linear
-from fp8jax.ops.products.scaled_linear import ScalingState, scaled_linear
+from fp8jax.ops.products.linear import ScalingState, linear, scaled_linear
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
 from pallas_kernels.matmul.matmul_mosaic import matmul

@@ -188,9 +188,9 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
     ):  # fmt: skip
         size = np.abs(np.where(np.isfinite(values), values, np.nan if integers else 0))
         size = np.where(size < np.finfo(np.float32).tiny, 0, size)
-        wants = size.max(), size.max(1), size.max(0)
-        for asked in ((True, True, True), (False, True, False), (True, False, True)):
-            of = dict(zip(("tensor", "rows", "columns"), asked, strict=True))
+        wants = size.max(1), size.max(0)
+        for asked in ((True, True), (True, False), (False, True)):
+            of = dict(zip(("rows", "columns"), asked, strict=True))
             got = amax_triton.compute_amax(
                 jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
             )
@@ -409,27 +409,6 @@ def wrong_where_computed(name: str) -> list[int]:
             else:
                 found.append(_differ(codes, expected))
             found.append(int(float(q.scale[0, 0]) != max(scale, given_scales.TINY)))
-    return found
-
-
-def wrong_squares() -> dict[str, float]:
-    """By what is summed, how far its squares are from those in float64, relatively; 1 where NaN is lost."""
-    from pallas_kernels.optimizers import squares_triton
-
-    random = np.random.default_rng(7)
-    # More arrays than a launch takes, of pieces that are whole, of parts of them, and of single elements.
-    sizes = [1, 300, 512, (4, 256), (3, 513), *range(2, 40), 4096 + 7]
-    draw = lambda dtype: [jnp.asarray(random.standard_normal(n), dtype) for n in sizes]  # noqa: E731
-    trees = {name: draw(name) for name in ("float32", "bfloat16")}
-    trees["both, and none"] = [*trees["float32"][:3], jnp.zeros((0, 3)), *trees["bfloat16"], *trees["float32"][3:]]
-    found = {}
-    for name, arrays in trees.items():
-        total = float(squares_triton.sum_of_squares(arrays, piece=512, block=128, compute_capability=90))
-        want = sum(float(np.sum(np.square(np.asarray(x).astype(np.float64)))) for x in arrays)
-        found[name] = abs(total / want - 1)
-        bad = [x.at[(-1,) * x.ndim].set(jnp.nan) if i == len(arrays) - 1 else x for i, x in enumerate(arrays)]
-        seen = squares_triton.sum_of_squares(bad, piece=512, block=128, compute_capability=90)
-        found[f"{name}, NaN"] = float(not np.isnan(float(seen)))
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.ops.products import product, scaled_linear
+from fp8jax.ops.products import linear, product
 from tests.distance import relative
 from tests.rows import slow
 
@@ -146,7 +146,7 @@ def test_bodies_of_nnx_run_once(scan):
 def test_runs_aside_make_no_codes_of_what_layers_read(monkeypatch, recipe):
     products = []
     multiply = product.recipe_dot_from_source
-    for module in (product, scaled_linear):
+    for module in (product, linear):
         monkeypatch.setattr(
             module,
             "recipe_dot_from_source",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.nonlinear import norm
 from fp8jax.ops.quantization import fused_outputs
 
@@ -34,7 +34,7 @@ def made(monkeypatch):
     )
 
     def switch(on):
-        trace_cache.clear_cache()  # what was traced before knows nothing of the switch
+        choice.clear_trace_cache()  # what was traced before knows nothing of the switch
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: on)
         found.clear()
         return found

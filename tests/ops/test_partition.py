@@ -18,11 +18,10 @@ from fp8jax.core import formats as core_formats
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.dispatch import partition, shard_notation
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch import partition
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
+from fp8jax.ops.matmul.hopper import sharded_matmul
 from fp8jax.ops.matmul.matmul import dot_in_16_bits
-from fp8jax.ops.matmul.sharded import sharded_matmul
 from fp8jax.ops.quantization import fallback, fused_reference
 from fp8jax.ops.quantization import quantize as ops
 from tests.rows import slow
@@ -161,8 +160,8 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = shard_notation.Notation(
-        *([shard_notation.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
+    notation_ = partition.Notation(
+        *([partition.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
     )
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
     assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scatter_axes == {}
@@ -170,7 +169,7 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
 
 
 def test_what_a_notation_says_of_cuts():
-    of = lambda *sides: shard_notation.Notation(*([shard_notation.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    of = lambda *sides: partition.Notation(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
     two = of(("m n/4", "m n"), ("m n/6",))
     assert (two.unit("n"), two.unit("m")) == (12, 1)
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
@@ -256,10 +255,9 @@ def stand_ins(monkeypatch):
     real = fused_kernels.quantize_recomputed_triton
     monkeypatch.setattr(fused_kernels, "quantize_recomputed_triton", Reference(Operands=real.Operands))
 
-    def maxima(x, *, tensor=False, rows=False, columns=False, num_partials=0, integers=False, compute_capability):
+    def maxima(x, *, rows=False, columns=False, integers=False, compute_capability):
         y = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32)
-        found = (jnp.max(y.reshape(4, -1), 1) if num_partials else jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
-        return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
+        return jnp.max(y, 1) if rows else None, jnp.max(y, 0) if columns else None
 
     def quantize(
         x,
@@ -268,7 +266,7 @@ def stand_ins(monkeypatch):
         *,
         row_scale,
         column_scale,
-        partial_amax,
+        amax,
         round_up_bf16,
         words,
         place,
@@ -276,7 +274,7 @@ def stand_ins(monkeypatch):
         compute_capability,
     ):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
-        assert partial_amax is None or partial_amax.ndim == 1
+        assert amax is None or amax.shape == ()
         settle = scaling.find_scaling("two_stage" if round_up_bf16 else "current").reduce_amax
 
         def one(y, coding, scale):
@@ -291,7 +289,7 @@ def stand_ins(monkeypatch):
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
             if coding.kind == "tensor" and scale is None:
-                scale = scaling.to_scale(settle(jnp.max(partial_amax)), core_formats.get(name)).reshape(1, 1)
+                scale = scaling.to_scale(settle(amax), core_formats.get(name)).reshape(1, 1)
             q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
             return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
 
@@ -439,7 +437,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
     from fp8jax.core.noise import round_stochastic
-    from fp8jax.ops.optimizers import adamw_kernel
+    from fp8jax.ops.optimizers import adamw
     from fp8jax.ops.optimizers.leaf import Adam, Leaf
     from pallas_kernels.optimizers import adamw_triton
 
@@ -471,7 +469,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=words)
 
     def run(leaf):
-        new, _, mu, nu, _ = adamw_kernel.step_leaves(adam, [leaf])[0]
+        new, _, mu, nu, _ = adamw.step_leaves(adam, [leaf])[0]
         return new, mu.codes, lax.bitcast_convert_type(nu.scale, jnp.uint32)
 
     mesh = mesh_of(kind)

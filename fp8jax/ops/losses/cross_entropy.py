@@ -17,26 +17,23 @@ from jax.experimental import checkify
 from fp8jax.core import derivatives, scaling
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.dispatch.choice import cast_varying_like
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
+from fp8jax.ops.dispatch.partition import UNSHARDED, DimSharding, run_partitioned
 from fp8jax.ops.dispatch.sharding import explicit_mesh, reshard, spec_of
 from fp8jax.ops.losses.head import (
     CODES_DIMS,
     HeadCodes,
+    LogitCotangentFacts,
+    Logits,
     bound_excess,
     compute_logits,
+    cotangent_bound,
     has_codes,
+    label_logits,
     make_head,
+    max_and_sum_exp,
     max_logit_cotangent,
     quantize_head,
     weight_shape,
-)
-from fp8jax.ops.losses.logits import (
-    LogitCotangentFacts,
-    Logits,
-    cotangent_bound,
-    label_logits,
-    max_and_sum_exp,
     zero_nonfinite,
 )
 from fp8jax.ops.products.linear import require_stateless

@@ -384,7 +384,7 @@ def encode(
     """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
     Args:
-        x: the matrix.
+        x: the matrix, or a stack of matrices, which gives a stack of operands.
         spec: of the codes, or None.
         strategy: of per-tensor scales.
         key: PRNG key for stochastic rounding.
@@ -394,6 +394,19 @@ def encode(
         fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
     """
+    if x.ndim > 2:  # a stack of matrices, each with scales of its own
+        return jax.vmap(
+            lambda x, scale: encode(
+                x,
+                spec,
+                strategy,
+                key=key,
+                scale=scale,
+                is_scale_clamped=is_scale_clamped,
+                transposed=transposed,
+                x_is_transposed=x_is_transposed,
+            )
+        )(x, scale)
     if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
     if spec is None:

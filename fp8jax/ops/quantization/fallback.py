@@ -13,8 +13,7 @@ from fp8jax.core import blocks, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 
 
 class FallbackTensor(NamedTuple):

@@ -12,8 +12,7 @@ from jax import Array
 
 from fp8jax.core import scaling
 from fp8jax.ops.dispatch.choice import capability
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding
+from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.quantization import fused_reference
 from pallas_kernels.nonlinear import (
     activation_rows_triton,

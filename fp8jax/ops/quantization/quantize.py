@@ -13,8 +13,7 @@ from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, on_cuda, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.quantization import fused_outputs, packed
 from fp8jax.ops.quantization.fused_reference import column_sums
 
@@ -326,39 +325,24 @@ def _quantize_shard(
         s and _amax_granularity(s, scale)
         for s in (config.rows, None if config.shares_codes else config.transposed_spec)
     ]
-    needs_tensor_amax = "tensor" in levels and amax is None
     needs_row_amax, needs_column_amax = levels[0] == "token", levels[1] == "token"
-    is_scale_in_kernel = [s is not None and scale is None and _is_scale_in_kernel(s, config) for s in config.specs]
-    partial_maxima: Array | None = None if amax is None else amax.reshape(1)
-    amaxes: tuple[Array | None, ...] = (amax, None, None)
-    if needs_tensor_amax or needs_row_amax or needs_column_amax:
+    if "tensor" in levels and amax is None:
         matrices = x if isinstance(x, tuple) else (x,)
-        max_parts = amax_triton.MAX_PARTIALS // len(matrices) if any(is_scale_in_kernel) else 0
-        maxima_by_matrix = [
-            amax_triton.compute_amax(
-                y,
-                tensor=needs_tensor_amax,
-                rows=needs_row_amax,
-                columns=needs_column_amax,
-                num_partials=max_parts,
-                integers=config.has_integers,
-                compute_capability=capability(),
-            )
-            for y in matrices
-        ]
-        local_maxima = maxima_by_matrix[0]
-        if len(matrices) > 1:  # only the amax of the whole packed matrix
-            local_maxima = (
-                jnp.concatenate([top.reshape(-1) for top, *_ in maxima_by_matrix if top is not None]),
-                None,
-                None,
-            )
-        amaxes = tuple(
-            None if top is None else sharding.pmax(top, over)
-            for top, over in zip(local_maxima, ("m n", "n", "m"), strict=True)
+        local_amax = functools.reduce(jnp.maximum, (_tensor_amax(y, config.has_integers) for y in matrices))
+        amax = sharding.pmax(local_amax, "m n")
+    row_amax = column_amax = None
+    if needs_row_amax or needs_column_amax:
+        assert not isinstance(x, tuple)
+        row_amax, column_amax = amax_triton.compute_amax(
+            x,
+            rows=needs_row_amax,
+            columns=needs_column_amax,
+            integers=config.has_integers,
+            compute_capability=capability(),
         )
-        amaxes = (amax if amax is not None else amaxes[0], *amaxes[1:])
-        partial_maxima = amaxes[0] if partial_maxima is None else partial_maxima
+        row_amax = None if row_amax is None else sharding.pmax(row_amax, "n")
+        column_amax = None if column_amax is None else sharding.pmax(column_amax, "m")
+    is_scale_in_kernel = [s is not None and scale is None and _is_scale_in_kernel(s, config) for s in config.specs]
     scales: list[Array | None] = []
     for i, spec in enumerate(config.specs):
         if spec is None or spec.granularity in ("group", "block") or is_scale_in_kernel[i]:
@@ -373,9 +357,8 @@ def _quantize_shard(
         elif spec.granularity == "mx" and spec.outer_scale == "none":
             value = jnp.ones(count, jnp.float32)
         else:
-            top = amaxes[0] if _outer_granularity(spec) == "tensor" else amaxes[1 + i]
+            top = amax if _outer_granularity(spec) == "tensor" else (row_amax, column_amax)[i]
             assert top is not None
-            top = jnp.max(top) if _outer_granularity(spec) == "tensor" else top
             if spec.granularity == "tensor":
                 top = config.strategy.reduce_amax(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
@@ -386,7 +369,7 @@ def _quantize_shard(
         "same" if config.shares_codes else fused_outputs.to_coding(config.transposed_spec),
         row_scale=scales[0],
         column_scale=scales[1],
-        partial_amax=partial_maxima if any(is_scale_in_kernel) else None,
+        amax=amax if any(is_scale_in_kernel) else None,
         round_up_bf16=config.strategy.amax_rounding == "up",
         words=seed,
         place=None if seed is None else sharding.rng_offset(global_shape, shape),
@@ -404,8 +387,14 @@ def _quantize_shard(
     return (tensors[0], tensors[1]), None if column_totals is None else sharding.psum(column_totals, "m")
 
 
+def _tensor_amax(x: Array, integers: bool) -> Array:
+    """Return the largest finite magnitude of a matrix; for integer codes, which have no NaN and Inf, NaN for these."""
+    amax = scaling.compute_amax(x)
+    return jnp.where(jnp.all(jnp.isfinite(x)), amax, jnp.nan) if integers else amax
+
+
 def _is_scale_in_kernel(spec: QuantSpec, config: _QuantizeConfig) -> bool:
-    """Return whether the kernel reduces the partial maxima to the tensor's scale, which saves a launch."""
+    """Return whether the kernel computes the tensor's scale from its amax, which saves a launch."""
     plain = spec.granularity == "tensor" and spec.scale_format == "fp32" and not config.has_integers
     return plain and config.strategy.amax_rounding is not None
 
