@@ -8,171 +8,31 @@ from jax import lax
 
 import fp8jax
 from tests.distance import relative
+from tests.rewrite import experts
+from tests.rewrite.experts import CHOSEN, EXPERTS, JOINED, TOKENS, TRANSPOSED, WIDTH, P, X, normal
 from tests.rows import few
 
-TOKENS, WIDTH, INNER, EXPERTS, CHOSEN = 32, 32, 48, 4, 2
-
-
-def normal(i, *shape):
-    return jax.random.normal(jax.random.key(i), shape) / shape[-2] ** 0.5
-
-
-P = {
-    "mixer": normal(0, WIDTH, WIDTH),
-    "router": normal(1, WIDTH, EXPERTS),
-    "gate": normal(2, EXPERTS, WIDTH, INNER),
-    "up": normal(3, EXPERTS, WIDTH, INNER),
-    "down": normal(4, EXPERTS, INNER, WIDTH),
-}
-X = jax.random.normal(jax.random.key(5), (TOKENS, WIDTH))
-TRANSPOSED = P | {name: jnp.swapaxes(P[name], 1, 2) for name in ("gate", "up", "down")}
-JOINED = {name: P[name] for name in ("mixer", "router", "down")} | {"w13": jnp.concatenate([P["gate"], P["up"]], -1)}
-OUTPUTS_FIRST = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(([1], [2]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
-
-
-@jax.custom_vjp
-def own_dot(x, w, group_sizes):
-    """A grouped product with a derivative of its own, as haliax, tokamax and megablox have."""
-    return lax.ragged_dot(x, w, group_sizes)
-
-
-def own_dot_bwd(residuals, dy):
-    x, w, group_sizes = residuals
-    _, vjp = jax.vjp(lambda x, w: lax.ragged_dot(x, w, group_sizes), x, w)
-    return (*vjp(dy), None)
-
-
-own_dot.defvjp(lambda *operands: (own_dot(*operands), operands), own_dot_bwd)
-
-
-@jax.jit
-def jitted_dot(x, w, group_sizes):
-    """One matrix after the other, so that no ragged product is in the program."""
-    ends = jnp.cumsum(group_sizes)
-    group = jnp.sum(jnp.arange(x.shape[0])[:, None] >= ends, 1)
-    y = sum(jnp.where((group == i)[:, None], x @ w[i].T, 0) for i in range(w.shape[0]))
-    return y.astype(x.dtype)
-
-
-def swapped_dot(x, w, group_sizes):
-    return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), group_sizes)
-
-
-def general_dot(x, w, group_sizes):
-    return lax.ragged_dot_general(x, w, group_sizes, OUTPUTS_FIRST)
-
-
-def float32_dot(x, w, group_sizes):
-    return lax.ragged_dot(x, w, group_sizes, preferred_element_type=jnp.float32).astype(x.dtype)
-
-
-def route(p, x):
-    weights, experts = lax.top_k(jax.nn.softmax(x @ p["router"]), CHOSEN)
-    return weights / weights.sum(-1, keepdims=True), experts
-
-
-def block(experts):
-    """A block with a product before its experts, which is in 8 bits in any case."""
-    return lambda p, x: experts(p, jnp.tanh(x @ p["mixer"]))
-
-
-def sorted_tokens(dot):
-    def experts(p, x):
-        weights, chosen = route(p, x)
-        order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
-        inputs = x[order // CHOSEN]
-        if "w13" in p:
-            gate, up = jnp.split(dot(inputs, p["w13"], sizes), 2, -1)
-        else:
-            gate, up = dot(inputs, p["gate"], sizes), dot(inputs, p["up"], sizes)
-        y = dot(jax.nn.silu(gate) * up, p["down"], sizes)
-        return (y[jnp.argsort(order)].reshape(TOKENS, CHOSEN, WIDTH) * weights[..., None]).sum(1)
-
-    return experts
-
-
-def share_of_each(p, x):
-    weights, chosen = route(p, x)
-    return jnp.sum(jax.nn.one_hot(chosen, EXPERTS) * weights[..., None], 1)
-
-
-def one_hot(p, x):
-    """Tokens are dispatched to places of experts, with a capacity."""
-    weights, chosen = route(p, x)
-    mask = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)
-    place = jnp.cumsum(mask.reshape(-1, EXPERTS), 0).reshape(TOKENS, CHOSEN, EXPERTS) * mask - 1
-    dispatched = jax.nn.one_hot(jnp.where(mask > 0, place, -1), 3 * TOKENS // 4)
-    inputs = jnp.einsum("td,tkec->ecd", x, dispatched)
-    h = jax.nn.silu(jnp.einsum("ecd,edf->ecf", inputs, p["gate"])) * jnp.einsum("ecd,edf->ecf", inputs, p["up"])
-    y = jnp.einsum("ecf,efd->ecd", h, p["down"])
-    return jnp.einsum("ecd,tkec,tk->td", y, dispatched, weights)
-
-
-def dense(p, x):
-    h = jax.nn.silu(jnp.einsum("td,edf->tef", x, p["gate"])) * jnp.einsum("td,edf->tef", x, p["up"])
-    return jnp.einsum("ted,te->td", jnp.einsum("tef,efd->ted", h, p["down"]), share_of_each(p, x))
-
-
-def mapped(p, x):
-    one = lambda gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down  # noqa: E731
-    return jnp.einsum("etd,te->td", jax.vmap(one)(p["gate"], p["up"], p["down"]), share_of_each(p, x))
-
-
-def scanned(p, x):
-    def one(total, expert):
-        (gate, up, down), share = expert
-        return total + share[:, None] * ((jax.nn.silu(x @ gate) * (x @ up)) @ down), None
-
-    return lax.scan(one, jnp.zeros_like(x), ((p["gate"], p["up"], p["down"]), share_of_each(p, x).T))[0]
-
-
-def looped(p, x):
-    shares = share_of_each(p, x)
-    one = lambda i: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i]  # noqa: E731
-    return sum(shares[:, i : i + 1] * one(i) for i in range(EXPERTS))
-
-
-def gathered(p, x):
-    weights, chosen = route(p, x)
-    h = jax.nn.silu(jnp.einsum("td,tkdf->tkf", x, p["gate"][chosen])) * jnp.einsum("td,tkdf->tkf", x, p["up"][chosen])
-    return jnp.einsum("tkd,tk->td", jnp.einsum("tkf,tkfd->tkd", h, p["down"][chosen]), weights)
-
-
-def indexed(p, x):
-    """An expert of each token, by an index that is data."""
-    weights, chosen = route(p, x)
-    one = lambda x, i: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i]  # noqa: E731
-    token = lambda x, w, experts: sum(w[k] * one(x, experts[k]) for k in range(CHOSEN))  # noqa: E731
-    return jax.vmap(token)(x, weights, chosen)
-
-
-def switched(p, x):
-    """All tokens go to the expert that most of them choose."""
-    _, chosen = route(p, x)
-    most = jnp.argmax(jnp.bincount(chosen.reshape(-1), length=EXPERTS))
-    branch = lambda i: lambda x: (jax.nn.silu(x @ p["gate"][i]) * (x @ p["up"][i])) @ p["down"][i]  # noqa: E731
-    return share_of_each(p, x)[:, most][:, None] * lax.switch(most, [branch(i) for i in range(EXPERTS)], x)
-
-
 WRITINGS = {
-    "ragged_dot": (sorted_tokens(lax.ragged_dot), P),
-    "gate and up as one": (sorted_tokens(lax.ragged_dot), JOINED),
-    "transposed before": (sorted_tokens(swapped_dot), TRANSPOSED),
-    "ragged_dot_general": (sorted_tokens(general_dot), TRANSPOSED),
-    "preferred_element_type": (sorted_tokens(float32_dot), P),
-    "one-hot": (one_hot, P),
-    "dense": (dense, P),
-    "vmap": (mapped, P),
-    "scan": (scanned, P),
-    "loop": (looped, P),
-    "switch": (switched, P),
+    "ragged_dot": (experts.sorted_tokens(lax.ragged_dot), P),
+    "gate and up as one": (experts.sorted_tokens(lax.ragged_dot), JOINED),
+    "transposed before": (experts.sorted_tokens(experts.swapped_dot), TRANSPOSED),
+    "ragged_dot_general": (experts.sorted_tokens(experts.general_dot), TRANSPOSED),
+    "preferred_element_type": (experts.sorted_tokens(experts.float32_dot), P),
+    "one-hot": (experts.one_hot, P),
+    "dense": (experts.dense, P),
+    "vmap": (experts.mapped, P),
+    "scan": (experts.scanned, P),
+    "loop": (experts.looped, P),
+    "switch": (experts.switched, P),
 }
 LEFT = {
-    "custom_vjp": (sorted_tokens(own_dot), P, "inside custom_vjp_call, which has a derivative of its own"),
-    "gathered": (gathered, P, "data change or pick the matrix"),
-    "indexed": (indexed, P, "data change or pick the matrix"),
+    "custom_vjp": (
+        experts.sorted_tokens(experts.own_dot),
+        P,
+        "inside custom_vjp_call, which has a derivative of its own",
+    ),
+    "gathered": (experts.gathered, P, "data change or pick the matrix"),
+    "indexed": (experts.indexed, P, "data change or pick the matrix"),
 }
 
 
@@ -201,7 +61,7 @@ def assert_near(fn, written, params):
 @pytest.mark.parametrize("recipe", few(["coat", "deepseek", "coat_fast"], "coat"))
 @pytest.mark.parametrize("name", WRITINGS)
 def test_a_writing_is_in_8_bits(name, recipe):
-    written, params = block(WRITINGS[name][0]), WRITINGS[name][1]
+    written, params = experts.block(WRITINGS[name][0]), WRITINGS[name][1]
     fast = fp8jax.transform(written, recipe)
     explained = fast.explain(params, X)
     assert {e.path for e in explained.quantized if e.is_product} == {"mixer", *experts_of(params)}
@@ -212,33 +72,35 @@ def test_a_writing_is_in_8_bits(name, recipe):
 
 @pytest.mark.parametrize("name", LEFT)
 def test_a_writing_that_is_left_has_its_reason_and_line_and_the_rest_is_in_8_bits(name):
-    experts, params, reason = LEFT[name]
-    written = block(experts)
+    layer, params, reason = LEFT[name]
+    written = experts.block(layer)
     fast = fp8jax.transform(written, "coat")
     explained = fast.explain(params, X)
     assert [e.path for e in explained.quantized if e.is_product] == ["mixer"]
     left = [e for e in explained.skipped if e.path != "router"]
     assert {e.path for e in left} == experts_of(params)
-    assert all(e.reason.startswith(reason) and __file__ in e.line for e in left)
+    assert all(e.reason.startswith(reason) and experts.__file__ in e.line for e in left)
     assert reason in explained.unquantized_note
     with pytest.warns(fp8jax.UnquantizedWarning, match="stay in 16 bits"):
         y = fast(params, X)
     assert 0 < relative(y, written(params, X)) < 0.1
     # Nothing is left for the recipe without the product before: the function runs as written.
-    alone = fp8jax.transform(experts, [fp8jax.Rule("gate", "deepseek"), "coat"])
+    alone = fp8jax.transform(layer, [fp8jax.Rule("gate", "deepseek"), "coat"])
     with pytest.warns(fp8jax.UnquantizedWarning, match="all of the FLOPs"):
-        np.testing.assert_allclose(alone(params, X), experts(params, X), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(alone(params, X), layer(params, X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("dot", "params"), [(own_dot, P), (jitted_dot, TRANSPOSED)], ids=["custom_vjp", "jit"])
+@pytest.mark.parametrize(
+    ("dot", "params"), [(experts.own_dot, P), (experts.jitted_dot, TRANSPOSED)], ids=["custom_vjp", "jit"]
+)
 def test_a_function_that_the_rules_name_is_a_grouped_product(dot, params):
-    written, name = block(sorted_tokens(dot)), dot.__name__
+    written, name = experts.block(experts.sorted_tokens(dot)), dot.__name__
     fast = fp8jax.transform(written, [fp8jax.GroupedProduct(name), "coat"])
     explained = fast.explain(params, X)
-    experts = [e for e in explained.quantized if e.is_product and e.path != "mixer"]
-    assert {(e.path, e.kind) for e in experts} == {(path, name) for path in experts_of(params)}
+    named = [e for e in explained.quantized if e.is_product and e.path != "mixer"]
+    assert {(e.path, e.kind) for e in named} == {(path, name) for path in experts_of(params)}
     assert_near(fast, written, params)
-    ragged = block(sorted_tokens(general_dot if params is TRANSPOSED else lax.ragged_dot))
+    ragged = experts.block(experts.sorted_tokens(experts.general_dot if params is TRANSPOSED else lax.ragged_dot))
     want = jax.jit(fp8jax.transform(ragged, "coat"))(params, X)
     np.testing.assert_allclose(jax.jit(fast)(params, X), want, rtol=1e-5, atol=1e-6)
     check = fast.check(params, X)
@@ -252,13 +114,13 @@ def test_a_function_that_the_rules_name_is_a_grouped_product(dot, params):
 def test_square_matrices_of_a_named_function_are_as_the_rule_says():
     """Shapes do not show whether square matrices are (inputs, outputs)."""
     w, sizes = normal(7, EXPERTS, WIDTH, WIDTH), jnp.array([3, 0, 20, 9])
-    fn = lambda p, x: jitted_dot(x, p["w"], sizes)  # noqa: E731
+    fn = lambda p, x: experts.jitted_dot(x, p["w"], sizes)  # noqa: E731
     fast = fp8jax.transform(fn, [fp8jax.GroupedProduct("jitted_dot", transposed=True), "te_current"])
     assert 0 < relative(fast({"w": w}, X), fn({"w": w}, X)) < 0.1
 
 
 def test_a_name_that_no_grouped_product_has_is_refused():
-    fn = block(sorted_tokens(own_dot))
+    fn = experts.block(experts.sorted_tokens(experts.own_dot))
     with pytest.raises(ValueError, match=r"no function called 'gmm' .*functions that do are own_dot"):
         fp8jax.transform(fn, [fp8jax.GroupedProduct("gmm"), "coat"]).explain(P, X)
     with pytest.raises(ValueError, match="no function called 'tanh'"):
@@ -269,7 +131,7 @@ def test_a_name_that_no_grouped_product_has_is_refused():
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "int8_fallback"])
 def test_experts_under_a_scaling_with_a_state_are_left_with_a_reason(recipe):
-    written = block(sorted_tokens(lax.ragged_dot))
+    written = experts.block(experts.sorted_tokens(lax.ragged_dot))
     fast = fp8jax.transform(written, recipe)
     explained = fast.explain(P, X)
     assert [e.path for e in explained.quantized if e.is_product] == ["mixer"]
@@ -278,6 +140,58 @@ def test_experts_under_a_scaling_with_a_state_are_left_with_a_reason(recipe):
     assert list(states) == ["mixer"]
     with pytest.warns(fp8jax.UnquantizedWarning):
         assert 0 < relative(fast(P, X, states=states), written(P, X)) < 0.1
+
+
+def all_to_all(p, x):
+    """An expert on each device; tokens travel to their experts, with a capacity."""
+    dispatched, weights = experts.dispatch(p, x, x.shape[0])
+    inputs = lax.all_to_all(jnp.einsum("td,tkec->ecd", x, dispatched), "e", 0, 1, tiled=True)
+    y = lax.all_to_all(experts.batched(p, inputs), "e", 1, 0, tiled=True)
+    return jnp.einsum("ecd,tkec,tk->td", y, dispatched, weights)
+
+
+def ring(p, x):
+    """Tokens go round; each device adds what its expert gives them."""
+    own = lax.axis_index("e")
+    step = [(i, (i + 1) % EXPERTS) for i in range(EXPERTS)]
+
+    def turn(carry, _):
+        x, shares, y = carry
+        share = lax.dynamic_slice_in_dim(shares, own, 1, 1)
+        y = y + share * experts.batched(p, x[None])[0]
+        return tuple(lax.ppermute(value, "e", step) for value in (x, shares, y)), None
+
+    return lax.scan(turn, (x, experts.share_of_each(p, x), 0 * x), None, length=EXPERTS)[0][2]
+
+
+def gathered_tokens(p, x):
+    """All tokens on each device, of which those of its expert come first; the others are in no group."""
+    weights, chosen = (lax.all_gather(value, "e", tiled=True) for value in experts.route(p, x))
+    is_other = chosen.reshape(-1) != lax.axis_index("e")
+    order, sizes = jnp.argsort(is_other), jnp.sum(~is_other)[None]
+    inputs = lax.all_gather(x, "e", tiled=True)[order // CHOSEN]
+    dot = lambda x, w: lax.ragged_dot(x, w, sizes)  # noqa: E731
+    y = dot(jax.nn.silu(dot(inputs, p["gate"])) * dot(inputs, p["up"]), p["down"])
+    y = y[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH) * weights[..., None]
+    return lax.psum_scatter(y.sum(1), "e", tiled=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "check_vma"),
+    few(
+        [(layer, check) for layer in (all_to_all, ring, gathered_tokens) for check in (True, False)],
+        (gathered_tokens, True),
+    ),
+)
+def test_experts_over_devices_are_in_8_bits(layer, check_vma):
+    mesh = jax.make_mesh((EXPERTS,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: jax.P("e") if P[name].ndim == 3 else jax.P() for name in P}
+    written = jax.shard_map(
+        experts.block(layer), mesh=mesh, in_specs=(specs, jax.P("e")), out_specs=jax.P("e"), check_vma=check_vma
+    )
+    fast = fp8jax.transform(written, "coat")
+    assert {e.path for e in fast.explain(P, X).quantized if e.is_product} == {"mixer", "gate", "up", "down"}
+    assert_near(fast, written, P)
 
 
 def noisy(scores, other):
