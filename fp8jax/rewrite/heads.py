@@ -28,8 +28,21 @@ _TRANSPARENT = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "add_any"),
 )
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
-# Further elementwise functions between the matmul of a router and the selection of experts.
-_SCORE_FUNCTIONS = ("exp", "exp2", "expm1", "log", "log1p", "sqrt", "square", "integer_pow", "abs", "max", "min", "erf")
+# Further elementwise functions, such as those between a router and the selection of experts.
+_ELEMENTWISE_FUNCTIONS = (
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "sqrt",
+    "square",
+    "integer_pow",
+    "abs",
+    "max",
+    "min",
+    "erf",
+)
 # The operands that are values, not conditions or indices.
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
@@ -99,7 +112,8 @@ class Flow:
         for node in self._graph.walk_nested():
             if node.kind in SELECTION_PRIMITIVES:
                 yield from (
-                    (product, SELECTION_PRIMITIVES[node.kind]) for product in self._scoring_products(node.operands[0])
+                    (product, SELECTION_PRIMITIVES[node.kind])
+                    for product in elementwise_sources(node.operands[0], self._products)
                 )
             if (
                 node.kind == "exp"
@@ -146,27 +160,6 @@ class Flow:
         sources = [self._source_products(operand) for operand in operands]
         return None if node.kind in _SCALINGS and sum(bool(e) for e in sources) > 1 else _union(sources)
 
-    def _scoring_products(self, scores: Value) -> set[Node]:
-        """The matmuls that scores are computed from elementwise. Noise, masks and sums over scores are ignored."""
-        found, visited, todo = set[Node](), set[Value](), [scores]
-        while todo:
-            value = todo.pop()
-            if value in visited or not value.is_data:
-                continue
-            visited.add(value)
-            node = value.node
-            if node is None:
-                todo += [] if value.enclosing_value is None else [value.enclosing_value]
-            elif node in self._products:
-                found.add(node)
-            elif node.bodies:
-                todo += [body.outputs[node.results.index(value)] for body in node.bodies]
-            elif node.kind == "optimization_barrier":
-                todo.append(node.operands[node.results.index(value)])
-            elif node.kind in (*_TRANSPARENT, *_SCORE_FUNCTIONS):
-                todo += node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
-        return found
-
     def _products_of_max(self, value: Value) -> frozenset[Node] | None:
         """The matmuls of whose result a value is the maximum."""
         value, node = _strip_casts_and_layout(value), _strip_casts_and_layout(value).node
@@ -198,6 +191,28 @@ class Flow:
                 result_index = value.node.results.index(value)
                 todo += [body.outputs[result_index] for body in value.node.bodies]
         return {value.node for value in visited if value.node in self._products and value.node is not None}
+
+
+def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
+    """The matmuls that a value is computed from elementwise. Noise, masks and sums over its elements are ignored."""
+    found, visited, todo = set[Node](), set[Value](), [value]
+    while todo:
+        value = todo.pop()
+        if value in visited or not value.is_data:
+            continue
+        visited.add(value)
+        node = value.node
+        if node is None:
+            todo += [] if value.enclosing_value is None else [value.enclosing_value]
+        elif node in products:
+            found.add(node)
+        elif node.bodies:
+            todo += [body.outputs[node.results.index(value)] for body in node.bodies]
+        elif node.kind == "optimization_barrier":
+            todo.append(node.operands[node.results.index(value)])
+        elif node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS):
+            todo += node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+    return found
 
 
 def count_outputs(node: Node, side: int) -> int:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
-from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts, InputFacts
+from fp8jax.ops.dispatch.sharding import explicit_mesh, merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
 from fp8jax.ops.products.linear import (
@@ -72,6 +72,7 @@ class ProductOperation:
         bias: a parameter with one element per output, which is added; or None.
         is_transposed: whether the result has the outputs last although the parameter is the left operand.
         split_sizes: widths into which the result is split along its outputs, as q, k and v; or None.
+        is_stacked: whether the matrices of experts are side by side, along the parameter's first axis.
     """
 
     recipe: Recipe
@@ -86,6 +87,7 @@ class ProductOperation:
     bias: Value | None = None
     is_transposed: bool = False
     split_sizes: tuple[int, ...] | None = None
+    is_stacked: bool = False
 
     @property
     def linear(self) -> Linear:
@@ -129,6 +131,9 @@ class ProductOperation:
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
         stored = self._stored_arrays(interpreter)
         w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        if self.is_stacked and explicit_mesh(x, w) is None:
+            y = self._run_stacked(interpreter, x, w, input_facts, key)
+            return _reshape_if_needed(y, result.shape).astype(result.dtype)
         if self.saved_data is None:
             contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
             y = dot_general(
@@ -169,6 +174,36 @@ class ProductOperation:
                 split_sizes=split_sizes,
             )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
+
+    def _run_stacked(
+        self, interpreter: "Interpreter", x: Array, w: Array, input_facts: InputFacts, key: Array | None
+    ) -> Array:
+        """The product with the matrix of each expert, which has scales of its own. The codes of `x` are made once."""
+        data_axes, weight_axes = self._contracting_axes()
+        numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
+        bias = self._bias(interpreter)
+        keys = None if key is None else jax.random.split(key, w.shape[0])
+
+        def multiply(w: Array, bias: Array | None, key: Array | None) -> Array:
+            y: Array = dot_general(
+                x,
+                w,
+                numbers,
+                preferred_element_type=self.params["preferred_element_type"] or x.dtype,
+                recipe=self.recipe.linear,
+                key=key,
+                input_facts=input_facts,
+                bias=bias,
+                weight=StepWeight(both_layouts=interpreter.both_layouts),
+            )
+            return y
+
+        num_tokens = x.ndim - len(data_axes)
+        bias = None if bias is None else bias.reshape(w.shape[0], -1)
+        y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys)
+        if self.side == 0 and not self.is_transposed:
+            y = jnp.moveaxis(y, range(num_tokens), range(y.ndim - num_tokens, y.ndim))
+        return y
 
     def _bias(self, interpreter: "Interpreter") -> Array | None:
         return None if self.bias is None else interpreter.array(self.bias).reshape(-1)

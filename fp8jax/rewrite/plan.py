@@ -21,7 +21,14 @@ from fp8jax.rewrite.graph import (
     saves_output,
     strip_layout,
 )
-from fp8jax.rewrite.heads import MIN_OUTPUTS, NARROW_REASON, OUTPUT_HEAD_REASON, Flow, count_outputs
+from fp8jax.rewrite.heads import (
+    MIN_OUTPUTS,
+    NARROW_REASON,
+    OUTPUT_HEAD_REASON,
+    Flow,
+    count_outputs,
+    elementwise_sources,
+)
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
     ActivationOperation,
@@ -85,6 +92,7 @@ def plan(
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
     _skip_products_without_state(matmuls)
+    _find_stacked_experts(matmuls)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
@@ -154,6 +162,24 @@ def _skip_products_without_state(matmuls: list[WeightMatmul]) -> None:
         if any(scaling.collects_stats for scaling in linear.states.values()):
             reason = f"has batch axes or groups, and {scaling_names(linear)} scaling keeps one state for each product"
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+
+
+def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
+    """Mark the products of all tokens with all experts, which a product with a batch axis of experts reads.
+
+    An einsum "td,edf->tef" is one product of (inputs, experts * outputs). Its weight has a matrix of each expert.
+    """
+    by_node = {p.node: p for p in matmuls}
+    for reader in matmuls:
+        if reader.node.kind != "dot_general" or not _has_batch_axes(reader):
+            continue
+        batch = reader.node.eqn.params["dimension_numbers"][1][reader.side]
+        sizes = [reader.node.operands[reader.side].shape[axis] for axis in batch]
+        for p in map(by_node.__getitem__, elementwise_sources(reader.data, by_node)):
+            weight = p.node.operands[p.side]
+            numbers = p.node.eqn.params.get("dimension_numbers")
+            if p.node.kind == "dot_general" and not _has_batch_axes(p) and weight.shape[:1] == tuple(sizes):
+                p.is_stacked = 0 not in numbers[0][p.side] and weight.aval.ndim > 1 + len(numbers[0][p.side])
 
 
 def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
@@ -310,6 +336,7 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
         bias=bias_value,
         is_transposed=is_transposed,
         split_sizes=split_sizes,
+        is_stacked=p.is_stacked,
     )
     layout_operands = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.operation_node = operation, node

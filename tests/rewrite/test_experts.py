@@ -8,6 +8,7 @@ from jax import lax
 
 import fp8jax
 from tests.distance import relative
+from tests.programs import residuals
 from tests.rewrite import experts
 from tests.rewrite.experts import CHOSEN, EXPERTS, JOINED, TOKENS, TRANSPOSED, WIDTH, P, X, normal
 from tests.rows import few
@@ -68,6 +69,25 @@ def test_a_writing_is_in_8_bits(name, recipe):
     assert {e.path: e.reason for e in explained.skipped if e.is_product} == {"router": "a router"}
     assert not explained.unquantized_note
     assert_near(fast, written, params)
+
+
+@pytest.mark.parametrize("name", few(["ragged_dot", "one-hot", "dense", "vmap"], "one-hot", "dense"))
+def test_an_expert_of_small_weights_has_scales_of_its_own(name):
+    written = WRITINGS[name][0]
+    params = P | {"up": P["up"] * jnp.array([1, 1e-5, 1, 1])[:, None, None]}
+    (_, (grads, dx)), (_, (want, wanted_dx)) = (
+        values_and_gradients(fn, params) for fn in (fp8jax.transform(written, "coat"), written)
+    )
+    for weight in ("gate", "up", "down"):
+        errors = [relative(a, b) for a, b in zip(grads[weight], want[weight], strict=True)]
+        assert 0 < errors[1] < 2 * np.mean([errors[0], *errors[2:]]), weight
+    assert relative(dx, wanted_dx) < 0.2
+
+
+def test_codes_of_tokens_are_saved_once_for_all_experts():
+    fast = fp8jax.transform(experts.dense, "coat")
+    saved = residuals(lambda p, x: fast(p, x), P, X)
+    assert [shape for dtype, shape in saved if dtype == "uint8" and shape[-1:] == (WIDTH,)] == [X.shape]
 
 
 @pytest.mark.parametrize("name", LEFT)
