@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts, InputFacts
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, NO_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import explicit_mesh, merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
 from fp8jax.ops.products.linear import (
+    ScalingState,
     ScalingStats,
     dot_general,
     flatten_tokens,
@@ -122,7 +123,9 @@ class ProductOperation:
     ) -> Any:
         """The product in the shape and dtype of `result`. With `split_sizes` a tuple of arrays, as computed."""
         if use_inputs.state is not None:
-            return self._run_scaled(interpreter, result.dtype, use_inputs)
+            has_experts = any(self.params["dimension_numbers"][1])
+            run = self._run_scaled_experts if has_experts else self._run_scaled
+            return run(interpreter, result.dtype, use_inputs)
         linear = self.recipe.linear
         x = interpreter.array(self.data if self.saved_data is None else self.saved_data)
         facts = interpreter.get_facts(self.canonical_data, x)
@@ -239,15 +242,48 @@ class ProductOperation:
             input_facts=input_facts,
             weight=weight,
         )
-        if interpreter.stats is None:
-            y = stats_as_cotangents(y, slots, stats)
-        else:
-            use_key = self.use.key  # type: ignore[union-attr]
-            interpreter.stats |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+        y = self._record_stats(interpreter, y, slots, stats)
         y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
         if self.side == 0 and not self.is_transposed:
             y = jnp.moveaxis(y, range(num_leading), range(y.ndim - num_leading, y.ndim))
         return y.astype(dtype)
+
+    def _run_scaled_experts(self, interpreter: "Interpreter", dtype: Any, use_inputs: UseInputs) -> Array:
+        """The products of a batch axis of experts with a stateful scaling, which has a state for each expert."""
+        linear, contract = self.recipe.linear, self._contracting_axes()
+        batch = self.params["dimension_numbers"][1]
+        numbers = contract, (batch if self.side == 1 else batch[::-1])
+        n, data = len(contract[0]), interpreter.array(self.data)
+        left, right = to_matmul_order(data, _apply_layout(self.layout, self._stored_arrays(interpreter)), numbers)
+        num_tokens, num_outputs = left.ndim - 1 - n, right.ndim - 1 - n
+        x, w = merge(left, 1, num_tokens, n), merge(right, 1, n, num_outputs)
+        _, key = interpreter.input_facts(x, None, linear, NO_FACTS)
+        keys = None if key is None else jax.random.split(key, x.shape[0])
+        slots = use_inputs.slots or ScalingStats()
+
+        def multiply(
+            x: Array, w: Array, state: ScalingState, slot: Array | None, key: Array | None
+        ) -> tuple[Array, ScalingStats]:
+            weight = StepWeight(both_layouts=interpreter.both_layouts)
+            y, stats = scaled_linear(x, w, state, slot, recipe=linear, key=key, weight=weight)
+            # An expert without tokens observes nothing.
+            has_tokens = jnp.any(x != 0)
+            return y, stats._replace(x=None if stats.x is None else jnp.where(has_tokens, stats.x, 0))
+
+        y, stats = jax.vmap(multiply)(x, w, use_inputs.state, slots.dy, keys)
+        y = self._record_stats(interpreter, y, slots, stats)
+        y = y.reshape(*left.shape[: 1 + num_tokens], *right.shape[1 + n :])
+        if self.side == 0:
+            y = jnp.moveaxis(y, range(1, 1 + num_tokens), range(y.ndim - num_tokens, y.ndim))
+        return y.astype(dtype)
+
+    def _record_stats(self, interpreter: "Interpreter", y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:
+        """Record statistics in the interpreter; return `y`, whose cotangent gives them to the slots otherwise."""
+        if interpreter.stats is None:
+            return stats_as_cotangents(y, slots, stats)
+        use_key = self.use.key  # type: ignore[union-attr]
+        interpreter.stats |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+        return y
 
     def _contracting_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The contracted axes of the data and of the parameter, in the order of the parameter."""

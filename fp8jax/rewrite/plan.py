@@ -40,7 +40,7 @@ from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHA
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.states import LoopLevel, WeightUse, loop_levels, scaling_names
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
@@ -91,7 +91,7 @@ def plan(
     narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
-    _skip_products_without_state(matmuls)
+    _skip_products_without_state(matmuls, call_info)
     _find_stacked_experts(matmuls)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
@@ -153,15 +153,27 @@ def _has_batch_axes(p: WeightMatmul) -> bool:
     return p.node.kind != "dot_general" or any(p.node.eqn.params["dimension_numbers"][1])
 
 
-def _skip_products_without_state(matmuls: list[WeightMatmul]) -> None:
-    """Choose no recipe for products with several matrices if its scaling keeps one state for each product."""
+def _skip_products_without_state(matmuls: list[WeightMatmul], call_info: CallInfo) -> None:
+    """Choose no recipe for products with several matrices if its scaling has no state for each of them."""
     for p in matmuls:
         linear = p.choice.linear
         if linear is None or p.weight.frozen is not None or not _has_batch_axes(p):
             continue
-        if any(scaling.collects_stats for scaling in linear.states.values()):
-            reason = f"has batch axes or groups, and {scaling_names(linear)} scaling keeps one state for each product"
+        if _collects_stats(linear) and not (call_info.has_expert_states and _has_axis_of_experts(p)):
+            names = scaling_names(linear)
+            reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+
+
+def _collects_stats(linear: Linear) -> bool:
+    return any(scaling.collects_stats for scaling in linear.states.values())
+
+
+def _has_axis_of_experts(p: WeightMatmul) -> bool:
+    """Whether a product has one batch axis, which is the first axis of the parameter as it is stored."""
+    if p.node.kind != "dot_general" or p.weight.layout or p.weight.is_relayouted or p.weight.further_paths:
+        return False
+    return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
 
 
 def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
@@ -192,7 +204,7 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
         if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation):
             continue
         if p.concatenated:
-            if any(scaling.collects_stats for scaling in linear.states.values()):
+            if _collects_stats(linear):
                 raise ValueError(
                     f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
                     f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
@@ -200,9 +212,13 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
                     "as te_current"
                 )
             continue
-        if not isinstance(operation, ProductOperation) or _has_batch_axes(p):
+        has_experts = _has_batch_axes(p)
+        if not isinstance(operation, ProductOperation) or (has_experts and not _collects_stats(linear)):
             continue
-        operation.use = WeightUse(path, counts[path], loop_levels(p.enclosing, p.weight.stored))
+        levels = loop_levels(p.enclosing, p.weight.stored)
+        if has_experts:
+            levels = (*levels, LoopLevel(True, p.node.operands[p.side].shape[0]))
+        operation.use = WeightUse(path, counts[path], levels)
         counts[path] += 1
         uses[operation.use] = linear
     return uses

@@ -1,5 +1,7 @@
 """Experts as users write them: each writing is in 8 bits, or it is listed with a reason and the rest is in 8 bits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,16 +152,94 @@ def test_a_name_that_no_grouped_product_has_is_refused():
 
 
 @pytest.mark.parametrize("recipe", ["te_delayed", "int8_fallback"])
-def test_experts_under_a_scaling_with_a_state_are_left_with_a_reason(recipe):
+def test_grouped_products_under_a_scaling_with_a_state_are_left_with_a_reason(recipe):
     written = experts.block(experts.sorted_tokens(lax.ragged_dot))
     fast = fp8jax.transform(written, recipe)
     explained = fast.explain(P, X)
     assert [e.path for e in explained.quantized if e.is_product] == ["mixer"]
-    assert {e.path for e in explained.skipped if "keeps one state" in e.reason} == {"gate", "up", "down"}
+    assert {e.path for e in explained.skipped if "would need a state" in e.reason} == {"gate", "up", "down"}
     states = fast.init(P, X)
     assert list(states) == ["mixer"]
     with pytest.warns(fp8jax.UnquantizedWarning):
         assert 0 < relative(fast(P, X, states=states), written(P, X)) < 0.1
+
+
+BATCHED = {name: P[name] for name in ("gate", "up", "down")}
+INPUTS = jnp.stack([X, 0.1 * X, 10 * X, X[::-1]])
+WEIGHTS = jnp.cos(jnp.arange(INPUTS.size, dtype=jnp.float32)).reshape(INPUTS.shape)
+
+
+def make_step(fn):
+    """A step of a function with states: its result, gradients and next states."""
+
+    @jax.jit
+    def step(params, states, x, weights):
+        def loss(params, states):
+            y = fn(params, x, states=states)
+            return jnp.vdot(y, weights), y
+
+        (grads, observed), y = jax.grad(loss, (0, 1), has_aux=True)(params, states)
+        return y, grads, fn.advance(states, observed)
+
+    return step
+
+
+def test_each_expert_of_a_batched_product_has_a_delayed_scale_of_its_own():
+    """Steps with all experts equal those of each expert alone. An expert without tokens keeps its history."""
+    one = lambda p, x: (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]  # noqa: E731
+    recipe = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
+    fast, alone = fp8jax.transform(experts.batched, recipe), fp8jax.transform(one, recipe)
+    step, step_alone = make_step(fast), make_step(alone)
+    states, params_alone = (
+        fast.init(BATCHED, INPUTS),
+        [jax.tree.map(lambda w, e=e: w[e], BATCHED) for e in range(EXPERTS)],
+    )
+    states_alone = [alone.init(p, X) for p in params_alone]
+    for x in (INPUTS, 3 * INPUTS.at[1].set(0), 2 * INPUTS):
+        weights = WEIGHTS * (x != 0).any((1, 2), keepdims=True)  # no result of an expert without tokens is used
+        y, grads, states = step(BATCHED, states, x, weights)
+        for e, p in enumerate(params_alone):
+            want, wanted, new = step_alone(p, states_alone[e], x[e], weights[e])
+            states_alone[e] = new if x[e].any() else states_alone[e]
+            np.testing.assert_allclose(y[e], want, rtol=1e-5, atol=1e-5)
+            for name in BATCHED:
+                np.testing.assert_allclose(grads[name][e], wanted[name], rtol=1e-4, atol=1e-4)
+    amax = np.abs(np.asarray(INPUTS)).max((1, 2))
+    history = amax[:, None] * np.array([[2, 3, 1], [2, 1, 0], [2, 3, 1], [2, 3, 1]])
+    np.testing.assert_allclose(states["gate"].state.x, history, rtol=1e-6)
+    for operand in ("x", "dy"):
+        for e in (0, 1):
+            got, want = (getattr(each["down"].state, operand) for each in (states, states_alone[e]))
+            np.testing.assert_allclose(got[e], want, rtol=1e-4)
+
+
+def test_each_expert_of_a_batched_product_has_a_threshold_of_its_own():
+    fast = fp8jax.transform(experts.batched, "int8_fallback")
+    step, states = make_step(fast), fast.init(BATCHED, INPUTS)
+    for x in (INPUTS, INPUTS.at[1].set(0)):
+        y, grads, states = step(BATCHED, states, x, WEIGHTS)
+    # More than 30 % of the blocks of all but the second expert exceed 1, none of the second. It then has no tokens.
+    np.testing.assert_allclose(states["gate"].state.x, [1.3**2, 1 / 1.3, 1.3**2, 1.3**2], rtol=1e-6)
+    want, vjp = jax.vjp(lambda p: experts.batched(p, x), BATCHED)
+    assert 0 < relative(y, want) < 0.05
+    assert 0 < relative(grads, vjp(WEIGHTS)[0]) < 0.1
+
+
+@pytest.mark.slow
+def test_states_of_experts_in_a_scan_over_layers_and_microbatches():
+    """A state for each layer and expert; observations of microbatches are merged by maximum."""
+    stacked = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), BATCHED)
+
+    def fn(p, x):
+        layer = lambda x, w: (experts.batched(w, x), None)  # noqa: E731
+        return lax.map(lambda x: lax.scan(layer, x, p)[0], x)
+
+    fast, x = fp8jax.transform(fn, "te_delayed"), jnp.stack([INPUTS, 2 * INPUTS])
+    states = fast.init(stacked, x)
+    assert states["gate"].state.x.shape == (2, EXPERTS, 1024)
+    state = make_step(fast)(stacked, states, x, jnp.ones_like(x))[2]["gate"].state
+    np.testing.assert_allclose(state.x[0, :, 0], 2 * np.abs(np.asarray(INPUTS)).max((1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(state.w[..., 0], np.abs(np.asarray(stacked["gate"])).max((2, 3)), rtol=1e-6)
 
 
 def all_to_all(p, x):
