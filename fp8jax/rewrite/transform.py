@@ -360,7 +360,8 @@ def transform(
             parameter's
             path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of a head is
             returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A recipe that
-            quantizes no matmul, such as "bf16", changes nothing.
+            quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules names a
+            function with a custom derivative that computes a grouped product.
         params: the arguments with parameters, by position or name. If there are several, paths begin with these.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
             numbers, such as booleans, strings and functions, always are.
