@@ -36,7 +36,14 @@ from fp8jax.rewrite.operations import (
     NormOperation,
     ProductOperation,
 )
-from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, SLICING_PRIMITIVES
+from fp8jax.rewrite.primitives import (
+    CASTS,
+    GATHER_PRIMITIVES,
+    IDENTITY_PRIMITIVES,
+    LAYOUTS,
+    RESHAPES,
+    SLICING_PRIMITIVES,
+)
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
@@ -157,12 +164,20 @@ def _skip_products_without_state(matmuls: list[WeightMatmul], call_info: CallInf
     """Choose no recipe for products with several matrices if its scaling has no state for each of them."""
     for p in matmuls:
         linear = p.choice.linear
-        if linear is None or p.weight.frozen is not None or not _has_batch_axes(p):
+        if linear is None or p.weight.frozen is not None or not _collects_stats(linear):
             continue
-        if _collects_stats(linear) and not (call_info.has_expert_states and _has_axis_of_experts(p)):
-            names = scaling_names(linear)
+        reason, names = "", scaling_names(linear)
+        if _has_batch_axes(p) and not (call_info.has_expert_states and _has_axis_of_experts(p)):
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
+        elif _is_gathered(p):
+            reason = f"gathers its parameter from devices, and {names} scaling keeps a state for the whole parameter"
+        if reason:
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+
+
+def _is_gathered(p: WeightMatmul) -> bool:
+    """Whether the parameter is gathered from devices, inside of `jax.shard_map`."""
+    return p.weight.stored.kind in GATHER_PRIMITIVES
 
 
 def _collects_stats(linear: Linear) -> bool:
@@ -214,6 +229,8 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
             continue
         has_experts = _has_batch_axes(p)
         if not isinstance(operation, ProductOperation) or (has_experts and not _collects_stats(linear)):
+            continue
+        if _is_gathered(p):  # codes of the parameter are of its shard
             continue
         levels = loop_levels(p.enclosing, p.weight.stored)
         if has_experts:

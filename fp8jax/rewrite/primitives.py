@@ -35,6 +35,8 @@ CONCAT_PRIMITIVES = ("concatenate", "stack")
 # The kind of a node that calls a user's function for a grouped product. JAX has no such primitive.
 GROUPED_CALL = "grouped_call"
 GROUPED_KINDS = ("ragged_dot_general", "ragged_dot", GROUPED_CALL)
+# A parameter that is gathered over devices, inside `jax.shard_map`, counts as a parameter.
+GATHER_PRIMITIVES = ("all_gather", "all_gather_invariant")
 PRODUCTS = (
     *("dot_general", "conv_general_dilated", "scaled_dot", "pallas_call"),
     *GROUPED_KINDS,

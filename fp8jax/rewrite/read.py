@@ -14,6 +14,7 @@ from fp8jax.rewrite.graph import Graph, Node, Value, Weight
 from fp8jax.rewrite.primitives import (
     CASTS,
     CONCAT_PRIMITIVES,
+    GATHER_PRIMITIVES,
     IDENTITY_PRIMITIVES,
     LAYOUTS,
     PRODUCTS,
@@ -182,7 +183,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
         node.results[0].constant = _folded_constant(node)
     if node.kind in ("mul", "div") and all(value.is_closure_data or not value.is_data for value in operands):
         node.results[0].weight = _scaled_weight(node)
-    elif node.kind in CONCAT_PRIMITIVES:
+    elif node.kind in (*CONCAT_PRIMITIVES, *GATHER_PRIMITIVES):
         node.results[0].weight = _concatenated_weight(node)
     elif operands and operands[0].weight is not None:
         for result in node.results:
@@ -278,7 +279,7 @@ def _scaled_weight(node: Node) -> Weight | None:
 
 
 def _concatenated_weight(node: Node) -> Weight | None:
-    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins.
+    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins, or of one that devices gather.
 
     Frozen parameters have codes of their own, and cannot be joined.
     """

@@ -276,22 +276,63 @@ def gathered_tokens(p, x):
     return lax.psum_scatter(y.sum(1), "e", tiled=True)
 
 
+def gathered_weights(p, x):
+    """All experts on each device, with the tokens of the device."""
+    p = {name: lax.all_gather(w, "e", tiled=True) if w.ndim == 3 else w for name, w in p.items()}
+    weights, chosen = experts.route(p, x)
+    order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=EXPERTS)
+    dot = lambda x, w: lax.ragged_dot(x, w, sizes)  # noqa: E731
+    inputs = x[order // CHOSEN]
+    y = dot(jax.nn.silu(dot(inputs, p["gate"])) * dot(inputs, p["up"]), p["down"])
+    return (y[jnp.argsort(order)].reshape(-1, CHOSEN, WIDTH) * weights[..., None]).sum(1)
+
+
+def over_devices(layer, check_vma=True):
+    """A block whose tokens and experts are on devices."""
+    mesh = jax.make_mesh((EXPERTS,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: jax.P("e") if P[name].ndim == 3 else jax.P() for name in P}
+    shardings = {"in_specs": (specs, jax.P("e")), "out_specs": jax.P("e")}
+    return jax.shard_map(experts.block(layer), mesh=mesh, check_vma=check_vma, **shardings)
+
+
 @pytest.mark.parametrize(
     ("layer", "check_vma"),
     few(
-        [(layer, check) for layer in (all_to_all, ring, gathered_tokens) for check in (True, False)],
+        [(layer, check) for layer in (all_to_all, ring, gathered_tokens, gathered_weights) for check in (True, False)],
         (gathered_tokens, True),
     ),
 )
 def test_experts_over_devices_are_in_8_bits(layer, check_vma):
-    mesh = jax.make_mesh((EXPERTS,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {name: jax.P("e") if P[name].ndim == 3 else jax.P() for name in P}
-    written = jax.shard_map(
-        experts.block(layer), mesh=mesh, in_specs=(specs, jax.P("e")), out_specs=jax.P("e"), check_vma=check_vma
-    )
+    written = over_devices(layer, check_vma)
     fast = fp8jax.transform(written, "coat")
     assert {e.path for e in fast.explain(P, X).quantized if e.is_product} == {"mixer", "gate", "up", "down"}
     assert_near(fast, written, P)
+
+
+def test_parameters_that_devices_gather_have_no_state():
+    """Another layer keeps its own."""
+
+    def layer(p, x):
+        return jax.nn.silu(x @ lax.all_gather(p["gate"][0], "e", axis=1, tiled=True))[:, :WIDTH]
+
+    rows = fp8jax.transform(over_devices(layer), "te_delayed").explain(P, X)
+    assert [e.path for e in rows.quantized] == ["mixer"]
+    assert [e.path for e in rows.skipped if "gathers its parameter from devices" in e.reason] == ["gate"]
+
+
+@pytest.mark.slow
+def test_a_named_function_in_a_scan_under_remat():
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w[..., ::-1]]), P)
+
+    def layers(dot):
+        layer = jax.checkpoint(lambda x, p: (x + experts.sorted_tokens(dot)(p, x), None))
+        return lambda p, x: lax.scan(layer, x, p)[0]
+
+    rules = [fp8jax.GroupedProduct("own_.*"), "te_current"]
+    fast, same = fp8jax.transform(layers(experts.own_dot), rules), fp8jax.transform(layers(lax.ragged_dot), rules[1])
+    assert {e.path for e in fast.explain(stacked, X).quantized if e.is_product} == {"gate", "up", "down"}
+    got, want = (values_and_gradients(fn, stacked) for fn in (fast, same))
+    assert relative(got, want) < 1e-5
 
 
 def noisy(scores, other):
