@@ -270,6 +270,7 @@ class ProductOperation:
             has_tokens = jnp.any(x != 0)
             return y, stats._replace(x=None if stats.x is None else jnp.where(has_tokens, stats.x, 0))
 
+        assert use_inputs.state is not None
         y, stats = jax.vmap(multiply)(x, w, use_inputs.state, slots.dy, keys)
         y = self._record_stats(interpreter, y, slots, stats)
         y = y.reshape(*left.shape[: 1 + num_tokens], *right.shape[1 + n :])
