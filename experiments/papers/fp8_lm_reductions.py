@@ -110,8 +110,8 @@ def main() -> int:
     ]
     title = "FP8-LM: sums of gradients in 8 bits by fp8jax.dist (Figure 7)"
     device = jax.devices()[0].device_kind
-    common.write("fp8_lm_reductions", title, rows, notes, None, options.results, suffix="_gpus" if gpu else "",
-                 device=f"{have} x {device}" if gpu else None)  # fmt: skip
+    common.write("fp8_lm_reductions_gpus" if gpu else "fp8_lm_reductions", title, rows, notes, None, options.results,
+                 module="fp8_lm_reductions", device=f"{have} x {device}" if gpu else None)  # fmt: skip
     return 0
 
 

@@ -28,6 +28,7 @@ _FLAX_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "quantize": "fp8jax.linen.quantize",
             "unquantize": "fp8jax.linen.unquantize",
+            "Optimizer": "fp8jax.linen.TrainState",
             "lora": "fp8jax.lora.freeze, init and adapt on its parameters, and fp8jax.linen.quantize",
         },
     ),

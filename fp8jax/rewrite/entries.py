@@ -36,6 +36,7 @@ class PlanEntry(NamedTuple):
         runs_per_step: how often it runs in a step.
         frozen: what a product reads in place of a parameter.
         residual_bytes: bytes saved of its input for the backward pass; None if unknown.
+        unquantized_residual_bytes: the same without a recipe, at least.
         flops: of a product in a forward pass, in all iterations of scans; 0 if unknown.
         is_unsupported: whether it is left as written although the rules ask for a recipe.
         may_be_grouped: whether it may be a product of experts that is left as written: a ragged product, one in a
@@ -65,6 +66,7 @@ class PlanEntry(NamedTuple):
     runs_per_step: int = 1
     frozen: FrozenInfo | None = None
     residual_bytes: int | None = None
+    unquantized_residual_bytes: int | None = None
     flops: float = 0
     is_unsupported: bool = False
     may_be_grouped: bool = False

@@ -30,7 +30,7 @@ from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
 from fp8jax.ops.products.weights import StepWeight
-from fp8jax.ops.quantization.packed import should_split_output
+from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
 from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, Equation
@@ -133,7 +133,7 @@ class ProductOperation:
             facts = facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
         stored = self._stored_arrays(interpreter)
-        w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        w, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         if self.is_stacked and explicit_mesh(x, w) is None:
             y = self._run_stacked(interpreter, x, w, input_facts, key)
             return _reshape_if_needed(y, result.shape).astype(result.dtype)
@@ -150,7 +150,7 @@ class ProductOperation:
                 out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
                 bias=self._bias(interpreter),
-                weight=weight,
+                step_weight=step_weight,
                 split_sizes=split_sizes,
             )
             if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
@@ -164,14 +164,13 @@ class ProductOperation:
             else:
                 tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
                 product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
-                weight = weight if weight.values is not None else dataclasses.replace(weight, values=w)
-                weight = weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
+                step_weight = step_weight.with_step(lambda w: merge(w, w.ndim - 1, 1), values=w)
             y = recipe_dot(
                 product_input,
                 matrix,
                 linear,
                 key,
-                weight=weight,
+                step_weight=step_weight,
                 out_spec=spec,
                 bias=self._bias(interpreter),
                 split_sizes=split_sizes,
@@ -197,7 +196,7 @@ class ProductOperation:
                 key=key,
                 input_facts=input_facts,
                 bias=bias,
-                weight=StepWeight(both_layouts=interpreter.both_layouts),
+                step_weight=StepWeight(layout_policy=interpreter.layout_policy),
             )
             return y
 
@@ -216,7 +215,7 @@ class ProductOperation:
         linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
         stored = self._stored_arrays(interpreter)
-        parameter, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        parameter, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         data = interpreter.array(self.data if self.saved_data is None else self.saved_data).reshape(self.data.shape)
         left, right = to_matmul_order(data, parameter, numbers)
         num_leading, outputs = left.ndim - n, right.ndim - n
@@ -226,8 +225,9 @@ class ProductOperation:
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
         if w is not stored[0]:
-            weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
-            weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
+            step_weight = step_weight.with_step(
+                lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs), values=stored[0]
+            )
         slots = use_inputs.slots or ScalingStats()
         assert use_inputs.state is not None
         y, stats = scaled_linear(
@@ -240,7 +240,7 @@ class ProductOperation:
             key=key,
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
-            weight=weight,
+            step_weight=step_weight,
         )
         y = self._record_stats(interpreter, y, slots, stats)
         y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
@@ -264,8 +264,8 @@ class ProductOperation:
         def multiply(
             x: Array, w: Array, state: ScalingState, slot: Array | None, key: Array | None
         ) -> tuple[Array, ScalingStats]:
-            weight = StepWeight(both_layouts=interpreter.both_layouts)
-            y, stats = scaled_linear(x, w, state, slot, recipe=linear, key=key, weight=weight)
+            step_weight = StepWeight(layout_policy=interpreter.layout_policy)
+            y, stats = scaled_linear(x, w, state, slot, recipe=linear, key=key, step_weight=step_weight)
             # An expert without tokens observes nothing.
             has_tokens = jnp.any(x != 0)
             return y, stats._replace(x=None if stats.x is None else jnp.where(has_tokens, stats.x, 0))
@@ -304,13 +304,13 @@ class ProductOperation:
             last = self.layout[-1].node
             return StepWeight(
                 values=stored,
-                layout=functools.partial(_apply_layout, self.layout),
+                to_weight=functools.partial(_apply_layout, self.layout),
                 transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
-                both_layouts=interpreter.both_layouts,
+                layout_policy=interpreter.layout_policy,
             )
         _, contract = self._contracting_axes()
         is_matrix = tuple(contract) == tuple(range(len(contract)))  # (inputs, outputs), as the given codes
-        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.both_layouts)
+        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.layout_policy)
 
 
 @dataclasses.dataclass(eq=False)
@@ -369,7 +369,7 @@ class RaggedOperation:
             key=key,
             dimension_numbers=numbers,
             preferred_element_type=node.results[0].dtype,
-            weight=StepWeight(both_layouts=interpreter.both_layouts),
+            step_weight=StepWeight(layout_policy=interpreter.layout_policy),
             input_facts=input_facts,
         )
         return [y]

@@ -48,19 +48,19 @@ class CallPlan(NamedTuple):
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
 
-    def explain(self, rows: Sequence[PlanEntry] | None = None, program: Any = None) -> Explanation:
-        """The plan as a table.
+    def explain(self, rows: Sequence[PlanEntry] | None = None, inspect: Callable[[], Any] | None = None) -> Explanation:
+        """The plan for a reader.
 
         Args:
             rows: the rows to show in place of those of `list_rows`.
-            program: the compiled program, `fp8jax.modules.compiled.Program`.
+            inspect: compiles the program, as in `Explanation`.
         """
         notes = (
             f"a call raises ValueError: {self.error}" if self.error else None,
             choice.missing_kernels_advice(),
         )
         rows = self.list_rows() if rows is None else rows
-        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), program)
+        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), inspect)
 
 
 class Notices:

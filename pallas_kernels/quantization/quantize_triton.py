@@ -245,7 +245,7 @@ def quantize(
     column_scale: Array | None = None,
     amax: Array | None = None,
     round_up_bf16: bool = False,
-    words: Array | None = None,
+    seed: Array | None = None,
     place: Array | None = None,
     sums: bool = False,
     launch: QuantizeLaunch | None = None,
@@ -262,7 +262,7 @@ def quantize(
         amax: largest finite magnitude of `x`, fp32 scalar. It determines the missing scales of kind "tensor", which are
             then returned.
         round_up_bf16: whether it is rounded up to bf16.
-        words: two uint32 random words, new in every call, for stochastic rounding.
+        seed: two uint32 random words, new in every call, for stochastic rounding.
         place: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
             part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
             column.
@@ -282,7 +282,7 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             quantize_x = functools.partial(
-                quantize, x, words=words, place=place, launch=launch, compute_capability=compute_capability
+                quantize, x, seed=seed, place=place, launch=launch, compute_capability=compute_capability
             )
             first, _, column_sums = quantize_x(
                 rows, None, row_scale=row_scale, amax=amax, round_up_bf16=round_up_bf16, sums=sums
@@ -299,8 +299,8 @@ def quantize(
         raise ValueError(f"the quantize kernel cannot run: {reason}")
     if is_same and (rows is None or rows.kind not in ("tensor", "block")):
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
-    if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
-        raise ValueError("stochastic rounding needs words")
+    if any(c is not None and c.stochastic for c in (rows, coding)) and seed is None:
+        raise ValueError("stochastic rounding needs a seed")
     launch = launch or _best_launch(rows, coding, is_same, dtype)
     shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
     placeholder = jnp.ones((1, 1), jnp.float32)
@@ -322,8 +322,8 @@ def quantize(
         constants[1] = constants[1]._replace(kind="same")
     constants[0] = constants[0]._replace(writes_codes=writes_rows)
     noise = jnp.zeros(4, jnp.uint32)
-    if words is not None:
-        noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
+    if seed is not None:
+        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if place is None else place])
     tiles_m = -(-m // launch.block_m)
     shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
     if len(matrices) > 1 and COLUMN_ALIGNMENT % launch.block_n:

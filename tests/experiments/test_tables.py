@@ -20,7 +20,6 @@ from experiments.models.llama import Llama, LlamaConfig
 from experiments.papers import (
     coat_activations,
     coat_efficiency,
-    coat_expansion,
     coat_memory,
     coat_optimizer,
     coat_speed,
@@ -442,20 +441,3 @@ def test_steps_by_how_weights_are_scaled_stand_beside_the_papers():
     assert rows["moss, weights just in time", "%"].value == pytest.approx(100 * 10 / 200)
     assert rows["moss, weights just in time", "%"].paper == pytest.approx(100 * 3.6 / 68.5)
     assert moss_speed.scalings({"rows": []}) == []
-
-
-@pytest.mark.parametrize("b2", coat_expansion.DECAYS)
-def test_moments_of_the_table_of_expansion_are_adam_s(b2):
-    gradients = np.random.default_rng(0).standard_normal((140, 4, 128)).astype(np.float32)
-    tx = optax.scale_by_adam(coat_expansion.B1, b2, coat_expansion.EPS)
-    state, exact = tx.init(jnp.zeros((4, 128))), []
-    for g in gradients:
-        direction, state = jax.jit(tx.update)(jnp.asarray(g), state)
-        exact.append(direction)
-    found = list(coat_expansion.moments({"w": gradients}, b2))
-    assert len(found) == 2
-    for (m, v), direction in zip(found, exact[119::20], strict=True):
-        np.testing.assert_allclose(m / (np.sqrt(v) + coat_expansion.EPS), direction, rtol=1e-3, atol=1e-5)
-    errors = [coat_expansion.error({"w": gradients}, b2, expand) for expand in coat_expansion.ARMS.values()]
-    # Half a step of 3 bits at most in each moment; expansion leaves less.
-    assert max(errors[1:]) < errors[0] < 2.0**-4

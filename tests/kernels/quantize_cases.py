@@ -210,7 +210,7 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     x[::32, ::32] = 4.0  # of every block the largest
     x[32, 0], x[64, 0], x[-1, -1] = np.nextafter(np.float32(4), np.float32(9)), 8.0, 1e-42
     run = functools.partial(fallback_triton.quantize, threshold=jnp.float32(4.0), side=side)
-    found = run(jnp.asarray(x), words=words)
+    found = run(jnp.asarray(x), seed=words)
     used = np.zeros((-(-shape[0] // side), -(-shape[1] // side)), bool)
     used[1, 0] = used[2, 0] = True  # above the threshold, and not at it
     falls = np.kron(used, np.ones((side, side), bool))[: shape[0], : shape[1]]
@@ -229,10 +229,10 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     drawn = np.asarray(found.stochastic)
     for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
         place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
-        part = run(jnp.asarray(x[top:, left:]), words=words, place=place)
+        part = run(jnp.asarray(x[top:, left:]), seed=words, place=place)
         wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.stochastic), drawn[top:, left:])
     wrong["noise of other words"] = sum(
-        int((np.asarray(run(jnp.asarray(x), words=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())
+        int((np.asarray(run(jnp.asarray(x), seed=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())
         for other in ([1, 3], [2, 2])
     )
     return wrong
@@ -315,7 +315,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     values = np.asarray(dataclasses.replace(want, scale=finite).dequantize())
     row = jnp.zeros(shape).at[m // 2].set(1.0)
     _, dweight, *_ = norm_triton.backward(
-        Operation(scaled=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
+        Operation(has_scale=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
         row, jnp.float32,
     )  # fmt: skip
     assert dweight is not None
@@ -393,7 +393,7 @@ def wrong_where_computed(name: str) -> list[int]:
 
     fmt, found = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
-    operation = quantize_recomputed_triton.Operation(gated=False, exact=True, dtype=0)
+    operation = quantize_recomputed_triton.Operation(gated=False, reads_arrays=True, dtype=0)
     result = fused_outputs.FusedOutputs(
         operation, (quantize_recomputed_triton.RESULT,), quantize_recomputed_triton.Operands(jnp.asarray(x))
     )

@@ -12,6 +12,7 @@ from fp8jax.core import derivatives
 from fp8jax.ops.autodiff import residuals
 from fp8jax.ops.autodiff.residuals import NO_FACTS, GradientFacts
 from fp8jax.ops.dispatch import choice
+from fp8jax.ops.products import product
 from fp8jax.ops.products.linear import linears
 from fp8jax.ops.products.operands import CodesResidual
 from fp8jax.ops.products.weights import freeze
@@ -227,7 +228,8 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
         return operand(self, side, cotangent_facts)
 
     monkeypatch.setattr(CodesResidual, "operand", predicting)
-    monkeypatch.setattr(residuals, "current_gradient_facts", lambda: known)
+    for module in (residuals, product):
+        monkeypatch.setattr(module, "current_gradient_facts", lambda: known)
 
     @jax.jit
     def program(x):

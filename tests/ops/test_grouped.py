@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.ops.matmul.grouped import Groups, PaddedTokens, grouped_matmul, grouped_matmul_dw
+from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.ops.dispatch.choice import record_choices, target
+from fp8jax.ops.matmul import grouped_hopper
+from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
 from fp8jax.ops.quantization.quantize import quantize
+from pallas_kernels.matmul import grouped_mosaic
+from tests.distance import relative
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 300, 256, 192, 4
 SIZES = {
@@ -160,6 +166,11 @@ def test_bad_input():
         grouped_matmul(jnp.asarray(DY), w, groups)
     with pytest.raises(ValueError, match="unknown impl 'fast'"):
         grouped_matmul(x, w, groups, impl="fast")
+    with target(capability=80), pytest.raises(ValueError, match=r"'mosaic' cannot run: .* needs a Hopper GPU"):
+        grouped_matmul(x, w, groups, impl="mosaic")
+    with record_choices() as choices, target(capability=90, kernels=False):
+        jax.eval_shape(grouped_matmul, x, w, groups)
+    assert "kernels are switched off" in choices[0][1].reason
     with pytest.raises(ValueError, match=r"takes \(n, 896\), not \(256, 300\)"):
         grouped_matmul_dw(x.T, jnp.asarray(DY).T, padded("even", ROWS))
 
@@ -173,3 +184,46 @@ def test_no_operation_has_the_size_of_all_experts():
     shape = f"[{GROUPS},{OUTPUTS},{INPUTS}]"
     assert f"u8{shape}" in text
     assert not [dtype for dtype in ("f32", "bf16", "f16") if f"{dtype}{shape}" in text]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels that run in the interpreter."""
+    for name in ("grouped_matmul", "grouped_matmul_dw"):
+        kernel = functools.partial(getattr(grouped_mosaic, name), interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(grouped_mosaic, name, kernel)
+
+
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec"), [("e4m3:token", "e4m3"), ("e4m3", "e4m3:token"), ("e4m3:group32", "e4m3")]
+)
+def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec):
+    """Groups that start behind the first row; codes that the kernel does not take are decoded."""
+    groups = Groups.from_sizes(jnp.array([9, 13, 0, 16]), 40, jnp.int32(1), 3)
+    x, w = quantize(jnp.asarray(X[:40, :128]), x_spec)[0], encode_groups(jnp.asarray(W[:3, :64, :128]), w_spec)
+    choice, kernel = grouped_hopper.choose_kernel(x, w, 128)
+    assert (choice.impl, kernel) == ("mosaic", "bf16" if "group" in x_spec else "codes")
+    got = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
+    assert relative(got, grouped_matmul(x, w, groups, impl="xla")) < (1e-2 if kernel == "bf16" else 1e-6)
+    assert not got[:9].any()
+    assert not got[38:].any()
+
+
+@pytest.mark.parametrize("spec", ["rows of codes", "e4m3:group128", None])
+def test_kernel_of_tokens_is_given_the_scales_of_codes(interpreted, spec):
+    places = PaddedTokens.from_groups(Groups.from_sizes(jnp.array([9, 0, 13]), 40), 40)
+    x, dy = (jnp.asarray(m[:40, :64], jnp.bfloat16).at[30:].set(jnp.nan) for m in (X, DY))
+    if spec == "rows of codes":
+        a, b = (UnpaddedRows(quantize(m, "e4m3")[0]) for m in (x, dy))
+    elif spec is None:
+        a, b = UnpaddedRows(x), UnpaddedRows(dy)
+    else:
+        a, b = (quantize(places.pad(m), None, spec)[1] for m in (x, dy))
+    scales = {"scale": jnp.array([1.0, 2, 3]), "row_scale": jnp.asarray(RNG.uniform(1, 2, (3, 64)), jnp.float32)}
+    _, kernel = grouped_hopper.choose_kernel(a, b, 40)
+    bounds, given = (places.starts, places.starts + places.lengths), (*scales.values(), None)
+    with target(kernels=False):  # codes are transposed by XLA
+        got = grouped_hopper.multiply_tokens(kernel, True, 0, jnp.float32, a, b, places.rows, *bounds, *given)
+    want = grouped_matmul_dw(a, b, places, **scales, impl="xla")
+    assert relative(got, want) < (1e-2 if kernel == "bf16" else 1e-6)
+    assert not got[1].any()

@@ -160,7 +160,7 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = partition.Notation(
+    notation_ = partition.ShardingRule(
         *([partition.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
     )
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
@@ -169,7 +169,7 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
 
 
 def test_what_a_notation_says_of_cuts():
-    of = lambda *sides: partition.Notation(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    of = lambda *sides: partition.ShardingRule(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
     two = of(("m n/4", "m n"), ("m n/6",))
     assert (two.unit("n"), two.unit("m")) == (12, 1)
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
@@ -268,7 +268,7 @@ def stand_ins(monkeypatch):
         column_scale,
         amax,
         round_up_bf16,
-        words,
+        seed,
         place,
         sums,
         compute_capability,
@@ -282,9 +282,9 @@ def stand_ins(monkeypatch):
                 return None
             formats = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8}
             name = {jnp.dtype(f): n for n, f in formats.items()}[coding.dtype]
-            if words is not None:
+            if seed is not None:
                 i, j = (lax.broadcasted_iota(jnp.uint32, y.shape, axis) for axis in (0, 1))
-                number = (i // 4) * place[0] + j + place[1] + words[0]
+                number = (i // 4) * place[0] + j + place[1] + seed[0]
                 codes = (number % 251).astype(jnp.uint8).view(jnp.int8)
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
@@ -354,7 +354,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     mesh, x, up, dy = mesh_of(kind), *(draw(i, 1024, 64) for i in range(3))
     weight = draw(3, 64)
     spec = QuantSpec("e4m3", "group", 16)
-    norm = fused_outputs._describe(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
+    norm = fused_outputs._describe(x, spec, jnp.float32, True, {"centered": True, "has_scale": True, "has_bias": True})
     gated = fused_outputs._describe(
         x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False}
     )
@@ -362,13 +362,13 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
 
     def everything(on, x, up, dy, weight):
-        codes, scales, inverse, mean, peak, made = on.forward(
+        codes, scales, inverse, mean, amax, made = on.forward(
             norm, x, weight, weight, 1e-6, coding, result=(jnp.float32(0.01), jnp.float8_e4m3fn)
         )
         back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
         parts, top, _ = on.encode_activation_residuals(gated, x, up, coding)
-        exact, plain = gated._replace(exact=True), Operands(x, up=up)
-        sample = on.peaks(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
+        exact, plain = gated._replace(reads_arrays=True), Operands(x, up=up)
+        sample = on.compute_amaxes(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
         (g, gs), (u, us) = parts[:2]
         kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
         ahead = on.quantize_and_predict(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
@@ -376,13 +376,13 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
         )
         mended = on.requantize_if(exact, (RESULT,), plain, made, jnp.float32(0.02), top > 0)
-        of_norm = Operands(x, inverse=inverse, mean=mean, weight=weight, bias=weight)
-        again = on.requantize_if(norm._replace(exact=True), (NORM,), of_norm, made, jnp.float32(0.02), peak > 0)
+        of_norm = Operands(x, rstd=inverse, mean=mean, weight=weight, bias=weight)
+        again = on.requantize_if(norm._replace(reads_arrays=True), (NORM,), of_norm, made, jnp.float32(0.02), amax > 0)
         exact_parts = (
             codes,
             scales,
             inverse,
-            peak,
+            amax,
             made,
             parts,
             top,
@@ -393,7 +393,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             again,
             back[0],
         )
-        asked = [on.peaks(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
+        asked = [on.compute_amaxes(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
         return (*exact_parts, asked), [*back[1:], *totals]
 
     wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
@@ -447,26 +447,26 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         inner, stride = run or (codes.size, 1)
         n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
         number = n // inner * stride + n % inner
-        words = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
+        index = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
         change = grad / 1024
         if in_place:
             change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
             change = round_stochastic(change, seed)
-        return change, mu, (codes, lax.bitcast_convert_type(words, jnp.float32), exponent)
+        return change, mu, (codes, lax.bitcast_convert_type(index, jnp.float32), exponent)
 
     monkeypatch.setattr(adamw_triton, "adamw", stand_in)
     shape, size = (4, 8, 256), 32
     spec = QuantSpec("e4m3", "group", size, expand=True)
     dtype = jnp.bfloat16 if stochastic else jnp.float32
-    words = noise.step_seed(jnp.int32(3))
+    seed = noise.step_seed(jnp.int32(3))
     weight = draw(1, *shape).astype(dtype)
     leaf = Leaf(
         draw(0, *shape), weight, quantize_with_scale(draw(2, *shape), spec, None),
         quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None),
-        weight_seed=words if stochastic else None, salt=7,
+        weight_seed=seed if stochastic else None, salt=7,
     )  # fmt: skip
-    adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=words)
+    adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=seed)
 
     def run(leaf):
         new, _, mu, nu, _ = adamw.step_leaves(adam, [leaf])[0]
@@ -478,10 +478,10 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     for layout in layouts:
         placed = jax.tree.map(lambda x: place(mesh, x, *(layout if x.ndim == 3 else ())), leaf)  # noqa: B023
         new, codes, found = jax.jit(run)(placed)
-        same(found, np.asarray(words)[0] + numbers)
+        same(found, np.asarray(seed)[0] + numbers)
         same(codes, leaf.mu.codes)
         moved = weight.astype(jnp.float32) + leaf.grad / 1024
-        same(new, round_stochastic(moved, words) if stochastic else moved)
+        same(new, round_stochastic(moved, seed) if stochastic else moved)
 
 
 def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(monkeypatch, tmp_path):

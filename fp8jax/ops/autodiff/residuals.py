@@ -311,9 +311,9 @@ def with_saved_vjp(
     """
     y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.qualified_op_name(name)
-    token = derivatives.second_order_guard(name, *inputs)
+    guard = derivatives.second_order_guard(name, *inputs)
     config = _VjpConfig(operation, returns_input, current_gradient_facts(), name)
-    result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, token)
+    result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, guard)
     return result
 
 
@@ -328,23 +328,23 @@ class _VjpConfig(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saved_vjp(
-    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
+    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, guard: Array
 ) -> tuple[Array, Array | None]:
-    return _forward(config, inputs, residuals, y, token)[0]
+    return _forward(config, inputs, residuals, y, guard)[0]
 
 
 def _forward(
-    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
+    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, guard: Array
 ) -> tuple[Any, Any]:
     kinds = tuple(None if x is None else DtypeAndSharding.from_array(x) for x in inputs)
-    y, x = derivatives.differentiable_once(config.name, y, token), inputs[0]
+    y, x = derivatives.differentiable_once(config.name, y, guard), inputs[0]
     if config.returns_input and x is not None:
-        return (match_vmap_axes(y, x), match_vmap_axes(x, y)), (residuals, kinds, token)
-    return (y, None), (residuals, kinds, token)
+        return (match_vmap_axes(y, x), match_vmap_axes(x, y)), (residuals, kinds, guard)
+    return (y, None), (residuals, kinds, guard)
 
 
 def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
-    (operation_residuals, kinds, token), (dy, passthrough_cotangent) = residuals, cotangents
+    (operation_residuals, kinds, guard), (dy, passthrough_cotangent) = residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
     values = lax.stop_gradient((dy, passthrough_cotangent))
     predicted = (config.gradient_facts.pop(dy) or NO_FACTS).predicted
@@ -354,7 +354,7 @@ def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any,
         for ct, kind in zip(cotangents_in, kinds, strict=True)
     )
     input_cotangents = derivatives.differentiable_once(
-        config.name, input_cotangents, (dy, passthrough_cotangent, token)
+        config.name, input_cotangents, (dy, passthrough_cotangent, guard)
     )
     for ct, ct_facts in zip(input_cotangents, facts, strict=False):
         config.gradient_facts.attach(ct, ct_facts)

@@ -93,7 +93,7 @@ class DimSharding(NamedTuple):
 UNSHARDED = DimSharding({})
 
 
-class Notation(NamedTuple):
+class ShardingRule(NamedTuple):
     """How a call may be sharded.
 
     Attributes:
@@ -124,8 +124,8 @@ class Notation(NamedTuple):
         sizes = [d.block for side in (self.ins, self.outs) for dims in side for d in dims if d.name == name]
         return math.lcm(*sizes, *(unit for unit_name, unit in self.units if unit_name == name))
 
-    def with_batch_dim(self, name: str, is_mapped: Sequence[bool]) -> "Notation":
-        """Return the notation with a leading dimension of all results and of the mapped operands."""
+    def with_batch_dim(self, name: str, is_mapped: Sequence[bool]) -> "ShardingRule":
+        """Return the rule with a leading dimension of all results and of the mapped operands."""
         batch_dim = (Dimension(name),)
         ins = tuple(batch_dim + d if b else d for d, b in zip(self.ins, is_mapped, strict=True))
         return self._replace(ins=ins, outs=tuple(batch_dim + d for d in self.outs))
@@ -342,12 +342,12 @@ def run_partitioned(
     global_types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     results = jax.eval_shape(functools.partial(call_on_shards, UNSHARDED), *global_types)
     in_out_dims = tuple(_match_dimensions(ins, tuple(operands))), tuple(_match_dimensions(outs, results))
-    notation = Notation(*in_out_dims, tuple((units or {}).items()), sum_dim)
-    digest = hashlib.sha256(repr((static, notation, _code_digest())).encode()).hexdigest()[:16]
+    rule = ShardingRule(*in_out_dims, tuple((units or {}).items()), sum_dim)
+    digest = hashlib.sha256(repr((static, rule, _code_digest())).encode()).hexdigest()[:16]
     run_leaves = _partitioned_call(
         f"{name}_{digest}",
         lambda sharding, *x: jax.tree.leaves(call_on_shards(sharding, *x)),
-        notation,
+        rule,
         0,
         out_spec,
         is_kernel,
@@ -396,7 +396,7 @@ def _match_dimensions(notation: Any, tree: Any) -> list[Dimensions]:
 def _partitioned_call(
     name: str,
     function: Callable[..., Sequence[Array]],
-    notation: Notation,
+    rule: ShardingRule,
     batch_depth: int,
     out_spec: Sequence[Any] | None,
     is_kernel: bool,
@@ -409,8 +409,8 @@ def _partitioned_call(
 
     def call(*arrays: Array) -> tuple[Array, ...]:
         if any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
-            return _call_on_explicit_axes(function, notation, arrays, out_spec)
-        return _call_on_auto_axes(function, notation, arrays)
+            return _call_on_explicit_axes(function, rule, arrays, out_spec)
+        return _call_on_auto_axes(function, rule, arrays)
 
     call.__name__ = name
 
@@ -420,7 +420,7 @@ def _partitioned_call(
         return jax.jit(call)(*arrays)
 
     @mapped.def_vmap
-    def rule(size: int, batched: Sequence[bool], *arrays: Array) -> Any:
+    def batching_rule(size: int, batched: Sequence[bool], *arrays: Array) -> Any:
         def batched_function(sharding: DimSharding, *shards: Array) -> Sequence[Array]:
             if not is_kernel:
                 axes = [0 if b else None for b in batched]
@@ -436,34 +436,34 @@ def _partitioned_call(
             return lax.map(call_row, tuple(x for x, b in zip(shards, batched, strict=True) if b))
 
         batched_key = "".join(str(int(b)) for b in batched)
-        batched_notation = notation.with_batch_dim(f"batch{batch_depth}", batched)
+        batched_rule = rule.with_batch_dim(f"batch{batch_depth}", batched)
         spec = out_spec and (None, *out_spec)
         results = _partitioned_call(
-            f"{name}_{batched_key}", batched_function, batched_notation, batch_depth + 1, spec, is_kernel
+            f"{name}_{batched_key}", batched_function, batched_rule, batch_depth + 1, spec, is_kernel
         )(*arrays)
         return results, (True,) * len(results)
 
     return mapped
 
 
-def _call_on_auto_axes(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    lengths, count = notation.lengths([x.shape for x in arrays]), len(arrays)
+def _call_on_auto_axes(function: Callable, rule: ShardingRule, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    lengths, count = rule.lengths([x.shape for x in arrays]), len(arrays)
     closed_jaxpr = jax.make_jaxpr(lambda *shards: tuple(function(UNSHARDED, *shards)))(*arrays)
     call_mesh = jax.sharding.get_abstract_mesh()
     # This makes XLA number the devices of a group in the mesh's order; see `Placement`.
     order_anchor = (np.int8(0),) if AxisType.Manual in call_mesh.axis_types else ()
     # custom_partitioning needs constants, such as tables, as operands.
-    ins = (*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in closed_jaxpr.consts))
-    full_notation = notation._replace(ins=ins, outs=(*((),) * len(order_anchor), *notation.outs))
+    ins = (*rule.ins, *((Dimension(None),) * jnp.ndim(x) for x in closed_jaxpr.consts))
+    full_rule = rule._replace(ins=ins, outs=(*((),) * len(order_anchor), *rule.outs))
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         """Partition a call; XLA's partitioner calls this once per call in a program."""
         call_placement = Placement.from_operand(mesh, call_mesh, arguments[0])
         operand_specs = [call_placement.spec(x) for x in arguments[:count]]
-        out_spec = call_placement.spec(results[-1]) if notation.sum_dim else None
-        sharding = notation.assign(lengths, operand_specs, dict(call_placement.group.shape), out_spec)
+        out_spec = call_placement.spec(results[-1]) if rule.sum_dim else None
+        sharding = rule.assign(lengths, operand_specs, dict(call_placement.group.shape), out_spec)
         ins, outs = (
-            tuple(NamedSharding(call_placement.group, spec) for spec in side) for side in full_notation.specs(sharding)
+            tuple(NamedSharding(call_placement.group, spec) for spec in side) for side in full_rule.specs(sharding)
         )
 
         def call_on_shards(*shards: Array) -> tuple[Array, ...]:
@@ -472,21 +472,21 @@ def _call_on_auto_axes(function: Callable, notation: Notation, arrays: tuple[Arr
 
         return call_placement.mesh, call_on_shards, outs, ins
 
-    def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
+    def shardy_rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
         axis_sizes = auto_axis_sizes(call_mesh) if order_anchor else dict(mesh.shape)
-        return full_notation.shardy_rule(lengths, math.lcm(*axis_sizes.values()) if axis_sizes else jax.device_count())
+        return full_rule.shardy_rule(lengths, math.lcm(*axis_sizes.values()) if axis_sizes else jax.device_count())
 
     def run(*operands: Array) -> tuple[Array, ...]:
         return (*order_anchor, *jax.core.eval_jaxpr(closed_jaxpr.jaxpr, operands[count:], *operands[:count]))
 
     call = custom_partitioning(run)
-    call.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+    call.def_partition(partition, sharding_rule=shardy_rule, decode_shardings=False)
     outputs: tuple[Array, ...] = call(*arrays, *closed_jaxpr.consts)
     return outputs[len(order_anchor) :]
 
 
 def _call_on_explicit_axes(
-    function: Callable, notation: Notation, arrays: tuple[Array, ...], out_spec: Sequence[Any] | None
+    function: Callable, rule: ShardingRule, arrays: tuple[Array, ...], out_spec: Sequence[Any] | None
 ) -> tuple[Array, ...]:
     """Reshard the operands as the notation allows, and run `function(sharding, *shards)` in `jax.shard_map`.
 
@@ -496,14 +496,14 @@ def _call_on_explicit_axes(
     named_shardings = [jax.typeof(x).sharding for x in arrays]
     mesh = next(named.mesh for named in named_shardings if named.mesh.explicit_axes)
     sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
-    sharding = notation.assign(
-        notation.lengths([x.shape for x in arrays]), [named.spec for named in named_shardings], sizes, out_spec
+    sharding = rule.assign(
+        rule.lengths([x.shape for x in arrays]), [named.spec for named in named_shardings], sizes, out_spec
     )
-    ins, outs = notation.specs(sharding)
+    ins, outs = rule.specs(sharding)
     resharded = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
     if auto_axis_sizes(mesh):  # XLA may shard each part further
         out_shardings = tuple(NamedSharding(mesh, spec) for spec in outs)
-        run = functools.partial(_call_on_auto_axes, function, notation)
+        run = functools.partial(_call_on_auto_axes, function, rule)
         return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=out_shardings)(*resharded)
     run = functools.partial(function, sharding)
     # `jax.shard_map` takes an empty set as all axes, except those that `jax.vmap` hides while it traces.

@@ -234,7 +234,7 @@ def _step_by_kernel(adam: Adam, leaf: Leaf) -> StepResult:
             jnp.stack([scale.reshape(-1) for scale in scale_rows]),
             fp8lm_triton.FP8LMScalars(*x.scalars),
             in_place=leaf.in_place,
-            words=seed,
+            seed=seed,
             run=run,
             rounding=half_step(leaf.dtype),
             compute_capability=capability(),

@@ -3,7 +3,6 @@
 `scaled_linear` has a stateful scaling, whose state the caller holds.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from fp8jax.ops.dispatch.sharding import (
     transpose_sharding,
 )
 from fp8jax.ops.products.operands import Input, fallback_input_source, input_source
-from fp8jax.ops.products.product import Scales, output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.product import Scales, output_spec, recipe_dot
 from fp8jax.ops.products.weights import NO_CODES, FrozenWeight, QuantizedWeight, StepWeight
 from fp8jax.recipes import linear_part
 
@@ -71,7 +70,7 @@ def linear(
         w,
         require_stateless(recipe),
         key,
-        weight=StepWeight.from_codes(quantized),
+        step_weight=StepWeight.from_codes(quantized),
         out_spec=out_spec,
         bias=bias,
     )
@@ -90,7 +89,7 @@ def dot_general(
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
     bias: Array | None = None,
-    weight: StepWeight = NO_CODES,
+    step_weight: StepWeight = NO_CODES,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """`jax.lax.dot_general` with the matmuls of a recipe: `lhs` is the input, `rhs` the weight.
@@ -105,7 +104,7 @@ def dot_general(
         quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs); without batch axes.
         input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
-        weight: as of `recipe_dot`, in place of `quantized`.
+        step_weight: as of `recipe_dot`, in place of `quantized`.
         split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
 
     Returns:
@@ -133,33 +132,37 @@ def dot_general(
     if batch:
         if bias is not None:
             raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
-        if quantized is not None or weight.dgrad_codes is not None:
+        if quantized is not None or step_weight.dgrad_codes is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        each = StepWeight(both_layouts=weight.both_layouts)
-        y = jax.vmap(lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, weight=each, out_spec=batched_spec))(
-            x, w, keys
-        )
+        each = StepWeight(layout_policy=step_weight.layout_policy)
+        y = jax.vmap(
+            lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, step_weight=each, out_spec=batched_spec)
+        )(x, w, keys)
     else:
         # Products share the codes of an array, whatever axes they contract. So they must all contract the last axes.
         is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
-        is_view = is_shareable and c == 1
-        matrix_spec = merge_spec(out_spec, (*([1] * len(tokens) if is_view else [len(tokens)]), len(outputs)))
+        differentiates_source = is_shareable and c == 1
+        matrix_spec = merge_spec(
+            out_spec, (*([1] * len(tokens) if differentiates_source else [len(tokens)]), len(outputs))
+        )
         if quantized is not None:
-            weight = StepWeight.from_codes(quantized)
+            step_weight = StepWeight.from_codes(quantized)
         if w is not rhs:
-            weight = weight if weight.values is not None else dataclasses.replace(weight, values=rhs)
-            weight = weight.with_step(
+            step_weight = step_weight.with_step(
                 lambda w: merge(weight_to_matmul_order(w, dimension_numbers), c, len(outputs)),
-                transposed=rhs.ndim == 2 and not weight.transposed,
+                values=rhs,
+                transposed=rhs.ndim == 2 and not step_weight.transposed,
             )
         y = recipe_dot(
-            Input(x, lhs, is_view, input_facts) if is_shareable else Input(x, None, is_view),
+            Input(x, lhs, differentiates_source, input_facts)
+            if is_shareable
+            else Input(x, None, differentiates_source),
             w,
             linear_recipe,
             key,
-            weight=weight,
+            step_weight=step_weight,
             out_spec=matrix_spec,
             bias=bias,
             split_sizes=split_sizes,
@@ -290,13 +293,13 @@ def linears(
     x_source = input_source(shared_input, linear_recipe, key)
     for w, prequantized in zip(weights, quantized, strict=True):
         flatten_tokens(x, w)
-        y = recipe_dot_from_source(
-            shared_input.value,
-            x_source,
+        y = recipe_dot(
+            shared_input,
             w,
             linear_recipe,
             key,
-            weight=StepWeight.from_codes(prequantized),
+            x_source=x_source,
+            step_weight=StepWeight.from_codes(prequantized),
             out_spec=output_spec(x, w, out_sharding),
         )
         results.append(y)
@@ -411,7 +414,7 @@ def scaled_linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
-    weight: StepWeight = NO_CODES,
+    step_weight: StepWeight = NO_CODES,
 ) -> tuple[Array, ScalingStats]:
     """`linear` with a stateful scaling.
 
@@ -426,7 +429,7 @@ def scaled_linear(
         recipe: a recipe with a stateful scaling, such as "delayed".
         quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
         bias, key, out_sharding: as of `linear`.
-        input_facts, weight: as of `dot_general`.
+        input_facts, step_weight: as of `dot_general`.
 
     Returns:
         The output, and the statistics of `x` and `w`. Their `dy` is 0: the cotangent of the slot takes its place. Pass
@@ -449,35 +452,25 @@ def scaled_linear(
             )
         dy_amax = strategies["dy"].expected_amax(_operand_state(state, "dy"))
         scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
-    weight = weight if quantized is None else StepWeight.from_codes(quantized)
+    step_weight = step_weight if quantized is None else StepWeight.from_codes(quantized)
     out_spec = output_spec(x, w, out_sharding)
     stats: dict[str, Array] = {}
-    threshold = strategies.get("x")
+    threshold, x_source = strategies.get("x"), None
     if isinstance(threshold, Threshold):
-        value, x_source = fallback_input_source(matrix, linear_recipe, key, x, _operand_state(state, "x"), input_facts)
-        y = recipe_dot_from_source(
-            value,
-            x_source,
-            w,
-            linear_recipe,
-            key,
-            scales=scales,
-            weight=weight,
-            out_spec=out_spec,
-            bias=bias,
-        )
+        x_source = fallback_input_source(matrix, linear_recipe, key, _operand_state(state, "x"), input_facts)
+    y = recipe_dot(
+        Input(matrix, x, input_facts=input_facts),
+        w,
+        linear_recipe,
+        key,
+        x_source=x_source,
+        scales=scales,
+        step_weight=step_weight,
+        out_spec=out_spec,
+        bias=bias,
+    )
+    if isinstance(threshold, Threshold) and x_source is not None:
         stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
-    else:
-        y = recipe_dot(
-            Input(matrix, x, input_facts=input_facts),
-            w,
-            linear_recipe,
-            key,
-            scales=scales,
-            weight=weight,
-            out_spec=out_spec,
-            bias=bias,
-        )
     stats |= {
         n: strategies[n].collect_stats(_operand_state(state, n), values[n])
         for n in values

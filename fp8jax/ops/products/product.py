@@ -23,9 +23,8 @@ from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
-from fp8jax.ops.autodiff import residuals
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, GradientFacts
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, GradientFacts, current_gradient_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
 from fp8jax.ops.matmul.matmul import Operand, matmul
@@ -40,10 +39,10 @@ from fp8jax.ops.products.operands import (
     input_source,
     weight_side,
 )
-from fp8jax.ops.products.weights import NO_CODES, BothLayouts, FrozenSource, FrozenWeight, StepWeight, weight_source
-from fp8jax.ops.quantization import fused_outputs, microscaling, packed
+from fp8jax.ops.products.weights import NO_CODES, FrozenSource, FrozenWeight, LayoutPolicy, StepWeight, weight_source
+from fp8jax.ops.quantization import fused_outputs, microscaling
 from fp8jax.ops.quantization.fused_reference import column_sums
-from fp8jax.ops.quantization.quantize import quantize_and_sum
+from fp8jax.ops.quantization.quantize import PackedMatrix, concatenate_packed, quantize_and_sum, split_weight
 
 
 class CotangentOperands(NamedTuple):
@@ -61,7 +60,7 @@ class CotangentOperands(NamedTuple):
 
 
 def encode_cotangent(
-    dy: packed.PackedMatrix,
+    dy: PackedMatrix,
     recipe: Linear,
     *,
     key: Array | None,
@@ -88,7 +87,7 @@ def encode_cotangent(
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
     operands: tuple[Operand, Operand]
     if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
-        dy = packed.concatenated(dy)
+        dy = concatenate_packed(dy)
         if shares_token_scales and row_spec is not None and row_spec.is_folded:
             operands = microscaling.gradient_operands(dy, row_spec, x_token_scale, fused_output)
             return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
@@ -171,7 +170,7 @@ class Operands(NamedTuple):
         x_source, w_source: sources of their codes. No gradient.
         key: PRNG key for gradients that are rounded stochastically, or None.
         scales: given scales, or None.
-        token: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
+        guard: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
     """
 
     x: Array | None = None
@@ -181,7 +180,7 @@ class Operands(NamedTuple):
     w_source: StepWeight | FrozenSource | None = None
     key: Array | None = None
     scales: Scales | None = None
-    token: Array | None = None
+    guard: Array | None = None
 
 
 class Residuals(NamedTuple):
@@ -190,7 +189,7 @@ class Residuals(NamedTuple):
     Attributes:
         x, w: what the sources of input and weight save. The input of a frozen weight is not saved.
         x_kind, w_kind, bias_kind: dtypes and shardings of the gradients; None if there is no such gradient.
-        key, scales, token: as of `Operands`; the token is None if nothing is in 8 bits.
+        key, scales, guard: as of `Operands`; the guard is None if nothing is in 8 bits.
     """
 
     x: Residual | None
@@ -200,7 +199,7 @@ class Residuals(NamedTuple):
     bias_kind: DtypeAndSharding | None
     key: Array | None
     scales: Scales | None
-    token: Array | None
+    guard: Array | None
 
 
 def recipe_dot(
@@ -209,8 +208,9 @@ def recipe_dot(
     recipe: Linear,
     key: Array | None,
     *,
+    x_source: Source | None = None,
     scales: Scales | None = None,
-    weight: StepWeight = NO_CODES,
+    step_weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
     bias: Array | None = None,
     split_sizes: tuple[int, ...] | None = None,
@@ -222,11 +222,12 @@ def recipe_dot(
         w: (inputs, outputs). A frozen weight has no gradient.
         recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
+        x_source: source of the codes of `x`, which several products may share; None makes it.
         scales: given scales; None computes them from the tensors.
-        weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
+        step_weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
         out_spec: sharding of the result on a mesh with Explicit axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
-        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.packed`), or
+        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.quantize`), or
             None.
 
     Returns:
@@ -235,71 +236,41 @@ def recipe_dot(
     Raises:
         ValueError: the key is missing, or as `weight_source`.
     """
-    return recipe_dot_from_source(
-        x.value,
-        input_source(x, recipe, key, scales and scales.x),
-        w,
-        recipe,
-        key,
-        scales=scales,
-        weight=weight,
-        out_spec=out_spec,
-        bias=bias,
-        split_sizes=split_sizes,
-    )
-
-
-def recipe_dot_from_source(
-    x: Array,
-    x_source: Source,
-    w: Array | FrozenWeight,
-    recipe: Linear,
-    key: Array | None,
-    *,
-    scales: Scales | None = None,
-    weight: StepWeight = NO_CODES,
-    out_spec: tuple[Any, ...] | None = None,
-    bias: Array | None = None,
-    split_sizes: tuple[int, ...] | None = None,
-) -> Any:
-    """`recipe_dot` of an input whose source is given, which several products may share.
-
-    Args:
-        x: the array that the gradient flows to.
-        x_source: source of its codes, as of `input_source`.
-        w, recipe, key, scales, weight, out_spec, bias, split_sizes: as of `recipe_dot`.
-    """
+    x_source = x_source or input_source(x, recipe, key, scales and scales.x)
+    value = x.value
     is_frozen = isinstance(w, FrozenWeight)
-    w_source = weight_source(w, recipe, weight=weight, scale=scales and scales.w)
-    out_spec = out_spec or output_spec(x, w, None)
-    name = derivatives.qualified_op_name(f"a product of {x.shape} and {'a frozen weight' if is_frozen else w.shape}")
+    w_source = weight_source(w, recipe, step_weight=step_weight, scale=scales and scales.w)
+    out_spec = out_spec or output_spec(value, w, None)
+    name = derivatives.qualified_op_name(
+        f"a product of {value.shape} and {'a frozen weight' if is_frozen else w.shape}"
+    )
     dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
 
     trained_w = None if isinstance(w, FrozenWeight) else w
-    x, trained_w, bias = match_varying_axes(x, trained_w, bias)  # type: ignore[assignment]
+    value, trained_w, bias = match_varying_axes(value, trained_w, bias)  # type: ignore[assignment]
     if isinstance(w_source, StepWeight) and w_source.values is not None:
-        axes = frozenset(varying_axes(x))
+        axes = frozenset(varying_axes(value))
         w_source = w_source.with_step(lambda w: cast_varying_over(w, axes))
-    token = derivatives.second_order_guard(name, x, trained_w, bias)
+    guard = derivatives.second_order_guard(name, value, trained_w, bias)
     config = ProductConfig(
         recipe=recipe,
         out_spec=out_spec,
-        gradient_facts=residuals.current_gradient_facts(),
+        gradient_facts=current_gradient_facts(),
         name=name,
         split_sizes=split_sizes,
     )
     operands = Operands(
-        x=x,
+        x=value,
         w=trained_w,
         bias=bias,
         x_source=x_source,
         w_source=w_source,
         key=dy_key,
         scales=scales,
-        token=token,
+        guard=guard,
     )
     y = _product(config, operands)
-    return jax.tree.map(lambda y: derivatives.check_differentiable_dtypes("a product", y, x, trained_w, bias), y)
+    return jax.tree.map(lambda y: derivatives.check_differentiable_dtypes("a product", y, value, trained_w, bias), y)
 
 
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
@@ -326,17 +297,17 @@ def _product_fwd(config: ProductConfig, operands: Operands) -> tuple[Any, Residu
 
 
 def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]:
-    recipe, w, token = config.recipe, operands.w, operands.token
+    recipe, w, guard = config.recipe, operands.w, operands.guard
     x_source, w_source = operands.x_source, operands.w_source
     assert operands.x is not None
     assert x_source is not None
     assert w_source is not None
     x_side, w_side = input_side(recipe), weight_side(recipe)
     if not recipe.is_quantized and recipe.spec("x_residual") is None and w is not None:
-        token = None  # a product in 16 bits may be differentiated twice
+        guard = None  # a product in 16 bits may be differentiated twice
 
     x = fused_outputs.to_matrix(operands.x)
-    x_value, w_value = (x, w) if token is None else lax.stop_gradient((x, w))
+    x_value, w_value = (x, w) if guard is None else lax.stop_gradient((x, w))
     x_operand = x_source.forward(x_value, x_side)
     w_operand = w_source.forward(w_value, w_side)  # type: ignore[arg-type]
     residuals = Residuals(
@@ -347,12 +318,12 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
         bias_kind=None if operands.bias is None else DtypeAndSharding.from_array(operands.bias),
         key=operands.key,
         scales=operands.scales,
-        token=token,
+        guard=guard,
     )
 
     ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
-    if token is not None:
-        ys = derivatives.differentiable_once(config.name, ys, token)
+    if guard is not None:
+        ys = derivatives.differentiable_once(config.name, ys, guard)
     return ys[0] if config.split_sizes is None else tuple(ys), residuals
 
 
@@ -363,7 +334,7 @@ def _matmuls(
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []
-    for w_section, bias_section in packed.split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
+    for w_section, bias_section in split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
         y = matmul(x_operand, w_section, dtype=x.dtype, fast=fast, out_spec=matrix_spec)
         if bias_section is not None:
             # On the matrix: cuBLASLt then adds the bias within the product.
@@ -372,16 +343,16 @@ def _matmuls(
     return ys
 
 
-def _product_bwd(config: ProductConfig, residuals: Residuals, dy: packed.PackedMatrix) -> tuple[Operands]:
+def _product_bwd(config: ProductConfig, residuals: Residuals, dy: PackedMatrix) -> tuple[Operands]:
     dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
-    token = residuals.token
-    if token is None:
+    guard = residuals.guard
+    if guard is None:
         operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy)
     else:
         operand_cotangents, predicted = _gradients(
             config, lax.stop_gradient(residuals), dy_facts, lax.stop_gradient(dy)
         )
-        operand_cotangents = derivatives.differentiable_once(config.name, operand_cotangents, (dy, token))
+        operand_cotangents = derivatives.differentiable_once(config.name, operand_cotangents, (dy, guard))
     if predicted is not None:
         config.gradient_facts.attach(operand_cotangents.x, ArrayFacts(predicted=predicted))
     return (operand_cotangents,)
@@ -394,7 +365,7 @@ def _gradients(
     config: ProductConfig,
     residuals: Residuals,
     dy_facts: ArrayFacts,
-    dy: packed.PackedMatrix,
+    dy: PackedMatrix,
 ) -> tuple[Operands, Any]:
     """The cotangents of all operands, and the facts about the cotangents that follow from that of the input."""
     recipe, scales = config.recipe, residuals.scales
@@ -406,7 +377,7 @@ def _gradients(
     x_side = input_side(recipe)
     dy_columns: Operand | None = None
     if isinstance(residuals.w, FrozenSource):
-        dy = packed.concatenated(dy)
+        dy = concatenate_packed(dy)
         dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, residuals.key)
         dy_sums = None if bias_kind is None else column_sums(dy)
     else:
@@ -450,7 +421,7 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME,
         )
-        if isinstance(residuals.w, StepWeight) and residuals.w.both_layouts is BothLayouts.ALWAYS:
+        if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
 
@@ -464,8 +435,8 @@ def _gradients(
 
 
 def _scale_of_dy(
-    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: packed.PackedMatrix
-) -> tuple[packed.PackedMatrix, Array | None, Array | None]:
+    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: PackedMatrix
+) -> tuple[PackedMatrix, Array | None, Array | None]:
     """The scale of the output's gradient, if it is set before quantization, and its measured amax, if asked for.
 
     Returns:
@@ -484,7 +455,7 @@ def _scale_of_dy(
     if expected is None:
         return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
     assert spec is not None
-    matrix = packed.concatenated(dy)
+    matrix = concatenate_packed(dy)
     amax = scaling.compute_amax(matrix)
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
     return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax

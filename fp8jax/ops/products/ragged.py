@@ -37,8 +37,14 @@ from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matm
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.linear import require_stateless
 from fp8jax.ops.products.operands import encode, gradient_key, input_side, weight_side
-from fp8jax.ops.products.weights import NO_CODES, BothLayouts, QuantizedWeight, StepWeight, weight_source
-from fp8jax.ops.quantization.grouped import TokenColumns, alignment, quantize_columns, quantize_rows, transpose_rows
+from fp8jax.ops.products.weights import NO_CODES, LayoutPolicy, QuantizedWeight, StepWeight, weight_source
+from fp8jax.ops.quantization.group_scales import (
+    TokenColumns,
+    alignment,
+    quantize_columns,
+    quantize_rows,
+    transpose_rows,
+)
 
 
 def ragged_dot(
@@ -52,7 +58,7 @@ def ragged_dot(
     dimension_numbers: lax.RaggedDotDimensionNumbers | None = None,
     preferred_element_type: DTypeLike | None = None,
     quantized: QuantizedWeight | None = None,
-    weight: StepWeight = NO_CODES,
+    step_weight: StepWeight = NO_CODES,
     input_facts: InputFacts = NO_INPUT_FACTS,
 ) -> Array:
     """Return `jax.lax.ragged_dot(x, w, group_sizes)` with the products of a recipe, differentiable in `x` and `w`.
@@ -77,7 +83,7 @@ def ragged_dot(
         preferred_element_type: dtype of the result; None takes that of `x`.
         quantized: result of `fp8jax.quantize_weight` for the matrices (groups, inputs, outputs); None quantizes `w` in
             this call.
-        weight: as of `fp8jax.ops.products.product.recipe_dot`, in place of `quantized`.
+        step_weight: as of `fp8jax.ops.products.product.recipe_dot`, in place of `quantized`.
         input_facts: as in `fp8jax.dot_general`.
 
     Returns:
@@ -95,17 +101,17 @@ def ragged_dot(
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
     if quantized is not None:
-        weight = StepWeight.from_codes(quantized)
+        step_weight = StepWeight.from_codes(quantized)
     dtype = jnp.dtype(preferred_element_type or x.dtype)
 
     def multiply(
-        x: Array, w: Array, group_sizes: Array, group_offset: Any, key: Array | None, weight: StepWeight
+        x: Array, w: Array, group_sizes: Array, group_offset: Any, key: Array | None, step_weight: StepWeight
     ) -> Array:
         offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
         groups = Groups.from_sizes(group_sizes, x.shape[0], offset, None if form.contracts_tokens else w.shape[0])
         if form.contracts_tokens:
             return _multiply_tokens(x, w, groups, linear_recipe, key, dtype)
-        return _multiply_rows(x, w, groups, linear_recipe, key, dtype, form.transposed, weight, facts)
+        return _multiply_rows(x, w, groups, linear_recipe, key, dtype, form.transposed, step_weight, facts)
 
     facts, mesh = input_facts, explicit_mesh(x, w)
     if mesh is not None:
@@ -113,7 +119,7 @@ def ragged_dot(
         facts = InputFacts(input_facts.facts)
         out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), spec_of(w))))
         multiply = jax.sharding.auto_axes(multiply, axes=tuple(mesh.explicit_axes), out_sharding=out)
-    y: Array = multiply(x, w, group_sizes, group_offset, key, weight)
+    y: Array = multiply(x, w, group_sizes, group_offset, key, step_weight)
     return derivatives.check_differentiable_dtypes("ragged_dot", y, x, w)
 
 
@@ -233,14 +239,14 @@ def _multiply_rows(
     key: Array | None,
     dtype: Any,
     transposed: bool,
-    weight: StepWeight,
+    step_weight: StepWeight,
     input_facts: InputFacts,
 ) -> Array:
     """Return the product of rows with the matrix of their group."""
     if not recipe.is_quantized and recipe.spec("x_residual") is None:
         return _in_16_bits(x, w, groups, _Layout(dtype, transposed))
     source, dy_key = _input_source(x, groups, recipe, key, input_facts), gradient_key(recipe, key)
-    w_source = weight_source(_logical(w, transposed), recipe, weight=weight)
+    w_source = weight_source(_logical(w, transposed), recipe, step_weight=step_weight)
     assert isinstance(w_source, StepWeight)
     x, w = cast_varying_over((x, w), varying_axes((x, w, source, w_source, groups, dy_key)))
     name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
@@ -431,8 +437,8 @@ def _forward(
     recipe, side, w_side = config.recipe, input_side(config.recipe), weight_side(config.recipe)
     x_kind, w_kind = map(DtypeAndSharding.from_array, (x, w))
     x, w = lax.stop_gradient((x, w))
-    if config.transposed and w_source.values is None:
-        w_source = dataclasses.replace(w_source, values=w).with_step(_swap, transposed=not w_source.transposed)
+    if config.transposed:
+        w_source = w_source.with_step(_swap, values=w, transposed=not w_source.transposed)
     x_operand: Operand = x
     if source.codes is not None and side.residual == side.forward:
         x_operand = from_bytes(source.codes)
@@ -485,7 +491,7 @@ def _gradients(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, 
         dy_columns = quantize_columns(dy, column_spec, strategy, tokens, keys[1])
     pair = (dy_columns, x_columns) if config.transposed else (x_columns, dy_columns)
     dw = multiply_columns(*pair, tokens, dtype=residuals.w_kind.dtype, fast="wgrad" in recipe.fast_accumulation)
-    if residuals.w.both_layouts is BothLayouts.ALWAYS:
+    if residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
         # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
         dx, dw = lax.optimization_barrier((dx, dw))
     return dx, dw, None, None, None, None, None

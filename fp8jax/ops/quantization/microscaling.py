@@ -24,7 +24,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
 from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.quantization import fused_outputs
-from fp8jax.ops.quantization.fused_reference import row_peaks
+from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.quantize import quantize, transpose
 
 # Group size of the kernels.
@@ -148,7 +148,7 @@ def _unsupported_reason(x: Array, spec: QuantSpec) -> str | None:
 
 
 def _reference(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
-    fmt, row_amax = formats.get(spec.format), row_peaks(x)[:, None]
+    fmt, row_amax = formats.get(spec.format), compute_row_amax(x)[:, None]
     if outer_scale is None:
         outer_scale = scaling.to_scale(jnp.max(row_amax, initial=0.0), fmt)
     return quantize_with_scale(x, QuantSpec(spec.format, "token"), scaling.pow2_scale(row_amax, outer_scale, fmt))
