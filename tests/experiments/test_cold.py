@@ -33,6 +33,7 @@ def test_what_recipes_add_to_cold_compilation(monkeypatch, jobs):
     assert cached["coat"] == 6.25
 
 
+@pytest.mark.slow
 def test_a_second_process_starts_with_the_first_ones_caches(monkeypatch):
     ran = []
 

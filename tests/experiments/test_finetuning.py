@@ -18,6 +18,8 @@ from experiments.text.records import TextRecord
 from experiments.train import cli, config, peft_files, start
 from tests.rows import slow
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
 TEMPLATE = """{%- if messages[0].role == 'system' %}

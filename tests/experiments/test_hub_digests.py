@@ -20,6 +20,8 @@ from experiments.models.llama import LlamaConfig
 from experiments.text import chat
 from experiments.text.tokenizer import Bytes
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(vocab=256, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=32)
 NAME = "model.layers.1.mlp.up_proj.weight"
 
