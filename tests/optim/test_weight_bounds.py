@@ -282,7 +282,8 @@ def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
 def test_reset_bounds_are_those_of_all_shards():
     tx = fp8jax.track_weight_amax()
     params = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]])}
-    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=kinds, devices=jax.devices()[:2])
     rows, whole = jax.P("fsdp"), jax.P()
     state = tx.init(params)
 
