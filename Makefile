@@ -34,14 +34,11 @@ results: .venv/test.stamp ## measure what README and RESULTS quote on this host'
 	$(BIN)/python -m experiments.results $(ARGS)
 
 pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of README and docs/ from the files in results/
-	$(BIN)/python -m experiments.tables.moss_speed
-	$(BIN)/python -m experiments.tables.coat_efficiency
-	$(BIN)/python -m experiments.tables.int8_limit
-	$(BIN)/python -m experiments.tables.training_parity --judge
-	$(BIN)/python -m experiments.tables.recipe_parity --judge
-	$(BIN)/python -m experiments.tables.recipe_parity --study intervals --judge
-	$(BIN)/python -m experiments.tables.fixed_batch --judge
-	$(BIN)/python -m experiments.tables.report
+	$(BIN)/python -m experiments.papers.moss_speed
+	$(BIN)/python -m experiments.papers.coat_efficiency
+	$(BIN)/python -m experiments.papers.int8_limit
+	for study in recipes intervals fixed_batch; do $(BIN)/python -m experiments.papers.parity --study $$study --judge || exit; done
+	$(BIN)/python -m experiments.results.report
 
 docs: .venv/docs.stamp ## build the site into docs/_build/html: no warnings, and no link within it leads nowhere
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -18,23 +18,25 @@ import numpy as np
 
 import fp8jax
 from experiments.errors import UserError
+from experiments.files import parse_json, read_text
 from experiments.packages import needed
-from experiments.reading import parse_json, read_text
 
 with needed() as no_parser:
     import tyro
 
-    from experiments.config import flag
+    from experiments.train.config import flag
 with needed() as missing:
     from rich.console import Console
     from rich.table import Table
 
-    from experiments import data, records, report, scoring
-    from experiments.checkpoint import quiet
-    from experiments.trained import SETTLING as SETTLING
-    from experiments.trained import Trained as Trained
-    from experiments.trained import get_recipe as get_recipe
-    from experiments.trained import load as load
+    from experiments.models import scoring
+    from experiments.text import data, records
+    from experiments.train import report
+    from experiments.train.checkpoint import quiet
+    from experiments.train.trained import SETTLING as SETTLING
+    from experiments.train.trained import Trained as Trained
+    from experiments.train.trained import get_recipe as get_recipe
+    from experiments.train.trained import load as load
 
 _PROGRAM = "experiments.evaluate"
 

@@ -20,8 +20,8 @@ from experiments.packages import needed
 with needed() as no_parser:
     import tyro
 with needed() as missing:
-    from experiments import sampling
     from experiments.hub import load, tokenizer
+    from experiments.models import sampling
 
 _PROGRAM = "experiments.generate"
 

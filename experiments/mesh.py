@@ -89,8 +89,8 @@ def make(
     """A mesh of `data` x `fsdp` x `tensor` devices.
 
     The first two split batches, `fsdp` also parameters and what belongs to them; `tensor` splits the work on a sequence
-    and the parameters (`experiments.tensor`). With Explicit axes the step is traced and run within `jax.set_mesh` of
-    it.
+    and the parameters (`experiments.train.tensor`). With Explicit axes the step is traced and run within `jax.set_mesh`
+    of it.
 
     Raises:
         ValueError: there are not so many devices.
@@ -255,3 +255,9 @@ def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
     whole = [f"{each.name} in {each.weights.param_format}" for each in recipes if each.comm.auto_scale]
     gathers = fsdp > 1 and whole
     return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if gathers else shared
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Leaves by path, such as `params.layers.mlp.up.kernel`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

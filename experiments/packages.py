@@ -3,7 +3,7 @@
 A program imports what it needs within `needed()`, so that its command line can be parsed, and its help shown, without:
 
     with needed() as missing:
-        from experiments import sampling
+        from experiments.models import sampling
 """
 
 import contextlib

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 
 import fp8jax
 from experiments import mesh
-from experiments.models import sizes
+from experiments.models import flash, sizes
 from experiments.packages import needed
-from experiments.tables import flash
 from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.dist.collectives import Collective
@@ -31,9 +30,9 @@ from fp8jax.ops.losses.cross_entropy import num_chunks
 with needed() as missing:
     from flax import nnx
 
-    from experiments import parallel, tensor
-    from experiments.form import changes_layers, in_chunks
     from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
+    from experiments.train import parallel, tensor
+    from experiments.train.form import changes_layers, in_chunks
 
 _PROGRAM = "experiments.plan"
 

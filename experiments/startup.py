@@ -56,8 +56,8 @@ def _program(words: list[str]) -> tuple[str, list[str]]:
 def purpose(program: str) -> str:
     """The docstring of a program, which is not imported."""
     path = Path(__file__).parents[1].joinpath(*program.split("."))
-    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.get_docstring(ast.parse(path.read_text())) or program
+    paths = (path / "__main__.py", path / "__init__.py") if path.is_dir() else (path.with_suffix(".py"),)
+    return next(filter(None, (ast.get_docstring(ast.parse(each.read_text())) for each in paths)), program)
 
 
 def _end(line: str, code: int) -> None:

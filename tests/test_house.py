@@ -19,6 +19,17 @@ FILES = sorted(
 )
 RANKS = {"pallas_kernels": 0, "core": 0, "recipes": 1, "ops": 2, "optim": 3, "dist": 3}
 RANKS |= {"rewrite": 3, "modules": 4, "fp8jax": 5, "experiments": 6}
+# The rooms of `experiments` and the files beside them. Each imports only from rows above; `__main__.py` imports any.
+EXPERIMENTS = (
+    {"errors", "flags", "mesh", "packages", "signals"},
+    {"files", "startup"},
+    {"models", "text", "results"},
+    {"hub"},
+    {"train"},
+    {"evaluate", "generate", "plan"},
+    {"export", "bench"},
+    {"papers"},
+)
 
 
 def room(parts: tuple[str, ...]) -> str | None:
@@ -49,6 +60,21 @@ def test_imports_follow_the_arrows(path):
         if here == "pallas_kernels":
             pytest.fail(f"{path} imports {module}; kernels know nothing of fp8jax")
         assert RANKS[there] < RANKS[here], f"{path} imports {module} against the arrow"
+
+
+def test_rooms_of_experiments_import_one_way():
+    rank = {name: i for i, names in enumerate(EXPERIMENTS) for name in names}
+    root = ROOT / "experiments"
+    assert {p.stem for p in root.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} <= {*rank, "__init__"}
+    assert len(list(root.glob("*.py"))) <= 12
+    for path in FILES:
+        if path.parts[0] != "experiments" or path.name in ("__init__.py", "__main__.py"):
+            continue
+        here = path.with_suffix("").parts[1]
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] == "experiments" and parts[1] != here:
+                assert rank[parts[1]] < rank[here], f"{path} imports {module}"
 
 
 def test_kernels_import_nothing_else_than_jax_and_triton():

@@ -1,13 +1,16 @@
 """What the arms of the benchmark of training steps are called, and what their names say."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.form import fastest
+from experiments.models import flash
+from experiments.models.llama import products_saveable
+from experiments.train.form import fastest
 from fp8jax.recipes import Comm
 
 BF16 = "bf16"
+FAITHFUL, LEAN, AGAIN = "COAT, faithful", "COAT, lean", "bf16, recomputed"
 # Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
 GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
 # Or the scales of their weights are another strategy's than the recipe's (MOSS, Table 10).
@@ -68,3 +71,25 @@ def settings(name: str) -> Settings:
     recipe, how, loop = parsed(name)
     remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
     return Settings(recipe, remat, how != PLAIN, 1 if loop else None, LOGITS.get(how))
+
+
+def coat_recipes() -> dict[str, fp8jax.Recipe | None]:
+    """The recipes of COAT's tables by name; None for the model as it is."""
+    coat = fp8jax.recipes.coat()
+    faithful = dataclasses.replace(coat, context=fp8jax.recipes.Context("e4m3:group16"))
+    deepseek = dataclasses.replace(fp8jax.recipes.deepseek(), context=coat.context)
+    return {
+        BF16: None,
+        "te_current": fp8jax.recipes.te_current(),
+        "deepseek": fp8jax.recipes.deepseek(),
+        FAITHFUL: faithful,
+        LEAN: coat,
+        "deepseek with COAT's lean contexts": deepseek,
+    }
+
+
+def save_products(primitive: Any, *operands: Any, **how: Any) -> bool:
+    """A policy of `jax.checkpoint`: what products of matrices and attention give is kept, the rest computed again."""
+    if primitive.name == "name":
+        return how["name"] == flash.NAME
+    return products_saveable(primitive, *operands)

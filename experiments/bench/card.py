@@ -12,13 +12,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
-from experiments import mesh, speed
+from experiments import mesh
 from experiments.bench import timing
 from experiments.bench.card_plan import CardPlan
 from experiments.models.llama import Block
 from experiments.models.parts import rows_on
 from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig
+from experiments.train import speed
 
 RELEASED, NARROW, OFFLOADED, MASTERS = "released", "bf16 weights", "offloaded", " masters"
 RATE = 1e-4

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 import fp8jax
-from experiments import config, train
 from experiments.bench import timing
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train import cli, config
+from experiments.train.task import Task
 
 BF16, RECIPES = "bf16", ("bf16", "te_current", "deepseek", "coat")
 LLAMA = LlamaConfig(vocab=32000, dim=4096, layers=2, heads=32, kv_heads=32, mlp_dim=11008)
@@ -43,10 +43,10 @@ def seconds(
     """What the training step of a recipe takes in this process to be traced, lowered and compiled."""
     llama, length = (SMALL, 64) if timing.dry() else (llama, length)
     recipe = fp8jax.recipes.get(name)
-    task = Task.build(llama, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
+    task = Task.build(llama, cli.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
     abstract, tokens = jax.eval_shape(task.init), jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     jax.config.update("jax_compilation_cache_dir", cache)
-    train.keep_programs()
+    cli.keep_programs()
     times = [time.perf_counter()]
     traced = jax.jit(task.step, donate_argnums=0).trace(abstract, tokens)
     times.append(time.perf_counter())

@@ -23,20 +23,20 @@ from flax import nnx
 
 import fp8jax
 from experiments.bench import timing
+from experiments.bench.arms import AGAIN, FAITHFUL, LEAN, coat_recipes, save_products
 from experiments.models.llama import Block, LlamaConfig, apply_rope, attend, rope_tables
-from experiments.tables import coat_memory
 
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
 HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
-BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", coat_memory.AGAIN
+BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", AGAIN
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
-PAPER, PAPER_BF16 = "the paper's bf16", coat_memory.PAPER["BF16"][-1]
+PAPER, PAPER_BF16 = "the paper's bf16", 22.66
 SETTLING = 30  # steps, of a factor of 1.3 each
 PRODUCTS = ("forward", "dgrad", "wgrad")
 # What RESULTS.md and README.md quote.
-QUICK = f"{coat_memory.LEAN}, {BOUNDED}, {HELD}"
-ARMS = ("te_current", coat_memory.FAITHFUL, coat_memory.LEAN, QUICK, f"{QUICK}, {FUNCTIONS}", "moss", "fast",
+QUICK = f"{LEAN}, {BOUNDED}, {HELD}"
+ARMS = ("te_current", FAITHFUL, LEAN, QUICK, f"{QUICK}, {FUNCTIONS}", "moss", "fast",
         "int8_fallback")  # fmt: skip
 
 
@@ -98,12 +98,12 @@ def _kernels(params: Any) -> dict[str, jax.Array]:
 
 def recipes() -> dict[str, fp8jax.Recipe]:
     """What is compared with bf16."""
-    presets = {name: recipe for name, (recipe, _) in coat_memory.recipes().items() if recipe is not None}
+    presets = {name: recipe for name, recipe in coat_recipes().items() if recipe is not None}
     fast, current = (FAST, {"fast_accumulation": PRODUCTS}), ("current scaling", {"scaling": "current"})
-    for coat, (name, change) in ((coat_memory.LEAN, current), (coat_memory.LEAN, fast), (coat_memory.FAITHFUL, fast)):
+    for coat, (name, change) in ((LEAN, current), (LEAN, fast), (FAITHFUL, fast)):
         linear = dataclasses.replace(presets[coat].linear, **change)  # type: ignore[arg-type]
         presets[f"{coat}, {name}"] = dataclasses.replace(presets[coat], linear=linear)
-    for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
+    for coat in (LEAN, FAITHFUL):
         context = dataclasses.replace(presets[coat].context, amax="bound")
         presets[f"{coat}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
     for name in ("moss", "fast"):
@@ -149,7 +149,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
     programs = {BF16: arm(plain)}
     layer, operands = programs[BF16].layer, programs[BF16].operands
-    programs[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=coat_memory.save_products), operands)
+    programs[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=save_products), operands)
     call = functools.partial(functions, tables=tables, eps=config.norm_eps)
     none = dict.fromkeys(_kernels(params))
     programs[BF16_FUNCTIONS] = LayerArm(

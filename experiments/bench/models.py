@@ -35,7 +35,7 @@ from experiments.bench import step_torch, timing, writings
 from experiments.bench.writings import BASE, Training
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
-from experiments.results import gpus
+from experiments.results.runner import gpus
 
 KINDS = ("", ", synchronised")
 TorchArms = Mapping[str, step_torch.TorchTimes]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import fp8jax
-from experiments.bench import optimizer, timing
+from experiments.bench import optimizer_arms, timing
 from pallas_kernels.dispatch import call_triton
 
 # Read: gradient, twice, master weight, working copy, both moments. Written: these but for the gradient.
@@ -72,22 +72,27 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
     return [leaf(g, row) for g, row in zip(grads, state, strict=True)]
 
 
-def gradients(bench: optimizer.Bench, kind: str) -> list[Any]:
+def gradients(bench: optimizer_arms.Bench, kind: str) -> list[Any]:
     """Gradients of a case, as arrays or codes."""
     tree = bench.gradients(jnp.bfloat16)
     return [fp8jax.quantize(g, "e4m3") for g in tree] if kind == "fp8 gradients" else tree
 
 
-def arms(bench: optimizer.Bench, kind: str) -> list[optimizer.OptimizerArm]:
+def arms(bench: optimizer_arms.Bench, kind: str) -> list[optimizer_arms.OptimizerArm]:
     """`fp8lm_adamw` as the fused kernel and as XLA compiles it, each donating its own state."""
     return [_arm(bench, kind, *how) for how in (("triton", "nearest"), ("xla", "nearest"))]
 
 
-def _arm(bench: optimizer.Bench, kind: str, impl: str, rounding: str) -> optimizer.OptimizerArm:
+def _arm(bench: optimizer_arms.Bench, kind: str, impl: str, rounding: str) -> optimizer_arms.OptimizerArm:
     tx = fp8jax.fp8lm_adamw(
-        optimizer.RATE, optimizer.B1, optimizer.B2, weight_decay=optimizer.DECAY, impl=impl, master_rounding=rounding
+        optimizer_arms.RATE,
+        optimizer_arms.B1,
+        optimizer_arms.B2,
+        weight_decay=optimizer_arms.DECAY,
+        impl=impl,
+        master_rounding=rounding,
     )
-    p, g = optimizer.weights(bench.shape, jnp.bfloat16), gradients(bench, kind)
+    p, g = optimizer_arms.weights(bench.shape, jnp.bfloat16), gradients(bench, kind)
     state = tx.init(p)
 
     def run(params: Any, state: Any, grads: Any) -> Any:
@@ -104,23 +109,23 @@ def _arm(bench: optimizer.Bench, kind: str, impl: str, rounding: str) -> optimiz
     name = XLA if impl == "xla" else FUSED
     name += ", master weights rounded stochastically" if rounding == "stochastic" else ""
     traffic = TRAFFIC[kind] + (READ_AGAIN if impl == "xla" else 0)
-    return optimizer.OptimizerArm(
-        name, optimizer.State((p, state)).through(step, g), traffic, (memory.temp_size_in_bytes, size)
+    return optimizer_arms.OptimizerArm(
+        name, optimizer_arms.State((p, state)).through(step, g), traffic, (memory.temp_size_in_bytes, size)
     )
 
 
-def bytes_only(bench: optimizer.Bench) -> dict[str, Callable]:
+def bytes_only(bench: optimizer_arms.Bench) -> dict[str, Callable]:
     """Launches of the kernel that only moves the bytes of a step with gradients in FP8; they share their state."""
     shape = bench.shape
-    state = optimizer.State(
+    state = optimizer_arms.State(
         [
             (w, w.astype(jnp.float16), jnp.zeros(shape, jnp.float8_e4m3fn), jnp.zeros(shape, jnp.float16))
-            for w in optimizer.weights(shape, jnp.bfloat16)
+            for w in optimizer_arms.weights(shape, jnp.bfloat16)
         ]
     )
     g = [x.codes for x in gradients(bench, "fp8 gradients")]
     programs = {}
-    for size, warps in optimizer.LAUNCHES:
+    for size, warps in optimizer_arms.LAUNCHES:
 
         def step(state: Any, grads: Any, size: int = size, warps: int = warps) -> Any:
             return move(size, warps, state, grads)

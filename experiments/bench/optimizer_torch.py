@@ -10,16 +10,16 @@ import statistics
 import time
 from typing import Any
 
-from experiments.bench import optimizer, timing
+from experiments.bench import optimizer_arms, timing
 
 _SETTINGS: dict[str, Any] = {
-    "lr": optimizer.RATE,
-    "betas": (optimizer.B1, optimizer.B2),
-    "weight_decay": optimizer.DECAY,
+    "lr": optimizer_arms.RATE,
+    "betas": (optimizer_arms.B1, optimizer_arms.B2),
+    "weight_decay": optimizer_arms.DECAY,
 }
 
 
-def measure(bench: optimizer.Bench, case: str, against: str) -> None:
+def measure(bench: optimizer_arms.Bench, case: str, against: str) -> None:
     """Adds rows of each to a case, relative to an implementation of it."""
     if not os.environ.get("TRITON_CACHE_DIR"):
         os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch.compile cannot do with that.
@@ -32,7 +32,9 @@ def measure(bench: optimizer.Bench, case: str, against: str) -> None:
             break
         try:
             torch = importlib.import_module("torch")
-            p = [torch.nn.Parameter(torch.randn(bench.shape, device="cuda") * 0.02) for _ in range(optimizer.LEAVES)]
+            p = [
+                torch.nn.Parameter(torch.randn(bench.shape, device="cuda") * 0.02) for _ in range(optimizer_arms.LEAVES)
+            ]
             adamw = make(p)
             time_ = _seconds(torch, p, adamw)
         except (ImportError, RuntimeError) as error:

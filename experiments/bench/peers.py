@@ -33,10 +33,11 @@ import numpy as np
 import optax
 
 import fp8jax
-from experiments import data
 from experiments.bench import timing
-from experiments.tables import fp8_lm_precision
-from experiments.tokenizer import Bytes
+from experiments.models.llama import LlamaConfig
+from experiments.text import data
+from experiments.text.tokenizer import Bytes
+from experiments.train.task import exact_task
 
 RATE, B1, EPS, STEPS = 1e-3, 0.9, 1e-8, 400
 B2S = (0.95, 0.999)
@@ -106,6 +107,7 @@ def stream(name: str, steps: int = STEPS) -> dict[str, np.ndarray]:
     return {k: np.stack([g[k] for g in listed]) for k in SHAPES}
 
 
+LLAMA = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=192)
 STREAMS = ("training", "sigma 1", "sigma 3", "sigma 1, larger", "sigma 1, smaller", "rare rows", "outlier", "tiny",
            "1 dead", "16 dead")  # fmt: skip
 
@@ -116,7 +118,7 @@ def recorded(steps: int) -> dict[str, np.ndarray]:
     corpus = data.read_corpus([], 0.05)
     batches = data.train_batches(data.encode(corpus, Bytes(), 64).train, 64, 8, seed=0)
     tokens_SxBxT = np.stack([next(batches) for _ in range(steps)])
-    task = fp8_lm_precision.make_task(fp8_lm_precision.LLAMA, 0)
+    task = exact_task(LLAMA, 0)
     tx = optax.adamw(RATE, B1, 0.999)
 
     @jax.jit

@@ -23,11 +23,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.96")
 
 import jax
 
-from experiments import speed
 from experiments.bench import timing
 from experiments.bench.card import CardArm
 from experiments.models import sizes
 from experiments.models.shape import LlamaConfig
+from experiments.train import speed
 
 VOCAB = {"8b": 128_256}
 BASE = "coat_optimizer, released"

@@ -28,14 +28,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import config, mesh, plan, train
+from experiments import mesh, plan
 from experiments.bench import step_torch, timing
-from experiments.bench.arms import BF16, LOGITS, LOOP, PLAIN, parsed, settings
-from experiments.form import in_chunks
+from experiments.bench.arms import AGAIN, BF16, LOGITS, LOOP, PLAIN, parsed, settings
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
-from experiments.tables.coat_memory import AGAIN
-from experiments.task import Task
+from experiments.train import cli, config
+from experiments.train.form import in_chunks
+from experiments.train.task import Task
 from fp8jax.ops.dispatch import choice
 
 VOCAB = 32_000
@@ -95,7 +95,7 @@ class StepArm:
         self.config, self.count, self.batch, self.length = model, count, batch, length
         recipe, remat, kernels, unroll, chunked = settings(name)
         chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked
-        optimizer = train.make_optimizer(config.Config(), recipe)
+        optimizer = cli.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
         how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
         how["chunked"] = chunked

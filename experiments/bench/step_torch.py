@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from experiments.bench import timing
-from experiments.config import Config
 from experiments.models.llama import LlamaConfig, rope_tables
+from experiments.train.config import Config
 
 # Arm to torchao's name of the recipe.
 _MARK = "torch: "

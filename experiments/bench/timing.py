@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import record
+from experiments.results import record
 from fp8jax.ops.dispatch import choice
 
 Row = dict[str, Any]

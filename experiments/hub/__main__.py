@@ -21,8 +21,9 @@ from experiments.packages import needed
 with needed() as no_parser:
     import tyro
 with needed() as missing:
-    from experiments.checkpoint import quiet
-    from experiments.hub import export, load, save
+    from experiments import export
+    from experiments.hub import load, save
+    from experiments.train.checkpoint import quiet
 
 _PROGRAM = "experiments.hub"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.hub.fields import Fields, rope_fields
 from experiments.models.shape import LlamaConfig
 

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.models.rope import RopeScaling
 
 # What changes no logits: training, generation, bookkeeping, tasks other than language models, how it was computed.

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from experiments.config import UserError
-from experiments.reading import parse_json, read_bytes, read_text
+from experiments.errors import UserError
+from experiments.files import parse_json, read_bytes, read_text
 from fp8jax.ops.products import peft_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 
 from experiments import mesh as meshes
-from experiments.checkpoint import flatten
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.hub import families, files, quantized
 from experiments.hub.families import Family, Tensor
 from experiments.hub.files import Stored
 from experiments.hub.quantized import EightBits
+from experiments.mesh import flatten
 from experiments.models.llama import Llama
 from experiments.models.shape import LlamaConfig
 

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import fp8jax
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.hub.files import Stored
 from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
 from fp8jax.ops.products.weights import FrozenWeight

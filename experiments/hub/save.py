@@ -15,11 +15,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import fp8jax
-from experiments.checkpoint import flatten
-from experiments.config import DiskError, UserError
+from experiments.errors import DiskError, UserError
 from experiments.hub import families, files, load, quantized
 from experiments.hub.families import Tensor
 from experiments.hub.quantized import EightBits
+from experiments.mesh import flatten
 from experiments.models.shape import LlamaConfig
 from fp8jax.ops.products import peft_files
 

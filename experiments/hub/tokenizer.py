@@ -4,7 +4,7 @@ from pathlib import Path
 
 import tokenizers
 
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.hub import files
 from experiments.hub.files import read_json
 

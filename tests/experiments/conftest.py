@@ -7,8 +7,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from experiments import mesh, train
+from experiments import mesh
 from experiments.bench import timing
+from experiments.train import cli
 
 TINY = (  # noqa: SIM905 (a command line reads best as one)
     "--layers 2 --dim 32 --heads 4 --kv-heads 2 --mlp-dim 64 --seq-len 16 --batch 4 --steps 8 --warmup 2 --lr 2e-3 "
@@ -56,5 +57,5 @@ def argv(corpus: Path, out: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def finished(argv: list[str], out: Path) -> Path:
     """The folder of a finished run of both recipes. Copy it before changing it."""
-    assert train.main([*argv, "--run", "finished"]) == 0
+    assert cli.main([*argv, "--run", "finished"]) == 0
     return out / "finished"

@@ -6,8 +6,9 @@ Before a step; "0" is while the others compile it.
 import os
 import sys
 
-from experiments import loop as loops
-from experiments import mesh, train
+from experiments import mesh
+from experiments.train import cli
+from experiments.train import loop as loops
 from tests.experiments.test_mesh import mixed
 
 
@@ -33,8 +34,8 @@ if __name__ == "__main__":
     Signalled.at, Signalled.signum = int(sys.argv[1]), int(sys.argv[2])
     mesh.SMALLEST = 1024
     if Signalled.signum and not Signalled.at:
-        train.Task.build = lambda *_, **__: os.kill(os.getpid(), Signalled.signum)
-    train.Loop = Signalled
+        cli.Task.build = lambda *_, **__: os.kill(os.getpid(), Signalled.signum)
+    cli.Loop = Signalled
     sys.exit(
-        train.main(sys.argv[3:], recipe=lambda name: mixed(name) if name == "mixed" else train.fp8jax.recipes.get(name))
+        cli.main(sys.argv[3:], recipe=lambda name: mixed(name) if name == "mixed" else cli.fp8jax.recipes.get(name))
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.losses import accumulate
+from experiments.train.losses import accumulate
 
 
 @pytest.mark.parametrize("factors", list(itertools.permutations([1.0, 8.0, 3.0])), ids=str)

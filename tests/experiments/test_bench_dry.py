@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from experiments import results
 from experiments.bench import arms, models, writings
+from experiments.results import runner
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 # What takes longer than to try the code once: arms that differ in their recipe alone.
@@ -41,7 +41,7 @@ SLOW = {
 
 @pytest.mark.parametrize(
     "job",
-    [pytest.param(job, marks=pytest.mark.slow if job.name in SLOW else ()) for job in results.distinct()],
+    [pytest.param(job, marks=pytest.mark.slow if job.name in SLOW else ()) for job in runner.distinct()],
     ids=lambda j: j.name,
 )
 def test_the_code_of_each_job_runs(job, monkeypatch, tmp_path):
@@ -65,7 +65,7 @@ def test_the_code_of_each_job_runs(job, monkeypatch, tmp_path):
 
 
 def test_arms_of_a_job_are_recipes_that_there_are():
-    for job in (*results.ONE_GPU, *results.TWO_GPUS, *results.FOUR_GPUS):
+    for job in (*runner.ONE_GPU, *runner.TWO_GPUS, *runner.FOUR_GPUS):
         if job.command[1] == "step":
             options = list(job.command[2:])
             named = options[options.index("--arm") + 1 :]
@@ -136,7 +136,7 @@ def test_a_checkpointed_model_computes_the_same_and_two_gpus_have_a_batch_each()
 
 def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp_path):
     from experiments.bench import rates
-    from fp8jax.ops.products.cost_model import Rates
+    from fp8jax.rewrite.cost_model import Rates
 
     monkeypatch.setenv("FP8JAX_DRY", "1")
     table = tmp_path / "rates.json"

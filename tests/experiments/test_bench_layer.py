@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.bench import arms as bench_arms
 from experiments.bench import layer, timing
+from experiments.models.flash import dot_product_attention
 from experiments.models.llama import LlamaConfig
-from experiments.tables import coat_memory
-from experiments.tables.flash import dot_product_attention
 
 SMALL = LlamaConfig(vocab=8, dim=48, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 
 
 def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    lean = coat_memory.LEAN
+    lean = bench_arms.LEAN
     held = f"{lean}, {layer.HELD}"
     arms = layer.arms(16, SMALL, (lean, held))
     assert list(arms) == [layer.BF16, layer.BF16_AGAIN, layer.BF16_FUNCTIONS, lean, held]
@@ -41,7 +41,7 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
 def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
     monkeypatch.setattr(layer, "attend", lambda q, k, v, is_causal: dot_product_attention(q, k, v, is_causal=is_causal))
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
-    held = f"{coat_memory.LEAN}, {layer.BOUNDED}, {layer.HELD}"
+    held = f"{bench_arms.LEAN}, {layer.BOUNDED}, {layer.HELD}"
     arms = layer.arms(16, SMALL, (held, f"{held}, {layer.FUNCTIONS}"))
     found = {name: jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for name, arm in arms.items()}
     assert set(found) - {layer.BF16, layer.BF16_AGAIN, layer.BF16_FUNCTIONS} == {held, f"{held}, {layer.FUNCTIONS}"}
@@ -84,19 +84,19 @@ def test_times_are_compared_with_bf16_in_its_forms_and_held_weights_are_counted(
 
 
 def test_weights_are_quantized_as_arms_hold_them():
-    arms = layer.arms(16, SMALL, (f"{coat_memory.LEAN}, {layer.HELD}",))
+    arms = layer.arms(16, SMALL, (f"{bench_arms.LEAN}, {layer.HELD}",))
     make, kernels = layer.weights(arms[layer.BF16])
     codes = sorted(x.size for x in jax.tree.leaves(jax.eval_shape(make, *kernels)) if x.ndim == 2 and x.size > 1)
-    held = sorted(x.size for x in jax.tree.leaves(arms[f"{coat_memory.LEAN}, {layer.HELD}"].operands[1]) if x.size > 1)
+    held = sorted(x.size for x in jax.tree.leaves(arms[f"{bench_arms.LEAN}, {layer.HELD}"].operands[1]) if x.size > 1)
     assert codes == held
     assert len(codes) == 2 * 7
 
 
 def test_other_accumulation_and_scaling_are_the_only_changes():
     found = layer.recipes()
-    lean = found[coat_memory.LEAN]
-    assert found[coat_memory.FAITHFUL].linear == lean.linear
-    for name in (coat_memory.LEAN, coat_memory.FAITHFUL):
+    lean = found[bench_arms.LEAN]
+    assert found[bench_arms.FAITHFUL].linear == lean.linear
+    for name in (bench_arms.LEAN, bench_arms.FAITHFUL):
         fast = found[f"{name}, {layer.FAST}"]
         assert fast.linear.fast_accumulation == layer.PRODUCTS
         assert dataclasses.replace(fast, linear=lean.linear) == found[name]

@@ -21,10 +21,11 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from experiments import checkpoint, evaluate, folders, lock, report, train, trained
-from experiments.config import BusyError, DiskError, UserError
-from experiments.result import Result, read_result
-from experiments.task import Task
+from experiments import evaluate
+from experiments.errors import BusyError, DiskError, UserError
+from experiments.train import checkpoint, cli, folders, lock, report, trained
+from experiments.train.result import Result, read_result
+from experiments.train.task import Task
 from tests.rows import slow
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ DEEP = "[" * 200_000
 def test_torn_result_is_told_and_made_again(argv, finished, copy, capsys, torn):
     path = copy / "bf16" / "result.json"
     path.write_text(re.sub('("valid_loss": ).*,', r"\1NaN,", path.read_text()) if torn == "NaN" else torn)
-    assert train.main([*argv, *BF16, "--run", copy.name]) == 0
+    assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"bf16/result\.json is damaged \(.*\): made again from the newest checkpoint, if any", shown)
     assert "step 8/8" not in shown
@@ -145,7 +146,7 @@ def test_what_orbax_leaves_of_an_error_is_not_shown(monkeypatch, caplog):
 def test_deleted_metrics_change_no_result(argv, finished, copy, capsys):
     (copy / "bf16" / "metrics.jsonl").unlink()
     (copy / "bf16" / "result.json").unlink()
-    assert train.main([*argv, *BF16, "--run", copy.name]) == 0
+    assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     assert content(copy)[0] == content(finished)[0]
     assert "lacks" not in capsys.readouterr().out  # The checkpoint holds the last 50 steps, these are 8.
 
@@ -154,7 +155,7 @@ def test_steps_that_metrics_lack_are_told_where_a_result_is_used_as_it_is(argv, 
     lines = (copy / "bf16" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "bf16" / "metrics.jsonl").write_text("".join([*lines[:2], '{"step": 3, "lo\n', "\x00\n", *lines[5:8]]))
     (copy / "coat_optimizer" / "metrics.jsonl").unlink()
-    assert train.main([*argv, "--run", copy.name]) == 0
+    assert cli.main([*argv, "--run", copy.name]) == 0
     shown = capsys.readouterr().out
     assert "bf16/metrics.jsonl lacks steps 3 to 4, 8: loss.png has a gap there" in shown
     assert "coat_optimizer/metrics.jsonl lacks steps 1 to 8: loss.png" in shown
@@ -200,13 +201,13 @@ def test_files_where_folders_should_be(argv, copy, capsys):
     shutil.rmtree(copy / "bf16")
     (copy / "bf16").mkdir()
     (copy / "bf16" / "checkpoints").write_text("")
-    assert train.main([*argv, *BF16, "--run", copy.name]) == 2
+    assert cli.main([*argv, *BF16, "--run", copy.name]) == 2
     assert capsys.readouterr().err == (
         f"error: {copy}/bf16/checkpoints is a file, where the checkpoints' folder should be; move it away\n"
     )
     shutil.rmtree(copy)
     copy.write_text("")
-    assert train.main([*argv, *BF16, "--run", copy.name]) == 2
+    assert cli.main([*argv, *BF16, "--run", copy.name]) == 2
     assert f"--run {copy.name}: cannot make {copy}: File exists" in capsys.readouterr().err
 
 
@@ -220,7 +221,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(argv, finished, copy, capsy
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", fail)
-        assert train.main([*argv, *BF16, "--run", copy.name]) == 3
+        assert cli.main([*argv, *BF16, "--run", copy.name]) == 3
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "bf16/checkpoints (No space left on device; " in error
@@ -229,11 +230,11 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(argv, finished, copy, capsy
 
     with monkeypatch.context() as patch:
         patch.setattr(report.os, "fsync", fail)
-        assert train.main([*argv, *BF16, "--run", copy.name]) == 3
+        assert cli.main([*argv, *BF16, "--run", copy.name]) == 3
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: \S*\.owner cannot be written \(No space left on device\)\. Put .*\n", error)
 
-    assert train.main([*argv, *BF16, "--run", copy.name]) == 0
+    assert cli.main([*argv, *BF16, "--run", copy.name]) == 0
     assert "resuming from step 4" in capsys.readouterr().out
     again, first = (content(folder)[0]["result"] for folder in (copy, finished))
     assert {**again, "tokens_per_s": 0} == {**first, "tokens_per_s": 0}
@@ -296,9 +297,9 @@ def test_what_the_machine_lacks_is_one_line(argv, monkeypatch, capsys, error, co
     command = [*argv, *BF16, "--run", "lacking"]
     if code is None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-            train.main(command)
+            cli.main(command)
         return
-    assert train.main(command) == code
+    assert cli.main(command) == code
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert re.search(message, shown), shown
@@ -313,7 +314,7 @@ def test_the_plan_is_shown_before_the_state_is_made(argv, out, monkeypatch):
 
     monkeypatch.setattr(report, "memory_table", note)
     before = sum(x.nbytes for x in jax.live_arrays())
-    assert train.main([*argv, *BF16, "--run", "planned", "--sample-tokens", "0"]) == 0
+    assert cli.main([*argv, *BF16, "--run", "planned", "--sample-tokens", "0"]) == 0
     ((size, held),) = seen
     assert size > 100_000
     assert held < size / 2
@@ -322,13 +323,13 @@ def test_the_plan_is_shown_before_the_state_is_made(argv, out, monkeypatch):
 def test_a_second_process_is_kept_out_and_told_who_is_in(argv, copy, capsys):
     with lock.hold(copy):
         for flags in ([], ["--resume", "never"]):
-            assert train.main([*argv, "--run", copy.name, *flags]) == 4
+            assert cli.main([*argv, "--run", copy.name, *flags]) == 4
             error = capsys.readouterr().err
             assert error.count("\n") == 1
             assert re.search(rf"error: {copy} is being trained by process {os.getpid()} on \S+ \(since .*--run", error)
     assert copy.exists()
     assert not copy.with_name(f"{copy.name}.old1").exists()
-    assert train.main([*argv, "--run", copy.name]) == 0
+    assert cli.main([*argv, "--run", copy.name]) == 0
     (copy.with_name(f".{copy.name}.owner")).write_text("torn")
     with lock.hold(copy):
         pass
@@ -337,7 +338,7 @@ def test_a_second_process_is_kept_out_and_told_who_is_in(argv, copy, capsys):
 def test_a_killed_process_blocks_nobody(tmp_path):
     folder = tmp_path / "run"
     code = (
-        "import sys, time, pathlib; from experiments import lock\n"
+        "import sys, time, pathlib; from experiments.train import lock\n"
         "with lock.hold(pathlib.Path(sys.argv[1])): print('in', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import checkpoint
-from experiments.checkpoint import Checkpoints, DamagedError
-from experiments.config import DiskError, UserError
+from experiments.errors import DiskError, UserError
+from experiments.train import checkpoint
+from experiments.train.checkpoint import Checkpoints, DamagedError
 
 STATE = {"w": jnp.arange(32.0).reshape(4, 8)}
 META = "_CHECKPOINT_METADATA"

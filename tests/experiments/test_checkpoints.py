@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments.checkpoint import Checkpoints, DamagedError, checksums, digest, digest_of, flatten
-from experiments.config import DiskError, UserError
+from experiments.errors import DiskError, UserError
+from experiments.mesh import flatten
+from experiments.train.checkpoint import Checkpoints, DamagedError, checksums, digest, digest_of
 
 
 class State(NamedTuple):

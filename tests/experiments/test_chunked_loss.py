@@ -10,10 +10,13 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import form, mesh, packing, train
-from experiments.config import Config, UserError
+from experiments import mesh
+from experiments.errors import UserError
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.text import packing
+from experiments.train import cli, form
+from experiments.train.config import Config
+from experiments.train.task import Task
 from fp8jax.ops.losses import cross_entropy as of_tokens
 from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
@@ -156,7 +159,7 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
         seen.update(settings, recipe=args[2])
         raise UserError("seen")
 
-    monkeypatch.setattr(train.Task, "build", build)
+    monkeypatch.setattr(cli.Task, "build", build)
     (tmp_path / "text.txt").write_text("abc def " * 3000)
     flags = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--recipe", "bf16", "--model", "5m",
              "--batch", "8", "--seq-len", "64", "--microbatches", "2"]  # fmt: skip
@@ -165,10 +168,10 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
          ("auto", 4 * 4 * 64 * 256, False)]
     ):  # fmt: skip
         monkeypatch.setattr(form, "WHOLE_BYTES", limit)
-        assert train.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
+        assert cli.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
         assert seen["chunked"] == wanted, (how, limit)
     assert not seen["recipe"].head.is_quantized
-    assert train.main([*flags, "--run", "head", "--head", "fp8", "--mesh", "data=1"]) == 2
+    assert cli.main([*flags, "--run", "head", "--head", "fp8", "--mesh", "data=1"]) == 2
     assert seen["recipe"].head == fp8jax.recipes.HEAD
     assert "seen" in capsys.readouterr().err
     assert Config().run.logits == "auto"

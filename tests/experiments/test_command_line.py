@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import fp8jax
-from experiments import config, folders, train
-from experiments.config import BusyError, Config, DiskError, UserError
+from experiments import errors
+from experiments.errors import BusyError, DiskError, UserError
 from experiments.models import sizes
-from experiments.tables import report as tables_report
+from experiments.results import report as tables_report
+from experiments.train import cli, config, folders
+from experiments.train.config import Config
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ from experiments.tables import report as tables_report
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(argv, out, capsys, flags, message):
-    assert train.main([*argv, "--run", "wrong", *flags]) == 2
+    assert cli.main([*argv, "--run", "wrong", *flags]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error
@@ -131,7 +133,7 @@ def test_what_no_bound_says_is_refused(change, message):
 
 def test_help_lists_recipes_sizes_and_exit_codes(capsys):
     with pytest.raises(SystemExit) as caught:
-        train.main(["--help"])
+        cli.main(["--help"])
     assert caught.value.code == 0
     words = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert f"Recipes: {', '.join(fp8jax.recipes.NAMES)}." in words
@@ -152,13 +154,13 @@ def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):
 
 def test_unknown_flag_is_refused_by_the_parser(argv):
     with pytest.raises(SystemExit) as caught:
-        train.main([*argv, "--stepz", "3"])
+        cli.main([*argv, "--stepz", "3"])
     assert caught.value.code == 2
 
 
 def test_out_that_is_a_file_is_an_error(argv, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert train.main([*argv, "--out", str(tmp_path / "file")]) == 2
+    assert cli.main([*argv, "--out", str(tmp_path / "file")]) == 2
     assert "cannot make" in capsys.readouterr().err
 
 
@@ -208,7 +210,7 @@ def test_every_field_that_changes_the_numbers_is_compared_before_a_run_goes_on(s
     new = OTHER[name] if name in OTHER else old * 2 if old else 1
     before, after = (config_with(value).mathematics() for value in (old, new))
     assert {key for key in after if after[key] != before.get(key)} == {name} | ({"vocab"} if new == "bpe" else set())
-    with pytest.raises(config.UserError, match=re.escape(f"{name} was {old!r}, now {new!r}")):
+    with pytest.raises(errors.UserError, match=re.escape(f"{name} was {old!r}, now {new!r}")):
         config.check_same(before, after, Path("runs"))
 
 
@@ -223,7 +225,7 @@ def test_every_field_that_changes_the_numbers_is_compared_before_a_run_goes_on(s
     ],
 )
 def test_run_of_another_configuration_is_refused(argv, finished, capsys, flags, message):
-    assert train.main([*argv, "--run", "finished", *flags]) == 2
+    assert cli.main([*argv, "--run", "finished", *flags]) == 2
     error = capsys.readouterr().err
     assert re.search(f"another configuration: {message}. Give the old values .* a new --run", error), error
     assert (finished / "loss.png").exists()
@@ -231,7 +233,7 @@ def test_run_of_another_configuration_is_refused(argv, finished, capsys, flags, 
 
 def test_result_of_a_recipe_that_changed_since_is_refused(argv, finished, capsys):
     changed = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
-    assert train.main([*argv, "--run", "finished", "--recipe", "bf16"], recipe=lambda name: changed) == 2
+    assert cli.main([*argv, "--run", "finished", "--recipe", "bf16"], recipe=lambda name: changed) == 2
     assert "recipe.weights.compute was 'bf16', now 'fp32'" in capsys.readouterr().err
 
 
@@ -247,7 +249,7 @@ def test_checkpoint_of_another_recipe_is_refused(argv, finished, out, capsys):
     checkpoints = unfinished(finished, out, "swapped")
     shutil.rmtree(checkpoints)
     shutil.copytree(finished / "bf16" / "checkpoints", checkpoints)
-    assert train.main([*argv, "--run", "swapped"]) == 2
+    assert cli.main([*argv, "--run", "swapped"]) == 2
     assert "recipe.name was 'bf16', now 'coat_optimizer'" in capsys.readouterr().err
 
 
@@ -266,7 +268,7 @@ def without_times(path):
 def test_damaged_checkpoint_is_told_and_the_one_before_taken(argv, finished, out, capsys):
     checkpoints = unfinished(finished, out, "damaged")
     damage(checkpoints / "8")
-    assert train.main([*argv, "--run", "damaged"]) == 0
+    assert cli.main([*argv, "--run", "damaged"]) == 0
     shown = capsys.readouterr().out
     assert re.search(
         r"checkpoints/8 is damaged: .*; moved to \S*/coat_optimizer/damaged-8\nresuming from step 4", shown
@@ -281,7 +283,7 @@ def test_checkpoints_that_are_all_damaged_are_refused_and_stay(argv, finished, o
     checkpoints = unfinished(finished, out, "ruined")
     for step in ("4", "8"):
         damage(checkpoints / step)
-    assert train.main([*argv, "--run", "ruined"]) == 2
+    assert cli.main([*argv, "--run", "ruined"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(
@@ -302,5 +304,5 @@ def test_progress_is_a_whole_checkpoint_or_a_result(tmp_path):
 def test_damaged_config_file_is_an_error(argv, finished, tmp_path, capsys, content):
     unfinished(finished, tmp_path, "broken")
     (tmp_path / "broken" / "config.json").write_text(content)
-    assert train.main([*argv, "--out", str(tmp_path), "--run", "broken"]) == 2
+    assert cli.main([*argv, "--out", str(tmp_path), "--run", "broken"]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err

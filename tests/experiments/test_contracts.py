@@ -17,7 +17,7 @@ import pytest
 import fp8jax
 from experiments import mesh
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train.task import Task
 from fp8jax.core.scaling import Threshold
 from fp8jax.recipes import Comm, Context, Linear, Weights
 from tests.distance import relative

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from experiments import data
-from experiments.config import UserError
-from experiments.tokenizer import BytePair, Bytes
+from experiments.errors import UserError
+from experiments.text import data
+from experiments.text.tokenizer import BytePair, Bytes
 
 
 def write(folder, **texts):

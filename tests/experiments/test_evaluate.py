@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import config as configuration
-from experiments import data, evaluate, report, scoring, train
-from experiments.config import Config
+from experiments import evaluate
+from experiments.errors import UserError
 from experiments.evaluate import Evaluation
+from experiments.models import scoring
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
-from experiments.tokenizer import Bytes
+from experiments.text import data
+from experiments.text.tokenizer import Bytes
+from experiments.train import cli, report
+from experiments.train import config as configuration
+from experiments.train.config import Config
+from experiments.train.task import Task
 
 VOCAB = 11
 TABLE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(jnp.bfloat16).astype(np.float32)
@@ -110,7 +114,7 @@ def small(recipe):
     """A model that was not trained, of the recipe, and its state before the first step."""
     settings = Config(data=configuration.Data(seq_len=16))
     shape = LlamaConfig(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=1, mlp_dim=48)
-    task = Task.build(shape, train.make_optimizer(settings, recipe), recipe, remat=False, seed=0)
+    task = Task.build(shape, cli.make_optimizer(settings, recipe), recipe, remat=False, seed=0)
     state = jax.jit(task.init)()
     return evaluate.Trained(settings, recipe, task, state.params, state.model_state, 0, Bytes())
 
@@ -131,7 +135,7 @@ def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_
     block = "int8:block16"
     linear = fp8jax.recipes.Linear(block, block, block, scaling="threshold", fallback_fraction_range=(1.0, 1.0))
     trained, passes = small(fp8jax.recipes.bf16()), []
-    monkeypatch.setattr("experiments.trained.SETTLING", 3)
+    monkeypatch.setattr("experiments.train.trained.SETTLING", 3)
     observed = Task.observed
     monkeypatch.setattr(Task, "observed", lambda task, params, state, batch: passes.append(batch.shape) or observed(
         task, params, state, batch))  # fmt: skip
@@ -148,7 +152,7 @@ def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_
 
 @pytest.mark.slow
 def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
-    assert train.main([*argv, "--run", "delayed", "--recipe", "te_delayed", "--microbatches", "2"]) == 0
+    assert cli.main([*argv, "--run", "delayed", "--recipe", "te_delayed", "--microbatches", "2"]) == 0
     trained = evaluate.load(out / "delayed", "te_delayed")
     product = trained.model_state["layers"]["mlp"]["up"]["dot_general"]
     assert (np.asarray(product["dy"])[:, :8] > 0).all()
@@ -231,13 +235,13 @@ def test_texts_are_read_whole_and_files_that_are_none_passed_over_unless_they_ar
     none.write_bytes(b"\xff\xfe\x00\xff")
     of = lambda *data: evaluate.read_texts(Evaluation(Path(), "bf16", data=tuple(map(str, data))), trained)  # noqa: E731
     assert of(tmp_path) == {str(text): (text.read_text(),)}
-    with pytest.raises(configuration.UserError, match=r"b\.txt"):
+    with pytest.raises(UserError, match=r"b\.txt"):
         of(text, none)
     records.write_text(json.dumps({"text": "x"}) + "\n")
     for name, field, value in (("data", "data", (str(records),)), ("model", "init", "folder")):
         part = dataclasses.replace(getattr(trained.config, name), **{field: value})
         other = dataclasses.replace(trained, config=dataclasses.replace(trained.config, **{name: part}))
-        with pytest.raises(configuration.UserError, match="packed records; name texts to score with --data"):
+        with pytest.raises(UserError, match="packed records; name texts to score with --data"):
             evaluate.read_texts(Evaluation(Path(), "bf16"), other)
 
 

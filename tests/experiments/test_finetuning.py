@@ -10,10 +10,12 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from experiments import chat, config, evaluate, peft_files, start, train
-from experiments.config import UserError
+from experiments import evaluate
+from experiments.errors import UserError
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.records import TextRecord
+from experiments.text import chat
+from experiments.text.records import TextRecord
+from experiments.train import cli, config, peft_files, start
 from tests.rows import slow
 
 pytest.importorskip("safetensors")
@@ -72,7 +74,7 @@ def checkpoint(tmp_path_factory):
 
 
 def spelled(checkpoint):
-    return start.tokenizer(train.parse(["--init", str(checkpoint)]))
+    return start.tokenizer(cli.parse(["--init", str(checkpoint)]))
 
 
 def test_answers_are_the_assistant_s_messages_with_their_end(checkpoint):
@@ -170,17 +172,17 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     name = "tuned_lora" if lora else "tuned"
     argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", name,
             "--recipe", "te_current", *lora]  # fmt: skip
-    assert train.main(argv) == 0
+    assert cli.main(argv) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "40 of 1 files" in told
     folder = out / name / "te_current"
     whole = json.loads((folder / "result.json").read_text())["result"]
     # The first loss is the checkpoint's own on the first batch of the seed.
-    settings = train.parse(argv)
+    settings = cli.parse(argv)
     tokenizer = start.tokenizer(settings)
     packed = start.encode(settings, start.read(settings), tokenizer)
-    from experiments import data
     from experiments.hub import load
+    from experiments.text import data
 
     batch = next(data.train_batches(packed.train, 48, 4, settings.seed))
     loaded = load.load(checkpoint)
@@ -191,7 +193,7 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     assert first["loss"] == pytest.approx(mean, abs=0.02)
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "8")
-    assert train.main(argv) == 0
+    assert cli.main(argv) == 0
     assert "resuming from step 4" in capsys.readouterr().out
     again = json.loads((folder / "result.json").read_text())["result"]
     assert again["valid_loss"] == whole["valid_loss"]
@@ -217,19 +219,19 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
 
 def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, tmp_path, capsys):
     import fp8jax
-    from experiments import adapters
     from experiments.hub import load, save
-    from experiments.task import Task
+    from experiments.train import adapters
+    from experiments.train.task import Task
 
     plain = load.load(checkpoint)
     folder = tmp_path / "eight"
     save.save(folder, plain.config, plain.params, like=checkpoint, eight=save.eight_bits("channel"))
-    settings = train.parse(["--init", str(folder), "--lora-rank", "4", "--base", "e4m3:token"])
+    settings = cli.parse(["--init", str(folder), "--lora-rank", "4", "--base", "e4m3:token"])
     params = start.params(settings, None)
-    decoded = start.params(train.parse(["--init", str(folder), "--lora-rank", "4", "--base", "bf16"]), None)
+    decoded = start.params(cli.parse(["--init", str(folder), "--lora-rank", "4", "--base", "bf16"]), None)
     assert not any(isinstance(x, fp8jax.FrozenWeight) for x in decoded["layers"]["mlp"]["up"].values())
     recipe = adapters.of_base(fp8jax.recipes.te_current(), settings.lora)
-    task = Task.build(plain.config, train.make_optimizer(settings, recipe), recipe, remat=False, seed=0,
+    task = Task.build(plain.config, cli.make_optimizer(settings, recipe), recipe, remat=False, seed=0,
                       lora=settings.lora)  # fmt: skip
     base = jax.jit(task.base)(params)
     assert jax.tree.structure(base) == jax.tree.structure(jax.eval_shape(task.base))
@@ -245,9 +247,9 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     )
     argv = [*FLAGS, "--init", str(folder), "--data", str(talks), "--out", str(out), "--run", "eight", "--recipe",
             "te_current", "--lora-rank", "4", "--sample-tokens", "0"]  # fmt: skip
-    assert train.main(argv) == 2
+    assert cli.main(argv) == 2
     assert "the checkpoint holds codes, e4m3:token; give --base e4m3:token" in capsys.readouterr().err
-    assert train.main([*argv, "--base", "e4m3:token"]) == 0
+    assert cli.main([*argv, "--base", "e4m3:token"]) == 0
     assert len(peft_files.load(out / "eight" / "te_current" / "adapter")) == 7
 
 
@@ -260,12 +262,12 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
 )
 def test_what_the_checkpoint_says_is_not_given_too(checkpoint, talks, out, flags, message, capsys):
     argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", "bad", *flags]
-    assert train.main(argv) == 2
+    assert cli.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_folder_that_is_none_is_told(talks, out, capsys):
     argv = [*FLAGS, "--init", "no/such", "--data", str(talks), "--out", str(out), "--run", "bad"]
-    assert train.main(argv) == 2
+    assert cli.main(argv) == 2
     assert "no/such is no folder" in capsys.readouterr().err
     assert config.Config().model.init == ""

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from experiments.models.llama import LlamaConfig
-from experiments.optimizer import decay_mask
-from experiments.tables import fp8_lm_masters, fp8_lm_precision
-from experiments.task import TrainState
+from experiments.papers import fp8_lm_masters, fp8_lm_precision
+from experiments.train.optimizer import decay_mask
+from experiments.train.task import TrainState, exact_task
 
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
@@ -78,7 +78,7 @@ def test_master_weights_of_a_seed_begin_alike_and_read_the_same_text(monkeypatch
 
     start = TrainState(*(0,) * 7)
     make = lambda _, seed: types.SimpleNamespace(init=lambda: start._replace(params={"w": jnp.float32(seed)}))  # noqa: E731
-    monkeypatch.setattr(f, "make_task", make)
+    monkeypatch.setattr(fp8_lm_masters, "exact_task", make)
     monkeypatch.setattr(f, "make_run", lambda *_: run)
     monkeypatch.setattr(fp8_lm_masters.data, "read_corpus", lambda *_: None)
     text = types.SimpleNamespace(train=np.arange(40 * f.SEQ, dtype=np.int32))
@@ -121,7 +121,7 @@ def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
     }
     batches = np.stack([TOKENS] * 6)
     losses, plain = fp8_lm_precision.train_arms(TINY, batches, arms, (0,))
-    task = fp8_lm_precision.make_task(TINY, 0)
+    task = exact_task(TINY, 0)
     params = jax.jit(task.init)().params
     f = fp8_lm_precision
     rate = optax.warmup_cosine_decay_schedule(0.0, f.RATE, 5, 6, f.RATE / 10)

@@ -10,11 +10,12 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from experiments import generate, sampling
+from experiments import generate
 from experiments.hub import tokenizer
 from experiments.hub.load import load
+from experiments.models import sampling
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.sampling import TokenChoice
+from experiments.models.sampling import TokenChoice
 from tests.experiments import hub_cases as cases
 from tests.rows import few, slow
 

@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import checkpoint, config, hosts, mesh, train
+from experiments import errors, mesh
+from experiments.train import checkpoint, cli, config, hosts
 from tests.distance import order
 from tests.experiments.test_mesh import FLAGS
 from tests.rows import slow
@@ -90,9 +91,9 @@ def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, ou
     assert "2 of 2 used in 2 processes" in said[0]
     assert "recipe" not in said[1]
     monkeypatch.setattr(mesh, "SMALLEST", 1024)
-    assert train.main(command) == 0
+    assert cli.main(command) == 0
     assert f"resuming from step {stopped}" in capsys.readouterr().out
-    assert train.main([*flags, "whole"]) == 0
+    assert cli.main([*flags, "whole"]) == 0
     check_close(*(losses(out / name / "coat_optimizer") for name in ("parts", "whole")))
 
 
@@ -135,7 +136,7 @@ def test_so_it_is_on_a_cluster(argv, which, at):
 
 
 def test_without_a_cluster_auto_says_so(argv, capsys):
-    assert train.main([*argv, "--coordinator", "auto"]) == 2
+    assert cli.main([*argv, "--coordinator", "auto"]) == 2
     assert "this process cannot join the others (there is no cluster); give --coordinator" in capsys.readouterr().err
 
 
@@ -230,7 +231,7 @@ def test_a_process_that_waits_in_vain_says_so(argv, process):
     ],
 )
 def test_impossible_processes_are_refused(argv, capsys, flags, message):
-    assert train.main([*argv, *flags]) == 2
+    assert cli.main([*argv, *flags]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -248,8 +249,8 @@ def gathered(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "said", "code"),
     [
-        (config.UserError("--data x: no such"), "process 1: --data x: no such", 2),
-        (config.DiskError("ä" * 2000), "process 1: ä+", config.DiskError.exit_code),
+        (errors.UserError("--data x: no such"), "process 1: --data x: no such", 2),
+        (errors.DiskError("ä" * 2000), "process 1: ä+", errors.DiskError.exit_code),
         (OSError(28, "No space left on device"), r"process 1: \[Errno 28\] No space left on device", 3),
     ],
     ids=["input", "long", "disk"],
@@ -262,7 +263,7 @@ def test_what_one_process_finds_wrong_all_raise(gathered, error, said, code):
     with pytest.raises(hosts.Agreed) as others, hosts.agreement():
         pass
     with pytest.raises(hosts.Agreed) as first, hosts.agreement():
-        raise config.UserError("of a later process")
+        raise errors.UserError("of a later process")
     for found in (own, others, first):
         assert re.fullmatch(said, str(found.value))
         assert found.value.exit_code == code
@@ -326,14 +327,14 @@ def test_the_end_of_another_process_is_told_from_damage_of_files(error, gone, mo
     assert not hosts.gone(error)
     monkeypatch.setattr(hosts, "several", lambda: True)
     assert hosts.gone(error) == gone
-    assert (train._explain(error, "")[0] == hosts.GONE) if gone else (train._explain(error, "") or (3,))[0] == 3
+    assert (cli._explain(error, "")[0] == hosts.GONE) if gone else (cli._explain(error, "") or (3,))[0] == 3
 
     def fails(*_, **__):
         raise error
 
     with checkpoint.Checkpoints(tmp_path, 1) as checkpoints:
         monkeypatch.setattr(checkpoints._orbax, "save_checkpointables", fails)
-        with pytest.raises(type(error) if gone else config.DiskError):
+        with pytest.raises(type(error) if gone else errors.DiskError):
             checkpoints.save(1, {"x": jnp.ones(3)}, loader={}, config={})
         monkeypatch.setattr(checkpoints._orbax, "load_checkpointables", fails)
         with pytest.raises(type(error) if gone else checkpoint.DamagedError):

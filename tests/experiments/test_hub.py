@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from experiments import mesh
-from experiments.config import UserError
+from experiments.errors import UserError
 from experiments.hub import families, files
 from experiments.hub.load import load
 from tests.experiments import hub_cases as cases

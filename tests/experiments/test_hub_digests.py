@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from experiments import chat
-from experiments.config import UserError
+from experiments.errors import UserError
+from experiments.export import tokenizer_files
+from experiments.files import read_bytes
 from experiments.hub import __main__ as command
 from experiments.hub import files, tokenizer
-from experiments.hub.export import tokenizer_files
 from experiments.hub.load import abstract_params, load
 from experiments.hub.save import BESIDE, eight_bits, save
 from experiments.models.llama import LlamaConfig
-from experiments.reading import read_bytes
-from experiments.tokenizer import Bytes
+from experiments.text import chat
+from experiments.text.tokenizer import Bytes
 
 SMALL = LlamaConfig(vocab=256, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=32)
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -9,11 +9,12 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from experiments import evaluate, generate, train
+from experiments import evaluate, generate
 from experiments.hub import __main__ as command
 from experiments.hub import files
 from experiments.hub.load import load
-from experiments.tokenizer import Bytes
+from experiments.text.tokenizer import Bytes
+from experiments.train import cli
 
 TEXTS = ["the <|document|> w5 w7", "añ\n\t 漢", "<|document|>", ""]
 
@@ -22,7 +23,7 @@ TEXTS = ["the <|document|> w5 w7", "añ\n\t 漢", "<|document|>", ""]
 def run(argv, out):
     """A run of recipes whose weights have scales of their own, and predicted ones; with byte pairs."""
     flags = ["--run", "hub", "--recipe", "te_current", "moss", "--tokenizer", "bpe", "--vocab", "300"]
-    assert train.main([*argv, *flags, "--eval-every", "8"]) == 0
+    assert cli.main([*argv, *flags, "--eval-every", "8"]) == 0
     return out / "hub"
 
 

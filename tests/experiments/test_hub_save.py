@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import fp8jax
 from experiments import mesh
-from experiments.config import DiskError, UserError
+from experiments.errors import DiskError, UserError
 from experiments.hub import families, files, quantized
 from experiments.hub.load import abstract_params, load
 from experiments.hub.save import Written, _common, _shards, eight_bits, of_recipe, save

@@ -7,7 +7,7 @@ import pytest
 
 import fp8jax
 from experiments.hub.load import load
-from experiments.task import Task
+from experiments.train.task import Task
 from tests.experiments import hub_cases as cases
 from tests.programs import dots
 

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from experiments import generate  # noqa: E402
+from experiments.export import tokenizer_files  # noqa: E402
 from experiments.hub import files  # noqa: E402
-from experiments.hub.export import tokenizer_files  # noqa: E402
 from experiments.hub.load import load  # noqa: E402
 from experiments.hub.save import eight_bits, save  # noqa: E402
 from experiments.models.llama import LlamaConfig  # noqa: E402
-from experiments.tokenizer import BytePair, Bytes  # noqa: E402
+from experiments.text.tokenizer import BytePair, Bytes  # noqa: E402
 from tests.experiments import hub_cases as cases  # noqa: E402
 from tests.experiments.make_hub_golden import make  # noqa: E402
 from tests.experiments.test_hub_save import params  # noqa: E402

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from experiments.models.llama import LlamaConfig
-from experiments.tables import int8_limit
-from experiments.tables.common import Row
-from experiments.tables.int8_limit import CardRates, Shape
+from experiments.papers import int8_limit
+from experiments.papers.common import Row
+from experiments.papers.int8_limit import CardRates, Shape
 
 SMALL = LlamaConfig(vocab=8, dim=4, layers=1, heads=2, kv_heads=1, mlp_dim=6)
 RATES = CardRates({(3, 5): 1e3, (9, 9): 2e3}, {"int8": {(11, 5, 3): 2e3, (5, 3, 11): 3e3, (9, 9, 9): 8e3},

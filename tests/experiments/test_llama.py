@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.config import Model
 from experiments.models import llama, sizes
 from experiments.models.llama import Block, Llama, LlamaConfig
+from experiments.train.config import Model
 
 TINY = LlamaConfig(vocab=50, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab, (3, 10))

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import config, loop, report
-from experiments.task import Task, TrainState
+from experiments.train import config, loop, report
+from experiments.train.task import Task, TrainState
 from fp8jax.optim.compressed_adamw import FusedTransformation
 
 

@@ -11,10 +11,11 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import evaluate, mesh, train
-from experiments.config import Lora
+from experiments import evaluate, mesh
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train import cli
+from experiments.train.config import Lora
+from experiments.train.task import Task
 from tests.distance import relative
 from tests.programs import residuals
 from tests.rows import slow
@@ -125,7 +126,7 @@ FLAGS = ["--recipe", "te_current", "--lora-rank", "4", "--base", "e4m3:block128"
 
 
 def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
-    assert train.main([*argv, *FLAGS, "--run", "lora"]) == 0
+    assert cli.main([*argv, *FLAGS, "--run", "lora"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "adapters: lora_rank=4" in told
     # From the checkpoint in its middle.
@@ -133,7 +134,7 @@ def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
     folder = out / "lora_parts" / "te_current"
     (folder / "result.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "8")
-    assert train.main([*argv, *FLAGS, "--run", "lora_parts"]) == 0
+    assert cli.main([*argv, *FLAGS, "--run", "lora_parts"]) == 0
     assert "resuming from step 4" in capsys.readouterr().out
     results = [json.loads((out / run / "te_current" / "result.json").read_text()) for run in ("lora", "lora_parts")]
     assert results[0]["result"]["valid_loss"] == results[1]["result"]["valid_loss"]
@@ -149,13 +150,13 @@ def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
 )
 def test_a_base_lies_in_shards_and_adapters_train_alike(base, many, parts, argv, out, monkeypatch, capsys):
     monkeypatch.setattr(mesh, "SMALLEST", 1)
-    losses, held, made = {}, {}, train.with_base
+    losses, held, made = {}, {}, cli.with_base
     for where in ("data=1", many):
         keep = lambda step, loss, weights, where=where: (held.update({where: weights}), made(step, loss, weights))[1]  # noqa: E731
-        monkeypatch.setattr(train, "with_base", keep)
+        monkeypatch.setattr(cli, "with_base", keep)
         run = f"shards_{where[-1]}_{base[-3:]}"
         flags = ["--recipe", "te_current", "--lora-rank", "4", "--mesh", where, "--run", run, "--base", base]
-        assert train.main([*argv, *flags]) == 0
+        assert cli.main([*argv, *flags]) == 0
         losses[where] = json.loads((out / run / "te_current" / "result.json").read_text())["result"]["valid_loss"]
     assert losses[many] == pytest.approx(losses["data=1"], rel=2e-3)
     matrices = [x for x in jax.tree.leaves(held[many]["layers"]) if x.ndim == 3 and min(x.shape[1:]) > 1]
@@ -183,7 +184,7 @@ def test_a_base_lies_in_shards_and_adapters_train_alike(base, many, parts, argv,
     ],
 )
 def test_bad_settings_end_with_a_line_and_code_2(argv, flags, message, capsys):
-    assert train.main([*argv, "--recipe", "te_current", "--run", "lora_bad", *flags]) == 2
+    assert cli.main([*argv, "--recipe", "te_current", "--run", "lora_bad", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

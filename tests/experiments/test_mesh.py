@@ -15,10 +15,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from experiments import loop as loops
-from experiments import mesh, train
-from experiments.checkpoint import Checkpoints, flatten
-from experiments.task import TrainState
+from experiments import mesh
+from experiments.mesh import flatten
+from experiments.train import cli
+from experiments.train import loop as loops
+from experiments.train.checkpoint import Checkpoints
+from experiments.train.task import TrainState
 
 # Histories of scales, moments in codes, and gradients that are added up.
 FLAGS = (  # noqa: SIM905 (a command line reads best as one)
@@ -60,7 +62,7 @@ def runs(argv, out):
     """The same training on one device, and on 8, then 4 of them, two of which share sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr(train, "Loop", Seen)
+        patch.setattr(cli, "Loop", Seen)
         seen, codes = [], []
         for run, where, last in (
             ("one", "data=1", None),
@@ -68,7 +70,7 @@ def runs(argv, out):
             ("many", "fsdp=2,tensor=2", None),
         ):
             Seen.last = last
-            codes.append(train.main([*argv, *FLAGS, run, "--mesh", *where.split()], recipe=mixed))
+            codes.append(cli.main([*argv, *FLAGS, run, "--mesh", *where.split()], recipe=mixed))
             seen.append(Seen.notes)
             if (out / "many").exists():
                 shutil.copytree(out / "many", out / f"many{len(seen)}")
@@ -178,7 +180,7 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
     ],
 )
 def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags, message):
-    assert train.main([*argv, "--run", "wrong", *flags.split()]) == 2
+    assert cli.main([*argv, "--run", "wrong", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error), error

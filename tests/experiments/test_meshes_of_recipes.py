@@ -16,9 +16,10 @@ import pytest
 from jax.sharding import AxisType
 
 import fp8jax
-from experiments import config, mesh, train
+from experiments import mesh
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train import cli, config
+from experiments.train.task import Task
 from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
 
@@ -55,7 +56,7 @@ def build(name, devices=None):
     # Gradients that travel in 8 bits are not those of one device: see test_parallel.
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(), weights=Weights("fp32", "fp32"))
     rows = None if devices is None else mesh.batches(devices)
-    return Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+    return Task.build(LLAMA, cli.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
 
 
 def step(task, state, tokens):

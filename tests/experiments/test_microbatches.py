@@ -10,7 +10,7 @@ import pytest
 
 import fp8jax
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train.task import Task
 from tests.programs import outputs
 from tests.rows import slow
 

@@ -20,9 +20,9 @@ PROGRAMS = {
     "generate": (["--model", "m", "--prompt", "p"], ("safetensors",)),
     "evaluate": (["--run", "r", "--recipe", "coat"], ("rich",)),
     "hub": (["--model", "m", "--out", "o"], ("safetensors",)),
-    "results": (["--list"], ("rich",)),
     "bench": (["step", "--dry"], ("flax",)),
 }
+MODULES = {"train": "experiments.train.cli"}
 PARSED_BY_TYRO = ("train", "generate", "evaluate", "hub")
 
 
@@ -34,7 +34,11 @@ def run_without(package, program, argv):
     aside = {name: x for name, x in sys.modules.items() if name.partition(".")[0] == package}
     sys.modules.update(dict.fromkeys([package, *aside]))
     out, err = io.StringIO(), io.StringIO()
-    name = f"experiments.{program}.__main__" if program in ("hub", "bench") else f"experiments.{program}"
+    name = (
+        f"experiments.{program}.__main__"
+        if program in ("hub", "bench")
+        else MODULES.get(program, f"experiments.{program}")
+    )
     sys.argv = [name, *argv]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -103,8 +107,8 @@ sys.meta_path.insert(0, Absent())
 
 def test_a_table_whose_parser_comes_after_its_imports_says_what_is_missing_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(PATCH)
-    done = process("-m", "experiments.tables.report", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    line = "error: experiments.tables.report needs the package rich, which is not installed: "
+    done = process("-m", "experiments.papers.plans", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    line = "error: experiments.papers.plans needs the package rich, which is not installed: "
     line += "pip install --group train -e .\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 

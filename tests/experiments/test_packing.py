@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import data, packing
-from experiments.config import UserError
-from experiments.losses import cross_entropy
+from experiments.errors import UserError
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.packing import Document
-from experiments.task import Task
+from experiments.text import data, packing
+from experiments.text.packing import Document
+from experiments.train.losses import cross_entropy
+from experiments.train.task import Task
 from tests.distance import relative
 from tests.rows import slow
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import peft_files
-from experiments.config import UserError
+from experiments.errors import UserError
+from experiments.train import peft_files
 from fp8jax.lora import Adapter, merge_adapter
 from fp8jax.ops.products.peft_files import CONFIG, WEIGHTS
 

@@ -8,8 +8,8 @@ import pytest
 import fp8jax
 from experiments import plan
 from experiments.models import sizes
-from experiments.tables import fp8_lm_gradients as figure
-from experiments.tables import fp8_lm_reductions
+from experiments.papers import fp8_lm_gradients as figure
+from experiments.papers import fp8_lm_reductions
 
 # GB on an H200, of the compiled step of `1b`, 8 x 2048 tokens, layers unrolled: `experiments.bench step`.
 # None was used to find a constant of the planner, which come from a bf16 program of two layers.

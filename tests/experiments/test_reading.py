@@ -8,10 +8,12 @@ import shutil
 import numpy as np
 import pytest
 
-from experiments import chat, data, evaluate, folders, lock, records, report, tokenizer, train, trained
-from experiments.config import UserError
-from experiments.reading import parse_json, read_bytes, read_text
-from experiments.result import read_result
+from experiments import evaluate
+from experiments.errors import UserError
+from experiments.files import parse_json, read_bytes, read_text
+from experiments.text import chat, data, records, tokenizer
+from experiments.train import cli, folders, lock, report, trained
+from experiments.train.result import read_result
 
 # Of a line of JSON lines: what Python cannot read, or what no text can hold; and what is said of it.
 LINES = {
@@ -146,12 +148,12 @@ def test_a_configuration_of_a_run_that_cannot_be_is_named(finished, tmp_path, se
 def test_a_run_ends_in_a_line_where_its_data_or_its_result_is_a_pipe(argv, finished, out, tmp_path, capsys):
     os.mkfifo(tmp_path / "a.txt")
     where = argv.index("--data")
-    assert train.main([*argv[:where], *argv[where + 2 :], "--data", str(tmp_path / "a.txt"), "--run", "pipe"]) == 2
+    assert cli.main([*argv[:where], *argv[where + 2 :], "--data", str(tmp_path / "a.txt"), "--run", "pipe"]) == 2
     assert capsys.readouterr().err == (
         f"error: --data {tmp_path / 'a.txt'}: it is a pipe, not a regular file; copy its content to a file\n"
     )
     shutil.copytree(finished, out / "piped")
     (out / "piped" / "bf16" / "result.json").unlink()
     os.mkfifo(out / "piped" / "bf16" / "result.json")
-    assert train.main([*argv, "--recipe", "bf16", "--run", "piped"]) == 2
+    assert cli.main([*argv, "--recipe", "bf16", "--run", "piped"]) == 2
     assert "bf16/result.json cannot be read (it is a pipe, not a regular file); move it away" in capsys.readouterr().err

@@ -5,8 +5,9 @@ import json
 import pytest
 
 import fp8jax  # noqa: F401 (settings of JAX first)
-from experiments import records, train
-from experiments.config import UserError
+from experiments.errors import UserError
+from experiments.text import records
+from experiments.train import cli
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -100,29 +101,29 @@ def test_a_run_on_lines_packs_and_resumes_and_a_broken_line_loses_nothing(argv, 
     write(path, *lines)
     where = argv.index("--data")
     flags = [*argv[:where], *argv[where + 2 :], "--data", str(path), "--recipe", "bf16", "--valid-fraction", "0.2"]
-    assert train.main([*flags, "--run", "lines"]) == 0
+    assert cli.main([*flags, "--run", "lines"]) == 0
     assert "60 of 1 files" in " ".join(capsys.readouterr().out.split())
     whole = json.loads((out / "lines" / "bf16" / "result.json").read_text())["result"]
     folder = out / "lines" / "bf16"
     (folder / "result.json").unlink()
     __import__("shutil").rmtree(folder / "checkpoints" / "8")
     write(path, *lines[:10], "", *lines[10:])
-    assert train.main([*flags, "--run", "lines"]) == 2
+    assert cli.main([*flags, "--run", "lines"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"{path}:11: an empty line" in error
     write(path, *lines)
-    assert train.main([*flags, "--run", "lines"]) == 0
+    assert cli.main([*flags, "--run", "lines"]) == 0
     assert "resuming from step 4" in capsys.readouterr().out
     again = json.loads((folder / "result.json").read_text())["result"]
     assert again["valid_loss"] == whole["valid_loss"]
     write(path, *lines, {"text": "one more"})
-    assert train.main([*flags, "--run", "lines"]) == 2
+    assert cli.main([*flags, "--run", "lines"]) == 2
     assert "text was" in capsys.readouterr().err
 
 
 def test_conversations_need_a_checkpoint(argv, tmp_path, capsys):
     path = write(tmp_path / "talks.jsonl", {"messages": TALK})
     where = argv.index("--data")
-    assert train.main([*argv[:where], *argv[where + 2 :], "--data", path, "--run", "talks"]) == 2
+    assert cli.main([*argv[:where], *argv[where + 2 :], "--data", path, "--run", "talks"]) == 2
     assert f"{path}:1: conversations need the template of a checkpoint: give --init" in capsys.readouterr().err

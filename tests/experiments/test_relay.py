@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from experiments import relay
+from experiments.train import relay
 
 
 def answer(one):

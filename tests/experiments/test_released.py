@@ -10,13 +10,13 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import config, mesh, train, trained
-from experiments.config import UserError
+from experiments import mesh
+from experiments.errors import UserError
 from experiments.models.llama import LlamaConfig
-from experiments.optimizer import with_master
-from experiments.released import ReleasedOptimizer
-from experiments.tables import release_clipping
-from experiments.task import Task
+from experiments.train import cli, config, trained
+from experiments.train.optimizer import with_master
+from experiments.train.released import ReleasedOptimizer
+from experiments.train.task import Task
 from tests.rows import slow
 
 LLAMA = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=128)
@@ -29,7 +29,7 @@ def tokens(step, rows=4):
 
 def task_of(recipe, optim=OPTIM, remat=False, rows=None, chunked=False):
     recipe = with_master(fp8jax.recipes.get(recipe), optim.master)
-    tx = train.make_optimizer(config.Config(optim=optim), recipe)
+    tx = cli.make_optimizer(config.Config(optim=optim), recipe)
     return Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, chunked=chunked)
 
 
@@ -116,12 +116,12 @@ def test_what_is_refused():
         config.Config(optim=optim, lora=config.Lora(lora_rank=2)).validate()
     for name in ("te_delayed", "moss", "int8_fallback"):
         with pytest.raises(UserError, match="has scalings with a state"):
-            train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
+            cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
     with pytest.raises(UserError, match="has sums of gradients of its own"):
-        train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
+        cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
     with pytest.raises(UserError, match=r"--master fp8: weights\.master 'fp8' is not one of"):
         with_master(fp8jax.recipes.coat(), "fp8")
-    assert isinstance(train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
+    assert isinstance(cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
 
 
 @pytest.mark.parametrize("release", ["previous", slow("twice")])
@@ -130,7 +130,7 @@ def test_a_run_goes_on_and_its_export_has_the_masters(release, tmp_path, capsys)
             "--seq-len", "32", "--batch", "2", "--eval-batches", "1", "--sample-tokens", "0", "--warmup", "1",
             "--out", str(tmp_path), "--mesh", "data=1", "--release", release, "--master", "bf16+int16",
             "--checkpoint-every", "2"]  # fmt: skip
-    assert train.main([*args, "--steps", "2"]) == 0, capsys.readouterr()
+    assert cli.main([*args, "--steps", "2"]) == 0, capsys.readouterr()
     meta = json.loads((tmp_path / "train" / "config.json").read_text())
     assert (meta["release"], meta["master"]) == (release, "bf16+int16")
     found = trained.load(tmp_path / "train", "coat")
@@ -141,26 +141,3 @@ def test_a_run_goes_on_and_its_export_has_the_masters(release, tmp_path, capsys)
     jax.tree.map(np.testing.assert_array_equal, high, found.params)
     assert any((np.asarray(a) != np.asarray(b, np.float32)).any() for a, b in zip(masters, held, strict=True))
     assert optax.tree.norm(found.masters) > 0
-
-
-def test_the_table_of_clippings():
-    """Of losses of text alone, from the plain step's with the same order."""
-    tenth = np.arange(80)
-    plain = [release_clipping.ClippedRun(np.full(80, x), np.where(tenth < 20, 1.0, 0.1), x) for x in (2.0, 4.0)]
-    other = [run._replace(losses=np.where(tenth == 40, 99.0, 1.1 * run.losses), valid=x * run.valid)
-             for run, x in zip(plain, (1.1, 1.3), strict=True)]  # fmt: skip
-    logs = {("text", release_clipping.PLAIN): plain, ("text", release_clipping.SHARES): other}
-    found = {row.pivot: row.value for row in release_clipping.rows(logs, clip=0.5)}
-    expected = {
-        "validation: % above": 20,
-        "± (validation)": 20 / 2**0.5,
-        "last tenth: % above": 10,
-        "steps clipped": 25,
-    }
-    for column, value in expected.items():
-        assert found[release_clipping.SHARES, column] == pytest.approx(value)
-    assert found[release_clipping.PLAIN, "validation loss"] == 3
-    assert found[release_clipping.PLAIN, "last tenth: % above"] == 0
-    batches = np.zeros((90, 2, 3), np.int32)
-    changed = release_clipping.noisy(batches, 0).any((1, 2))
-    assert list(np.flatnonzero(changed)) == [40, 80]

@@ -9,8 +9,10 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import report
-from experiments.result import Result
+from experiments.errors import DiskError
+from experiments.files import write_json
+from experiments.train import report
+from experiments.train.result import Result
 
 
 def cells(table):
@@ -94,15 +96,15 @@ def test_a_recipe_without_metrics_is_an_empty_curve(tmp_path, drawn):
 
 def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    report.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     assert path.read_text() == '{\n "a": 1\n}\n'
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report.os, "replace", fail)
-    with pytest.raises(report.DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
-        report.write_json(path, {"a": 2})
+    with pytest.raises(DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
+        write_json(path, {"a": 2})
     assert path.read_text() == '{\n "a": 1\n}\n'
 
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import config, mesh, train
-from experiments.checkpoint import Checkpoints, flatten
+from experiments import mesh
+from experiments.mesh import flatten
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train import cli, config
+from experiments.train.checkpoint import Checkpoints
+from experiments.train.task import Task
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
 KERNEL = "layers.mlp.up.kernel"
@@ -29,7 +31,7 @@ STATES = {
 
 def build(name, devices):
     recipe = fp8jax.recipes.get(name)
-    optimizer = train.make_optimizer(config.Config(), recipe)
+    optimizer = cli.make_optimizer(config.Config(), recipe)
     return Task.build(LLAMA, optimizer, recipe, remat=False, seed=0, rows=mesh.batches(devices))
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import results
-from experiments.bench import record
-from experiments.tables import recipe_parity
+from experiments.papers import recipe_parity
+from experiments.results import record, runner
 
 MAKE = """import json, pathlib, sys
 name, commit, complete, folder = sys.argv[1:5]
@@ -25,7 +24,7 @@ print("made", name)
 """
 
 
-class PlantedJob(results.Job):
+class PlantedJob(runner.Job):
     """A job that runs a script."""
 
     @property
@@ -48,13 +47,13 @@ def job(tmp_path):
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
     monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234567")
-    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", ["0"]))
+    monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["0"]))
     folder = tmp_path / "results"
 
     def run(jobs, *options):
-        of = {width: tuple(job for job in jobs if job.gpus == width) for width in results.JOBS}
-        monkeypatch.setattr(results, "JOBS", of)
-        return results.main(["--results", str(folder), *options])
+        of = {width: tuple(job for job in jobs if job.gpus == width) for width in runner.JOBS}
+        monkeypatch.setattr(runner, "JOBS", of)
+        return runner.main(["--results", str(folder), *options])
 
     return run
 
@@ -104,7 +103,7 @@ path.write_text(json.dumps(dict(rows=[dict(commit="abcdef1234", device="H9")])))
 
 def test_jobs_of_a_host_with_four_gpus_run_side_by_side(job, planted, monkeypatch, capsys, tmp_path):
     """The wide one alone and first, then two of two GPUs together, then four of one; each sees its GPUs and cores."""
-    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", ["2", "3", "5", "7"]))
+    monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["2", "3", "5", "7"]))
     cores = os.sched_getaffinity(0)
     there = tmp_path / "there"
     there.mkdir()
@@ -158,7 +157,7 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
             job(name, gpus=gpus, code=TRAINS.format(there=str(there), name=name, fellows=fellows))
             for name, gpus, fellows in of
         ]
-        monkeypatch.setattr(results, "TRAINED", [dataclasses.replace(j, command=(*j.command, "--out")) for j in jobs])
+        monkeypatch.setattr(runner, "TRAINED", [dataclasses.replace(j, command=(*j.command, "--out")) for j in jobs])
 
     told = lambda name: json.loads((there / f"told_{name}").read_text())  # noqa: E731
     studies(("a", 1, 2), ("b", 1, 2), ("wide", 2, 0))
@@ -170,7 +169,7 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
     with tarfile.open(tmp_path / "b.tgz") as archive:
         assert {"parity_x/a.json", "parity_x/b.json", "logs/a.log"} <= set(archive.getnames())
 
-    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", ["4", "6"]))
+    monkeypatch.setattr(runner, "gpus", lambda: ("NVIDIA H9 80GB", ["4", "6"]))
     studies(("c", 1, 5), ("wide", 2, 5), ("d", 1, 5), ("e", 1, 0))
     assert planted([], "--data", "x.txt") == 0, capsys.readouterr().out
     assert sorted(told("wide")[0][0].split(",")) == ["4", "6"]
@@ -187,13 +186,13 @@ def test_studies_train_on_a_text_two_on_a_gpu(job, planted, monkeypatch, capsys,
 def test_a_job_takes_slots_of_different_gpus():
     slots = ["4", "6", "4", "6"]
     for free, found in (([1, 2, 3], [1, 2]), ([0, 2], []), ([2, 0, 3], [0, 3]), ([3], [])):
-        assert results.pick(free, slots, 2) == found
-    assert results.pick([2, 3], slots, 1) == [2]
-    assert results.pick([1, 0], ["", ""], 1) == [0]
+        assert runner.pick(free, slots, 2) == found
+    assert runner.pick([2, 3], slots, 1) == [2]
+    assert runner.pick([1, 0], ["", ""], 1) == [0]
 
 
 def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
-    monkeypatch.setattr(results, "TRAINED", [job("a", code="raise SystemExit(1)"), job("b", gpus=2, code="")])
+    monkeypatch.setattr(runner, "TRAINED", [job("a", code="raise SystemExit(1)"), job("b", gpus=2, code="")])
     assert planted([], "--data", "x") == 1
     told = capsys.readouterr().out
     assert told.startswith("1 x NVIDIA H9")
@@ -211,8 +210,8 @@ def test_a_study_that_fails_is_left(job, planted, monkeypatch, capsys):
 
 
 def test_studies_are_those_that_pages_are_made_of():
-    named = {job.name: job for job in results.TRAINED}
-    assert len(named) == len(results.TRAINED)
+    named = {job.name: job for job in runner.TRAINED}
+    assert len(named) == len(runner.TRAINED)
     options = {name: dict(zip(job.command[1::2], job.command[2::2], strict=False)) for name, job in named.items()}
     for study, name in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals")):
         arms = {of["--arms"] for job, of in options.items() if of.get("--study", "recipes") == study
@@ -228,28 +227,28 @@ def test_cores_are_shared_by_slots(monkeypatch):
     given = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 19)), raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: given.append((pid, cores)), raising=False)
-    results.share_cores([1], 4)
-    results.share_cores([0, 3], 4)
-    results.share_cores([0], 1)
-    results.share_cores([5], 16)
+    runner.share_cores([1], 4)
+    runner.share_cores([0, 3], 4)
+    runner.share_cores([0], 1)
+    runner.share_cores([5], 16)
     assert given == [(0, {12, 13}), (0, {10, 11, 16, 17})]
 
 
 def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
-    problem = results.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 1.0)
+    problem = runner.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 1.0)
     assert problem == "killed after 1 s"
 
 
 # A run whose only job tells its number and sleeps.
 SLEEPER = """import pathlib, sys
-from experiments import jobs, results
+from experiments.results import jobs, runner
 class Sleeper(jobs.Job):
     argv = [sys.executable, "-c", "import os, pathlib, sys, time; p = pathlib.Path(sys.argv[1], 'pid'); "
             "p.write_text(str(os.getpid())); time.sleep(60)"]
-results.JOBS = {1: (Sleeper("sleeper", (), 1.0),)}
-results.gpus = lambda: ("NVIDIA H9 80GB", ["0"])
-results.main(["--results", sys.argv[1]])
+runner.JOBS = {1: (Sleeper("sleeper", (), 1.0),)}
+runner.gpus = lambda: ("NVIDIA H9 80GB", ["0"])
+runner.main(["--results", sys.argv[1]])
 """
 
 
@@ -271,27 +270,27 @@ def test_a_run_that_is_ended_takes_its_jobs_with_it(monkeypatch, tmp_path):
         time.sleep(0.05)
     else:
         raise AssertionError("the job lives on")
-    with results.ending_together():
+    with runner.ending_together():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(results, "gpus", lambda: ("", []))
-    assert results.main(["--results", str(tmp_path)]) == 2
+    monkeypatch.setattr(runner, "gpus", lambda: ("", []))
+    assert runner.main(["--results", str(tmp_path)]) == 2
     assert "no GPU here" in capsys.readouterr().err
     monkeypatch.setenv("FP8JAX_COMMIT", "main")
     with pytest.raises(SystemExit):
-        results.main(["--results", str(tmp_path)])
+        runner.main(["--results", str(tmp_path)])
     assert "FP8JAX_COMMIT='main' is no commit's hash" in capsys.readouterr().err
 
 
 def test_it_takes_little_more_than_an_hour_of_one_gpu():
-    assert sum(job.seconds for job in results.ONE_GPU) <= 80 * 60
-    names = [job.name for jobs in (*results.JOBS.values(), results.DERIVED) for job in jobs]
+    assert sum(job.seconds for job in runner.ONE_GPU) <= 80 * 60
+    names = [job.name for jobs in (*runner.JOBS.values(), runner.DERIVED) for job in jobs]
     assert len(set(names)) == len(names)
-    assert all(job.gpus == width for width, jobs in results.JOBS.items() for job in jobs)
-    assert results.ONE_GPU[0].name == "step"
+    assert all(job.gpus == width for width, jobs in runner.JOBS.items() for job in jobs)
+    assert runner.ONE_GPU[0].name == "step"
 
 
 def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
@@ -303,7 +302,7 @@ def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
         (tmp_path / card / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "parity").mkdir()
     (tmp_path / "parity" / "step.json").write_text(json.dumps({"runs": {}}))
-    assert results.main(["--results", str(tmp_path), "--list"]) == 0
+    assert runner.main(["--results", str(tmp_path), "--list"]) == 0
     told = capsys.readouterr().out
     one, two, cpu = (told.index(kind) for kind in ("one GPU:", "two GPUs:", "CPU:"))
     assert one < told.index("step: h9: done") < two < told.index("reduce: h9x2: 111: commits since: 2 of fp8jax") < cpu
@@ -388,14 +387,14 @@ def test_only_visible_gpus_count(monkeypatch, tmp_path):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert results.gpus() == ("NVIDIA H9 80GB", ["0", "1"])
+    assert runner.gpus() == ("NVIDIA H9 80GB", ["0", "1"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert results.gpus() == ("NVIDIA H9 80GB", ["1"])
+    assert runner.gpus() == ("NVIDIA H9 80GB", ["1"])
     for hidden in ("", "-1", "-1,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert results.gpus() == ("", [])
+        assert runner.gpus() == ("", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,1")
-    assert results.gpus() == ("NVIDIA H9 80GB", ["0"])
+    assert runner.gpus() == ("NVIDIA H9 80GB", ["0"])
 
 
 def test_a_name_that_does_not_run_here_is_refused(job, planted, capsys, tmp_path):
@@ -404,7 +403,7 @@ def test_a_name_that_does_not_run_here_is_refused(job, planted, capsys, tmp_path
             planted([job("one"), job("four", gpus=4), job("paper", gpus=0)], "--only", "one", name, *options)
         assert why in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        results.main(["--results", str(tmp_path / "none"), "--list"])
+        runner.main(["--results", str(tmp_path / "none"), "--list"])
     assert "there is no such folder" in capsys.readouterr().err
 
 
@@ -415,7 +414,7 @@ def test_a_card_with_an_x_in_its_name_is_one_card(tmp_path):
     ):  # fmt: skip
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.json").write_text(json.dumps({"rows": [{"commit": "a", "device": device}]}))
-        assert results.of_kind(tmp_path / folder) == kind
+        assert runner.of_kind(tmp_path / folder) == kind
 
 
 def test_what_differs_from_a_commit_is_measured_again(job, planted, monkeypatch, capsys, tmp_path):
@@ -424,7 +423,7 @@ def test_what_differs_from_a_commit_is_measured_again(job, planted, monkeypatch,
         assert planted([job("a", commit="abcdef1234+")]) == 0
         assert "a: done" in capsys.readouterr().out
     (tmp_path / "empty.json").write_text('{"rows": []}')
-    assert results.state(tmp_path / "empty.json", "abc") == "without rows"
+    assert runner.state(tmp_path / "empty.json", "abc") == "without rows"
 
 
 @pytest.mark.parametrize(
@@ -433,8 +432,8 @@ def test_what_differs_from_a_commit_is_measured_again(job, planted, monkeypatch,
 def test_a_file_that_is_damaged_is_told_and_measured_again(job, planted, capsys, tmp_path, content):
     (tmp_path / "h9").mkdir(exist_ok=True)
     (tmp_path / "h9" / "a.json").write_text(content)
-    assert results.state(tmp_path / "h9" / "a.json", "abc") == "damaged"
-    assert results.of_kind(tmp_path / "h9") == "runs"
+    assert runner.state(tmp_path / "h9" / "a.json", "abc") == "damaged"
+    assert runner.of_kind(tmp_path / "h9") == "runs"
     with pytest.raises(ValueError, match=r"a\.json: "):
         record.load(tmp_path / "h9" / "a.json")
     assert planted([job("a")]) == 0
@@ -446,7 +445,7 @@ def test_an_archive_leaves_out_what_is_being_written(tmp_path):
     folder.mkdir()
     (folder / "a.json").write_text("{}")
     (folder / "b.json.partial").write_text("{")
-    results.pack(tmp_path / "b.tgz", [folder, tmp_path / "none"])
+    runner.pack(tmp_path / "b.tgz", [folder, tmp_path / "none"])
     with tarfile.open(tmp_path / "b.tgz") as archive:
         assert archive.getnames() == ["h9/a.json"]
 

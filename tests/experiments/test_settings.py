@@ -14,10 +14,11 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, data, form, optimizer, report, train
-from experiments import loop as loops
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.tokenizer import Bytes
+from experiments.text import data
+from experiments.text.tokenizer import Bytes
+from experiments.train import cli, config, form, optimizer, report
+from experiments.train import loop as loops
 from fp8jax import from_recipe
 
 SHAPE = LlamaConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
@@ -74,11 +75,11 @@ def texts(tmp_path_factory):
 def ran(argv, texts, out):
     """The finished run's loop, its task and its folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "Loop", Recording)
-        build = train.Task.build
+        patch.setattr(cli, "Loop", Recording)
+        build = cli.Task.build
         tasks = []
-        patch.setattr(train.Task, "build", lambda *a, **k: tasks.append(build(*a, **k)) or tasks[-1])
-        assert train.main([*argv, *FLAGS, "--data", str(texts)], recipe=lambda name: EXACT) == 0
+        patch.setattr(cli.Task, "build", lambda *a, **k: tasks.append(build(*a, **k)) or tasks[-1])
+        assert cli.main([*argv, *FLAGS, "--data", str(texts)], recipe=lambda name: EXACT) == 0
     return Recording.made, tasks[0], out / "settings" / "exact"
 
 
@@ -145,8 +146,8 @@ def test_training_is_adamw_with_all_its_settings(ran, plain):
 
 
 def test_decay_and_clip_are_those_of_a_chain_of_optax_bit_for_bit():
-    args = train.parse([*FLAGS, "--recipe", "bf16"])
-    tx = train.make_optimizer(args, EXACT)
+    args = cli.parse([*FLAGS, "--recipe", "bf16"])
+    tx = cli.make_optimizer(args, EXACT)
     rates = optax.warmup_cosine_decay_schedule(0.0, LR, WARMUP, STEPS, LR * FINAL)
     matrices = {"mlp_norm": {"scale": False}, "up": {"kernel": True, "bias": False}, "embed": {"embedding": True}}
     adamw = optax.adamw(rates, B1, B2, EPS, weight_decay=DECAY, mask=matrices)
@@ -275,9 +276,9 @@ def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_
 
 def test_settings_of_the_model_arrive(ran):
     flags = "--model olmo-5m --layers 3 --dim 64 --heads 8 --kv-heads 4 --mlp-dim 96"
-    config = train.parse(flags.split())
+    config = cli.parse(flags.split())
     assert config.model.shape(300) == LlamaConfig(300, 64, 3, 8, 4, 96, tied=False, norm="layer")
-    assert train.parse(["--tied"]).model.shape(256).tied
+    assert cli.parse(["--tied"]).model.shape(256).tied
     assert ran[1].llama == SHAPE
 
 
@@ -287,7 +288,7 @@ def test_settings_of_the_model_arrive(ran):
 def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
     """Of recipes whose weights' bounds are tracked, too, with and without a limit on them."""
     settings = config.Config(optim=config.Optim(lr=0.1, warmup=0, b1=b1, b2=b2, clip=0.5, weight_decay=0.0))
-    tx = train.make_optimizer(settings, getattr(fp8jax.recipes, recipe)())
+    tx = cli.make_optimizer(settings, getattr(fp8jax.recipes, recipe)())
     params = {"w": jnp.ones((8, 128)), "b": jnp.ones(16)}
     draws = [jax.tree.map(lambda x, i=i: jax.random.normal(jax.random.key(i), x.shape), params) for i in (0, 1)]
     # The norm of the first is some 3,000, of the second 0.3; Adam itself knows no scale, but their ratio.

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments import checkpoint, hosts, lock, packages, signals, startup, train
-from experiments.config import DiskError, Run
+from experiments import packages, signals, startup
+from experiments.errors import DiskError
 from experiments.signals import Stopped, StopSignals
+from experiments.train import checkpoint, cli, hosts, lock
+from experiments.train.config import Run
 from tests.experiments.test_hosts import port
 from tests.rows import slow
 
@@ -88,7 +90,7 @@ def test_a_signal_that_came_before_training_began_stops_it_before_any_file_is_ma
     early = StopSignals()
     early.signum = signal.SIGTERM
     monkeypatch.setattr(signals, "started", early)
-    assert train.main([*argv, "--run", "early"]) == 143
+    assert cli.main([*argv, "--run", "early"]) == 143
     assert capsys.readouterr().err.startswith("stopped by SIGTERM: no step was lost. To resume: python -m experiments")
     assert not (out / "early").exists()
 
@@ -124,25 +126,25 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(argv, out, tmp
             DiskError, match=f"{tmp_path} cannot be written .*; make it writable, or give another --out"
         ):
             lock.hold(tmp_path / "run").__enter__()
-        assert train.main([*argv, "--run", "readonly"]) == 3
+        assert cli.main([*argv, "--run", "readonly"]) == 3
         error = f"error: {out} cannot be written ({os.strerror(number)}); make it writable, or give another --out\n"
         assert capsys.readouterr().err == error
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
         (out / "readonly").mkdir(exist_ok=True)
-        assert train.main([*argv, "--run", "readonly", "--resume", "never"]) == 3
+        assert cli.main([*argv, "--run", "readonly", "--resume", "never"]) == 3
         message = f"readonly cannot be moved to {out / 'readonly.old1'} ({os.strerror(number)}); make {out} writable"
         assert message in capsys.readouterr().err
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.ocp.training, "Checkpointer", refuse)
         with pytest.raises(DiskError, match=rf"{tmp_path}/new cannot be made or read \(.*\); make it writable"):
             checkpoint.Checkpoints(tmp_path / "new", 1)
-    code, message = train._explain(OSError(number, os.strerror(number), "a/b"), "")
+    code, message = cli._explain(OSError(number, os.strerror(number), "a/b"), "")
     assert (code, message.count("\n")) == (3, 0)
     assert message.endswith("'a/b'. Make that writable, or give another --out")
 
 
 def test_a_package_that_is_missing_at_last_is_a_line():
     error = ModuleNotFoundError("No module named 'wandb'", name="wandb")
-    assert train._explain(error, "") == (2, f"error: {packages.explain(error, 'experiments.train')}")
-    assert train._explain(ModuleNotFoundError("x", name="experiments.x"), "") is None
+    assert cli._explain(error, "") == (2, f"error: {packages.explain(error, 'experiments.train')}")
+    assert cli._explain(ModuleNotFoundError("x", name="experiments.x"), "") is None

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import config, optimizer, report, speed, train
-from experiments.config import Lora, Optim
+from experiments import errors
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train import cli, config, optimizer, report, speed
+from experiments.train.config import Lora, Optim
+from experiments.train.task import Task
 
 SHAPE = LlamaConfig(vocab=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64)
 
@@ -44,13 +45,13 @@ def test_schedules_go_through_their_points(name, rates):
 )
 def test_bad_settings_are_told(argv, flags, message, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train.main([*argv, "--run", "bad", *flags]) == 2
+    assert cli.main([*argv, "--run", "bad", *flags]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_operations_are_those_of_products_and_attention():
     """Counted by hand: six for a weight and token, four beside adapters, two and four for a causal score."""
-    tx = train.make_optimizer(config.Config(), fp8jax.recipes.bf16())
+    tx = cli.make_optimizer(config.Config(), fp8jax.recipes.bf16())
     attention = 3 * 32 * 32 + 3 * 32 * 32  # q, out, and half of each for k and v
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     assert attention == 6144
@@ -95,7 +96,7 @@ def test_a_run_is_traced_logged_elsewhere_and_says_how_much_of_a_gpu_it_uses(arg
     monkeypatch.setitem(sys.modules, "wandb", service)
     monkeypatch.setattr(speed, "peak", lambda kind: 1e12)
     flags = ["--run", "traced", "--recipe", "bf16", "--profile", "2", "--wandb", "mine", "--schedule", "wsd"]
-    assert train.main([*argv, *flags]) == 0
+    assert cli.main([*argv, *flags]) == 0
     folder = out / "traced" / "bf16"
     assert list(folder.glob("profile/plugins/profile/*/*.xplane.pb"))
     assert list(folder.glob("profile/plugins/profile/*/perfetto_trace.json.gz"))
@@ -105,10 +106,10 @@ def test_a_run_is_traced_logged_elsewhere_and_says_how_much_of_a_gpu_it_uses(arg
     assert begun["config"]["schedule"] == "wsd"
     assert [{"step": step, **row} for step, row in service.rows] == rows
     assert service.ended == 1
-    settings = train.parse([*argv, *flags])
+    settings = cli.parse([*argv, *flags])
     llama = settings.model.shape(256)
     shapes = jax.eval_shape(
-        Task.build(llama, train.make_optimizer(settings, fp8jax.recipes.bf16()), fp8jax.recipes.bf16(), remat=False,
+        Task.build(llama, cli.make_optimizer(settings, fp8jax.recipes.bf16()), fp8jax.recipes.bf16(), remat=False,
                    seed=0).init).params  # fmt: skip
     for row in (row for row in rows if "loss" in row):
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * speed.operations(llama, shapes, {}, 16) / 1e12)
@@ -131,5 +132,5 @@ def test_runs_of_before_these_settings_resume(tmp_path):
     for name in ("schedule", "decay", "field", "init", "base", "lora_rank", "lora_alpha"):
         del old[name]
     config.check_same(old, config.Config().mathematics(), tmp_path)
-    with pytest.raises(config.UserError, match="lora_rank was 0, now 4"):
+    with pytest.raises(errors.UserError, match="lora_rank was 0, now 4"):
         config.check_same(old, config.Config(lora=Lora(4)).mathematics(), tmp_path)

@@ -7,14 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import chat, data, packing, start
-from experiments.config import UserError
-from experiments.data import Corpus, Tokens
-from experiments.packing import Packed
-from experiments.records import TextRecord
-from experiments.start import CheckpointTokenizer
-from experiments.tokenizer import SEPARATOR, Bytes
-from experiments.train import parse
+from experiments.errors import UserError
+from experiments.text import chat, data, packing
+from experiments.text.data import Corpus, Tokens
+from experiments.text.packing import Packed
+from experiments.text.records import TextRecord
+from experiments.text.tokenizer import SEPARATOR, Bytes
+from experiments.train import start
+from experiments.train.cli import parse
+from experiments.train.start import CheckpointTokenizer
 
 
 def packed(answers):

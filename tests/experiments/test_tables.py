@@ -14,24 +14,20 @@ from flax import nnx
 
 import fp8jax
 from experiments import flags
-from experiments import results as runner
-from experiments.bench import cases, record
+from experiments.bench import arms as bench_arms
+from experiments.bench import cases
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.tables import (
-    claims,
+from experiments.papers import (
     coat_activations,
     coat_efficiency,
-    coat_expansion,
     coat_memory,
     coat_optimizer,
     coat_speed,
     common,
-    lookup,
     moss_speed,
-    quotes,
-    report,
 )
-from experiments.tables.common import Row
+from experiments.papers.common import Row
+from experiments.results import claims, lookup, quotes, record, report, runner
 
 ROOT = Path(__file__).parents[2]
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
@@ -167,19 +163,19 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     kept = {row.pivot: row.value for row in rows if row.pivot}
     for operator, paper in zip(coat_memory.OPERATORS, coat_memory.PAPER["COAT"], strict=True):
         less = 2 if operator in ("RoPE", "Total") else 0
-        assert kept[coat_memory.FAITHFUL, operator] == pytest.approx(paper - less, abs=0.005)
+        assert kept[bench_arms.FAITHFUL, operator] == pytest.approx(paper - less, abs=0.005)
     # Norm inputs, q, k, v and the output of attention, gate and up.
-    assert kept[coat_memory.LEAN, "Total"] == pytest.approx(1 + 4 + 8 / 3, abs=1e-6)
+    assert kept[bench_arms.LEAN, "Total"] == pytest.approx(1 + 4 + 8 / 3, abs=1e-6)
     totals = {row.case: row.value for row in rows if row.metric == "total"}
     scales = {row.case: row.value for row in rows if row.metric.startswith("scales")}
     # bf16 scales of groups of 16, the fp32 roots of two norms and of each head of attention.
     statistics = (2 * 4 + 4 * coat_memory.HEADS) / (2 * coat_memory.WIDTH)
-    assert scales[coat_memory.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
-    assert totals["bf16"] > 3.5 * totals[coat_memory.LEAN]
+    assert scales[bench_arms.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
+    assert totals["bf16"] > 3.5 * totals[bench_arms.LEAN]
     # What products and attention give: the input, q, k, v, attention and its projection, gate and up.
-    assert kept[coat_memory.AGAIN, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
-    (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (coat_memory.LEAN, "total, recomputed"))
-    assert ratio == pytest.approx(totals[coat_memory.AGAIN] / totals[coat_memory.LEAN])
+    assert kept[bench_arms.AGAIN, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
+    (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (bench_arms.LEAN, "total, recomputed"))
+    assert ratio == pytest.approx(totals[bench_arms.AGAIN] / totals[bench_arms.LEAN])
 
 
 ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None,
@@ -187,7 +183,8 @@ ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "
 RESULT = {"bench": "x", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
 
 
-def test_a_results_file_becomes_a_page(tmp_path):
+def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef0")  # a file of a checkout with changes is left out
     results = tmp_path / "results"
     row = Row("big", "error", 2.0, "1", "small", 2.0, 7.5, 3.0, "Table 1", ("big", "column"))
     base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
@@ -204,7 +201,7 @@ def test_a_results_file_becomes_a_page(tmp_path):
     assert report.main(["--results", str(results), "--readme", str(tmp_path / "none")]) == 0
     assert sorted(p.name for p in (results / "pages").iterdir()) == ["mine.md", "x.md"]
     mine, x = ((results / "pages" / name).read_text() for name in ("mine.md", "x.md"))
-    assert mine.startswith("# Mine\n\n[all results](../../RESULTS.md)\n\n`python -m experiments.tables.mine` · 20")
+    assert mine.startswith("# Mine\n\n[all results](../../RESULTS.md)\n\n`python -m experiments.papers.mine` · 20")
     assert "error, over that of small (1); in brackets the paper's ratio:" in mine
     assert "| big | 2 (3) |" in mine
     assert "- A note." in mine
@@ -275,7 +272,7 @@ def test_a_missing_or_empty_folder_is_named_and_nothing_is_written(tmp_path, cap
 
 
 def test_pages_and_figures_in_the_readme_are_what_the_files_give():
-    message = "run python -m experiments.tables.report"
+    message = "run python -m experiments.results.report"
     files = report.written(ROOT / "results")
     assert {p.name for p in (ROOT / "results" / "pages").glob("*")} == {Path(name).name for name in files} - {
         "RESULTS.md"
@@ -284,6 +281,7 @@ def test_pages_and_figures_in_the_readme_are_what_the_files_give():
         assert (ROOT / name).read_text() == text, message
     pages = report.quoting(ROOT / "README.md")
     assert {"README.md", "docs/status.md", "docs/howto/optimizer.md"} <= set(pages)
+    pages[report.PICTURE] = (ROOT / report.PICTURE).read_text()
     assert report.with_figures(pages, ROOT / "results") == pages, message
 
 
@@ -443,20 +441,3 @@ def test_steps_by_how_weights_are_scaled_stand_beside_the_papers():
     assert rows["moss, weights just in time", "%"].value == pytest.approx(100 * 10 / 200)
     assert rows["moss, weights just in time", "%"].paper == pytest.approx(100 * 3.6 / 68.5)
     assert moss_speed.scalings({"rows": []}) == []
-
-
-@pytest.mark.parametrize("b2", coat_expansion.DECAYS)
-def test_moments_of_the_table_of_expansion_are_adam_s(b2):
-    gradients = np.random.default_rng(0).standard_normal((140, 4, 128)).astype(np.float32)
-    tx = optax.scale_by_adam(coat_expansion.B1, b2, coat_expansion.EPS)
-    state, exact = tx.init(jnp.zeros((4, 128))), []
-    for g in gradients:
-        direction, state = jax.jit(tx.update)(jnp.asarray(g), state)
-        exact.append(direction)
-    found = list(coat_expansion.moments({"w": gradients}, b2))
-    assert len(found) == 2
-    for (m, v), direction in zip(found, exact[119::20], strict=True):
-        np.testing.assert_allclose(m / (np.sqrt(v) + coat_expansion.EPS), direction, rtol=1e-3, atol=1e-5)
-    errors = [coat_expansion.error({"w": gradients}, b2, expand) for expand in coat_expansion.ARMS.values()]
-    # Half a step of 3 bits at most in each moment; expansion leaves less.
-    assert max(errors[1:]) < errors[0] < 2.0**-4

@@ -12,15 +12,16 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, mesh, parallel, plan, tensor, train
-from experiments.adapters import joined
-from experiments.form import Form
+from experiments import mesh, plan
 from experiments.models.llama import LlamaConfig
-from experiments.sections import Lora
-from experiments.task import Task
+from experiments.train import cli, config, parallel, tensor
+from experiments.train.adapters import joined
+from experiments.train.form import Form
+from experiments.train.sections import Lora
+from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Linear, Weights
-from fp8jax.rewrite import cost_selection
+from fp8jax.rewrite import cost_model
 from tests.distance import order, relative
 from tests.rows import slow
 
@@ -71,7 +72,7 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     if where is not None:
         data, fsdp, shared = MESHES[where]
         rows = mesh.batches(mesh.make(data, fsdp, tensor=shared))
-    tx = train.make_optimizer(config.Config(), recipe)
+    tx = cli.make_optimizer(config.Config(), recipe)
     task = Task.build(llama, tx, recipe, seed=0, rows=rows, **{"remat": False} | how)
     state = jax.eval_shape(task.init)
     params = drawn(state.params)
@@ -275,6 +276,6 @@ def test_in_8_bits_it_is_as_far_from_fp32_as_on_one_device(name, where):
 @pytest.mark.slow
 def test_products_that_gain_gather_codes_alone(monkeypatch):
     """`auto` decides when shapes are seen, after weights are gathered: XLA leaves out the form that nothing reads."""
-    monkeypatch.setattr(cost_selection.cost_model, "estimate_gain", lambda *_, **__: 1.0)
+    monkeypatch.setattr(cost_model, "estimate_gain", lambda *_, **__: 1.0)
     sent = [totals(program(name, "fsdp")[0]) for name in ("auto", "coat")]
     assert sent[0] == sent[1]

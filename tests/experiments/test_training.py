@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import folders, optimizer, report, sampling, train
+from experiments.models import sampling
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.task import Task
+from experiments.train import cli, folders, optimizer, report
+from experiments.train.task import Task
 
 TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 
@@ -78,7 +79,7 @@ def test_nothing_is_applied_from_the_first_bad_step_on(task, step, bad):
 
 def test_divergence_ends_the_program_before_the_update(argv, out, capsys):
     flags = ["--run", "diverged", "--lr", "1e30", "--recipe", "bf16", "--checkpoint-every", "1", "--clip", "1e30"]
-    assert train.main([*argv, *flags]) == 1
+    assert cli.main([*argv, *flags]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "not finite, so nothing of it was applied (newest checkpoint: step" in error
@@ -131,7 +132,7 @@ def test_fp8_moments_are_smaller_and_the_loss_is_close(finished):
 def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys):
     shutil.copytree(finished, out / "shown")
     shutil.rmtree(out / "shown" / "coat_optimizer")
-    assert train.main([*argv, "--run", "shown", "--sample-tokens", "12"]) == 0
+    assert cli.main([*argv, "--run", "shown", "--sample-tokens", "12"]) == 0
     shown = capsys.readouterr().out
     for text in (
         "; 64 tokens a step",
@@ -146,7 +147,7 @@ def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys
 def test_resume_never_moves_the_old_run_aside(argv, finished, out, capsys):
     shutil.copytree(finished, out / "again")
     flags = ["--run", "again", "--resume", "never", "--recipe", "bf16"]
-    assert train.main([*argv, *flags]) == 0
+    assert cli.main([*argv, *flags]) == 0
     assert f"moved the old run to {out / 'again.old1'}" in capsys.readouterr().out
     assert (out / "again.old1" / "coat_optimizer" / "result.json").exists()
     assert not (out / "again" / "coat_optimizer").exists()
@@ -156,12 +157,12 @@ def test_resume_never_moves_the_old_run_aside(argv, finished, out, capsys):
 
 def test_byte_pair_run_keeps_its_tokenizer(argv, out, capsys, monkeypatch):
     flags = ["--run", "bpe", "--recipe", "bf16", "--tokenizer", "bpe", "--vocab", "300"]
-    assert train.main([*argv, *flags]) == 0
+    assert cli.main([*argv, *flags]) == 0
     saved = (out / "bpe" / "tokenizer.json").read_bytes()
     (out / "bpe" / "bf16" / "result.json").unlink()
     assert folders.BytePair.load(out / "bpe" / "tokenizer.json").vocab == 300
     monkeypatch.delattr(folders.BytePair, "train")
-    assert train.main([*argv, *flags]) == 0
+    assert cli.main([*argv, *flags]) == 0
     assert "resuming from step 8" in capsys.readouterr().out
     assert (out / "bpe" / "tokenizer.json").read_bytes() == saved
 

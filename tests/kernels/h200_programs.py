@@ -13,8 +13,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import target
 from fp8jax.ops.matmul import hopper
-from fp8jax.ops.products.linear import linear
-from fp8jax.ops.products.scaled_linear import ScalingState, scaled_linear
+from fp8jax.ops.products.linear import ScalingState, linear, scaled_linear
 from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block

@@ -10,7 +10,7 @@ import pytest
 
 import fp8jax
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train.task import Task
 from fp8jax.core.masters import MasterWeight
 from fp8jax.ops.dispatch import choice
 from tests.kernels import test_adamw_interpreted as adamw

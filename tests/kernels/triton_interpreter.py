@@ -253,9 +253,6 @@ def main() -> None:
     for name, differ in given:
         if any(differ):
             wrong[name] = differ
-    for name, error in cases.wrong_squares().items():
-        if not error < 1e-6:
-            wrong[f"squares {name}"] = [error]
     for case in logits_cases.CASES:
         wrong |= {f"logits {case}: {name}": [n] for name, n in logits_cases.wrong(case, "triton").items() if n}
     for group_case in group_cases.CASES:

@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from experiments.config import Config, Optim
 from experiments.models.llama import LlamaConfig
-from experiments.optimizer import schedule
-from experiments.task import Task
-from experiments.train import make_optimizer
+from experiments.train.cli import make_optimizer
+from experiments.train.config import Config, Optim
+from experiments.train.optimizer import schedule
+from experiments.train.task import Task
 from fp8jax.core.scaling import Automatic
 
 INTERVAL = 3

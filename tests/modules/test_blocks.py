@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments.tables.flash import flash
+from experiments.models.flash import flash
 from fp8jax.recipes import Context
 from tests.distance import relative
 from tests.modules.residuals import (

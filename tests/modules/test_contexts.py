@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from experiments.models.flash import flash
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.tables.flash import flash
 from fp8jax.recipes import Context
 from tests.distance import relative
 from tests.modules.residuals import INNER, TOKENS, WIDTH, codes, gradients, inputs

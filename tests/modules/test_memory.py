@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from experiments.models.flash import dot_product_attention
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
 from experiments.models.vlm import VLM, ViTConfig
-from experiments.tables.flash import dot_product_attention
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.recipes import Context
 from tests.programs import residuals

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task
+from experiments.train.task import Task
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.quantization import microscaling
 from fp8jax.ops.quantization.microscaling import fold_rows, gradient_operands, rescale_rows_pow2, transpose_codes

@@ -15,8 +15,7 @@ from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.scaling import clamp_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding
+from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 
 BLOCK = 128
 

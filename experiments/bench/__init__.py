@@ -1,0 +1,1 @@
+"""Benchmarks of kernels, layers and steps: `python -m experiments.bench NAME`."""

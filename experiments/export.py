@@ -1,0 +1,135 @@
+"""What `experiments.train` trained, as a checkpoint of Hugging Face: weights, their codes, configuration, tokenizer."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+from flax import nnx
+
+import fp8jax
+from experiments import evaluate
+from experiments.errors import UserError
+from experiments.hub import save
+from experiments.text.tokenizer import SEPARATOR, BytePair, Bytes, Tokenizer
+from experiments.train import start
+from fp8jax.modules.weights import WeightVariables
+
+
+def from_run(
+    run: Path,
+    recipe: str,
+    out: Path,
+    *,
+    dtype: jax.typing.DTypeLike | None,
+    eight: str | None = None,
+    activations: bool = False,
+    shard_bytes: int = 5_000_000_000,
+) -> list[str]:
+    """Writes the newest checkpoint of a recipe of a run.
+
+    Args:
+        run: its folder.
+        recipe: one of its recipes.
+        out: folder to write.
+        dtype: of what is written; None keeps that of the master weights in training.
+        eight: 8-bit codes for linear layers: "recipe" for those that its layers multiply by after the last step, with
+            the scales that their states have; "recipe-deepseek" for the same in DeepSeek's format; or as
+            `save.eight_bits` takes it. None for none.
+        activations, shard_bytes: as `save.eight_bits` and `save.save`.
+
+    Returns:
+        As `save.save`.
+
+    Raises:
+        UserError: as `evaluate.load` and `save.save`.
+    """
+    trained = evaluate.load(run, recipe)
+    config, how = trained.config, None
+    if eight in ("recipe", "recipe-deepseek"):
+        if config.lora.lora_rank:
+            raise UserError(
+                f"{run} trained adapters, whose products stand beside those of the base's codes: there are no codes of "
+                "both; write 16 bits, or new codes with --eight tensor, channel, block or deepseek"
+            )
+        of_recipe = save.of_recipe(trained.recipe, deepseek=eight != "recipe", activations=activations)
+        how = dataclasses.replace(of_recipe, made=held_codes(trained))
+    elif eight is not None:
+        how = save.eight_bits(eight, activations=activations)
+    settings: dict[str, Any] = {"dtype": dtype, "eight": how, "shard_bytes": shard_bytes}
+    if config.model.init:
+        # Its tokenizer and settings are those of the checkpoint that it started from.
+        return save.save(out, trained.task.llama, trained.masters, like=start.resolve(config), **settings)
+    length = config.data.seq_len
+    fields = {"max_position_embeddings": length, "bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
+    beside = tokenizer_files(trained.tokenizer, length)
+    return save.save(out, trained.task.llama, trained.masters, beside=beside, fields=fields, **settings)
+
+
+def held_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:
+    """The codes, as bytes (..., outputs, inputs), by which layers multiply, by the paths of weights."""
+
+    def hold(params: Any, model_state: Any) -> dict[str, fp8jax.QTensor]:
+        model = trained.task.model(params, model_state)
+        held = fp8jax.nnx.quantize_weights(model)
+        found = {}
+        for path, module in nnx.iter_modules(held):
+            if isinstance(module, WeightVariables):
+                layer = path[: path.index("dot_general")]
+                found[".".join([*map(str, layer), "kernel"])] = module.unflatten().forward
+        return found
+
+    return jax.jit(hold)(trained.params, trained.model_state)
+
+
+def tokenizer_files(tokenizer: Tokenizer, length: int) -> dict[str, str]:
+    """A run's tokenizer as files that `tokenizers` and transformers read, which give the ids of training.
+
+    Raises:
+        UserError: it is of another kind.
+    """
+    if isinstance(tokenizer, BytePair):
+        content = tokenizer.to_str()
+    elif isinstance(tokenizer, Bytes):
+        content = _bytes().to_str()
+    else:
+        raise UserError(f"a tokenizer {type(tokenizer).__name__} has no files")
+    separator = tokenizers.Tokenizer.from_str(content).id_to_token(SEPARATOR)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": separator,
+        "eos_token": separator,
+        "model_max_length": length,
+        "clean_up_tokenization_spaces": False,
+        # The separator's spelling in a text is ordinary text.
+        "split_special_tokens": True,
+    }
+    ids = {"bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
+    return {
+        "tokenizer.json": content,
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+        "generation_config.json": json.dumps(ids, indent=2) + "\n",
+    }
+
+
+def _bytes() -> tokenizers.Tokenizer:
+    """`Bytes` in the words of `tokenizers`: byte-pair encoding without pairs, the byte 0 before a text."""
+    letters = _letters()
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{letters[SEPARATOR]} $A", special_tokens=[(letters[SEPARATOR], SEPARATOR)]
+    )
+    return model
+
+
+def _letters() -> list[str]:
+    """The letter that the library writes for each byte: itself where it is printable, else one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = np.cumsum([byte not in printable for byte in range(256)])
+    return [chr(byte if byte in printable else 255 + int(others[byte])) for byte in range(256)]

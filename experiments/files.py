@@ -1,0 +1,93 @@
+"""Reading and writing files: regular ones alone, JSON that Python can represent, and writes in one step."""
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import DiskError
+
+_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISDIR, "a folder"), (stat.S_ISSOCK, "a socket"))
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it cannot be read; or it is a pipe, a folder or a device, which is not waited for.
+    """
+    # To open a pipe is to wait for its writer.
+    if reason := irregular(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, reason, str(path))
+    return Path(path).read_bytes()
+
+
+def irregular(mode: int) -> str:
+    """Why a file of this mode is not read, such as "it is a pipe, not a regular file"; "" for a regular file."""
+    if stat.S_ISREG(mode):
+        return ""
+    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "a device")
+    return f"it is {kind}, not a regular file"
+
+
+def read_text(path: Path | str) -> str:
+    """As `read_bytes`, as UTF-8 with any line endings.
+
+    Raises:
+        OSError: as `read_bytes`.
+        UnicodeDecodeError: it is not UTF-8; a ValueError.
+    """
+    return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str) -> Any:
+    """As `json.loads`, of what Python can represent and print.
+
+    Raises:
+        ValueError: no JSON; nested too deep; an integer of more than 4,300 digits; or half of a surrogate pair.
+    """
+    try:
+        value = json.loads(text)
+        if r"\ud" in text or r"\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except json.JSONDecodeError:
+        raise
+    except UnicodeEncodeError as error:
+        raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half of a surrogate pair") from None
+    except ValueError as error:
+        raise ValueError(str(error).partition(";")[0]) from None
+    return value
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what goes wrong with a file, such as a full disk, into a DiskError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"{path} cannot be written ({error.strerror or error}). Put that right, and give the same command again: "
+            "it goes on from the newest checkpoint"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be."""
+    with writing(path):
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """As `write_text`."""
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")

@@ -1,0 +1,176 @@
+"""COAT's Tables 2 and 14: what a Llama layer keeps for its backward pass: `python -m experiments.papers.coat_memory`.
+
+Bytes are counted from the program that JAX differentiates, in U = batch x sequence x width x 2 bytes. Xi et al., COAT,
+ICLR 2025, section 5.1, appendices D and L.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import fp8jax
+from experiments.bench.arms import AGAIN, FAITHFUL, coat_recipes, save_products
+from experiments.models import flash
+from experiments.models.llama import Llama, LlamaConfig, rope_tables
+from experiments.papers import common
+from experiments.papers.common import Row
+
+WIDTH, HEADS, LENGTH = 768, 6, 256
+INNER = WIDTH * 8 // 3
+OPERATORS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear", "Total")
+
+# COAT, Tables 2 and 14, in U.
+PAPER = {
+    "BF16": (4, 8, 2, 3, 5.66, 22.66),
+    "TE": (2, 8, 2, 3, 3.33, 18.33),
+    "DeepSeek-V3": (2, 4, 2, 3, 3.08, 14.08),
+    "COAT": (1, 4, 2, 3, 3.33, 13.33),
+}
+# The paper's row that each recipe is compared with.
+PAPER_ROWS = {"bf16": "BF16", "te_current": "TE", "deepseek": "DeepSeek-V3", FAITHFUL: "COAT"}
+
+
+def saved_bytes(fn: Callable, *args: Any) -> np.ndarray:
+    """Bytes that `jax.vjp(fn, *args)` keeps in codes and activations, and in scales and statistics of rows.
+
+    The latter have at most one value for 16 of a token's. Rotary tables are not counted: all layers share them.
+    """
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args))
+    sizes = np.zeros(2)
+    for leaf in residuals:
+        tokens = next((n for n in leaf.shape if n in (LENGTH, 2 * LENGTH)), None)
+        values = 0 if tokens is None else leaf.size // tokens
+        if values and values != WIDTH // HEADS // 2:
+            sizes[int(values * 16 <= INNER)] += leaf.size * leaf.dtype.itemsize
+    return sizes
+
+
+def in_u(count: Callable[[int], np.ndarray]) -> np.ndarray:
+    """What a token adds to the bytes counted at a length, in U."""
+    return (count(2 * LENGTH) - count(LENGTH)) / (LENGTH * WIDTH * 2)
+
+
+def layer(recipe: fp8jax.Recipe | None, recompute: bool = False) -> np.ndarray:
+    """What one layer keeps, in U: activations or their codes, and scales; with `recompute`, under `save_products`."""
+
+    def count(length: int) -> np.ndarray:
+        config = LlamaConfig(vocab=32, dim=WIDTH, layers=1, heads=HEADS, kv_heads=HEADS, mlp_dim=INNER)
+        model: Any = Llama(config, rngs=nnx.Rngs(0))
+        model = model if recipe is None else fp8jax.nnx.quantize(model, recipe)
+        graph, block = nnx.split(model.layers)
+        block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)
+        tables = rope_tables(length, WIDTH // HEADS, 10_000.0)
+        run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
+        return saved_bytes(jax.checkpoint(run, policy=save_products) if recompute else run, block, activations(length))
+
+    return in_u(count)
+
+
+def activations(length: int, width: int = WIDTH) -> jax.ShapeDtypeStruct:
+    """An abstract bf16 activation of one sequence."""
+    return jax.ShapeDtypeStruct((length, width), jnp.bfloat16)
+
+
+def operators(recipe: fp8jax.Recipe | None) -> dict[str, np.ndarray]:
+    """What each operator of a layer keeps, in U; of linear layers what the others leave of the total.
+
+    As in the paper the output of flash attention counts for the layer that reads it.
+    """
+    context = fp8jax.recipes.Context() if recipe is None else recipe.context
+    norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return norm(x) if context.residual is None else fp8jax.rms_norm(x, scale, recipe=context)
+
+    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return fp8jax.glu(gate, up, recipe=context)
+
+    def count_norm(n: int) -> np.ndarray:
+        return saved_bytes(normed, activations(n), jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16))
+
+    heads = lambda n: jax.ShapeDtypeStruct((1, n, HEADS, WIDTH // HEADS), jnp.bfloat16)  # noqa: E731
+    sizes = {
+        "RMSNorm": 2 * in_u(count_norm),
+        "Act Func": in_u(lambda n: saved_bytes(gated, activations(n, INNER), activations(n, INNER))),
+        "RoPE": np.zeros(2),
+        "FlashAttn": in_u(lambda n: saved_bytes(flash.flash, heads(n), heads(n), heads(n))) - np.array([1, 0]),
+    }
+    total = layer(recipe)
+    return sizes | {"Linear": total - sum(sizes.values()), "Total": total}
+
+
+def rows() -> list[Row]:
+    """All figures, as rows of the results file."""
+    table = "Tables 2 and 14: activations and codes, in U"
+    entries = [
+        Row(
+            f"paper, {name}",
+            "kept",
+            value,
+            "U",
+            paper=value,
+            table=table,
+            pivot=(f"paper, {name}", column),
+            impl="paper",
+        )
+        for name, values in PAPER.items()
+        for column, value in zip(OPERATORS, values, strict=True)
+    ]
+    totals, baseline = [], 0.0
+    with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
+        again = layer(None, recompute=True)
+        entries.append(Row(AGAIN, "kept", float(again[0]), "U", table=table, pivot=(AGAIN, "Total")))
+        totals.append(Row(AGAIN, "total", float(again.sum()), "U", table="With scales"))
+        for name, recipe in coat_recipes().items():
+            paper, measured = PAPER_ROWS.get(name), operators(recipe)
+            for i, column in enumerate(OPERATORS):
+                theirs, value = PAPER[paper][i] if paper else None, float(measured[column][0])
+                entries.append(Row(name, "kept", value, "U", paper=theirs, table=table, pivot=(name, column)))
+            total, scales = float(measured["Total"].sum()), float(measured["Total"][1])
+            baseline = baseline or total
+            ratio = PAPER["BF16"][-1] / PAPER[paper][-1] if paper else None
+            totals.append(Row(name, "scales and statistics of rows", scales, "U", table="With scales"))
+            share = Row(name, "total", total, "U", "bf16", baseline / total, paper_ratio=ratio, table="With scales")
+            totals.append(share)
+            against = float(again.sum()) / total
+            totals.append(Row(name, "total, recomputed", total, "U", AGAIN, against, table="With scales"))
+    return [*entries, *totals]
+
+
+def main() -> int:
+    """Regenerates results/coat_memory.json."""
+    options = common.parse(__doc__)
+    notes = [
+        f"One layer of a Llama of width {WIDTH}, {HEADS} heads and a SwiGLU of 8/3 of the width, under `jax.vjp`, with "
+        "an attention that keeps q, k, v, its output and a root of each row, as flash attention does. What a token "
+        "adds is counted: weights and rotary tables are left out.",
+        "bf16 is what JAX differentiates of Flax's own modules: norms compute in fp32 and keep more than the paper's "
+        "4U, and so does SiLU; XLA may compute some of it again. A reshape between attention and its projection makes "
+        "a second copy of the output, 1U.",
+        "JAX keeps nothing for RoPE: its factors are constants, for which the paper counts 2U. DeepSeek-V3's own norms "
+        "and activations, which the paper's row counts, are no part of the recipe `deepseek`; the last row gives it "
+        "COAT's.",
+        "bf16, recomputed, is the layer under `jax.checkpoint` with a policy that keeps what products and attention "
+        "give: what a good engineer would run. It computes norms, SiLU and rotations again, as COAT does from codes.",
+        "The paper's totals leave scales out: 12.5 % of codes in groups of 16. Ratios are over bf16, ours over ours, "
+        "the paper's over the paper's.",
+    ]
+    common.write(
+        "coat_memory",
+        "COAT: what a layer keeps for the backward pass (Tables 2, 14)",
+        rows(),
+        notes,
+        None,
+        options.results,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

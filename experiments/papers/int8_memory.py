@@ -1,0 +1,83 @@
+"""INT8 fallback's context memory: what a Llama layer keeps: `python -m experiments.papers.int8_memory`.
+
+Bytes are counted from the program that JAX differentiates, as for COAT (`experiments.papers.coat_memory`), in U =
+batch x sequence x width x 2 bytes. arXiv 2503.08040, sections 1 and 5.2.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from unittest import mock
+
+import jax
+
+import fp8jax
+from experiments.bench import arms as bench_arms
+from experiments.models import flash
+from experiments.papers import coat_memory, common
+from experiments.papers.common import Row
+
+BASE, AGAIN, FALLBACK, LEAN = "bf16", bench_arms.AGAIN, "int8_fallback", "int8_fallback, lean"
+# Less than bf16, section 1. Table 2, which has the bytes of each model, is without its numbers in our copy.
+PAPER = 38.0
+# What COAT's Table 2 counts for bf16 in PyTorch, in U.
+PYTORCH = coat_memory.PAPER["BF16"][-1]
+
+
+def recipes() -> dict[str, fp8jax.Recipe | None]:
+    """What is measured; None is the model of Flax's own modules."""
+    fallback = fp8jax.recipes.int8_fallback()
+    lean = dataclasses.replace(fallback, context=dataclasses.replace(fallback.context, recompute_activations=True))
+    return {BASE: None, "int8_block": fp8jax.recipes.int8_block(), FALLBACK: fallback, LEAN: lean}
+
+
+def rows() -> list[Row]:
+    """What each operator of a layer keeps, the totals with scales, and how much less than three baselines that is."""
+    table, totals = [], {}
+    with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
+        for name, recipe in recipes().items():
+            measured = coat_memory.operators(recipe)
+            for column in coat_memory.OPERATORS:
+                value = float(measured[column].sum())
+                table.append(Row(name, "kept", value, "U", table="By operator, in U", pivot=(name, column)))
+            totals[name] = float(measured["Total"].sum())
+        totals[AGAIN] = float(coat_memory.layer(None, recompute=True).sum())
+    table.append(Row(AGAIN, "kept", totals[AGAIN], "U", table="By operator, in U", pivot=(AGAIN, "Total")))
+    for baseline, size in ((BASE, totals[BASE]), (AGAIN, totals[AGAIN]), ("bf16 of PyTorch, counted by COAT", PYTORCH)):
+        for name in (FALLBACK, LEAN):
+            paper = PAPER if baseline == BASE and name == FALLBACK else None
+            less = 100 * (1 - totals[name] / size)
+            table.append(Row(name, f"less than {baseline}", less, "%", baseline, totals[name] / size, paper))
+    return table
+
+
+def verdict(table: Sequence[Row]) -> str:
+    """Which keeps less, int8_fallback or bf16 that computes again."""
+    less = next(r.value or 0.0 for r in table if (r.case, r.metric) == (FALLBACK, f"less than {AGAIN}"))
+    how = f"{less:.0f} % less than that" if less > 0 else f"{-less:.0f} % more than that"
+    return f"int8_fallback, which computes nothing again, keeps {how}."
+
+
+def main() -> int:
+    """Regenerates results/int8_memory.json."""
+    options = common.parse(__doc__)
+    table = rows()
+    notes = [
+        f"One layer of a Llama of width {coat_memory.WIDTH}, {coat_memory.HEADS} heads and a SwiGLU of 8/3 of the "
+        "width, under `jax.vjp`, with an attention that keeps q, k, v, its output and a root of each row. What a token "
+        "adds is counted, with scales of groups and roots of rows; scales of blocks, 0.02 % of their codes, are not.",
+        "bf16 is what JAX differentiates of Flax's own modules. bf16, recomputed, keeps only what products and "
+        "attention give and computes norms, SiLU and rotations again. "
+        + verdict(table)
+        + " The paper compares with PyTorch's modules; COAT counts 22.66 U for those.",
+        "int8_fallback keeps the inputs of norms, gate, up and the activated gate in ten bits, and inputs of linear "
+        "layers in eight, rounded stochastically; lean, it computes the activated gate again. What attention keeps "
+        "stays in bf16, as in the paper: 4 U, with the output that is reshaped.",
+    ]
+    title = "INT8 fallback: what a layer keeps for the backward pass"
+    common.write("int8_memory", title, table, notes, None, options.results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""Trains the arms of `parity` in one process: many seeds of a model, each arm compiled once.
+
+Every seed has its own initial parameters and its own batches, and every arm sees those of each seed: what two arms
+differ by in a seed is the recipe, and the chaos of training, but not the text.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import fp8jax
+from experiments import mesh
+from experiments.bench.writings import CLIP, DECAY, RATE, cross_entropy
+from experiments.errors import UserError
+from experiments.files import write_json
+from experiments.models import plain
+from experiments.models.llama import LlamaConfig
+from experiments.results import record
+from experiments.text import data
+from experiments.text.tokenizer import Bytes
+from experiments.train import config
+from experiments.train.introduction import count
+from experiments.train.optimizer import make_optimizer, with_master
+from experiments.train.task import Task, TrainState
+from fp8jax.core import formats
+from fp8jax.ops.products import product
+
+STRIDE = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all arms share. Optimizer settings that are not here are those of `experiments.train`."""
+
+    dim: int = 512
+    layers: int = 4
+    heads: int = 4
+    mlp_dim: int = 1408
+    length: int = 512
+    batch: int = 64
+    steps: int = 1000
+    warmup: int = 100
+    lr: float = 1e-3
+    valid: int = 2048
+    valid_fraction: float = 0.0275
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The model, of bytes."""
+        return LlamaConfig(256, self.dim, self.layers, self.heads, self.heads, self.mlp_dim)
+
+
+# Formats of the operands of each product of `coat`, by which they are told apart.
+PRODUCTS = {("e4m3", "e4m3"): "forward", ("e5m2", "e4m3"): "dgrad", ("e4m3", "e5m2"): "wgrad"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityArm:
+    """What is trained.
+
+    Attributes:
+        recipe: what it computes and stores in.
+        product: "forward", "dgrad" or "wgrad": one that is damaged on purpose, of a recipe with `coat`'s formats.
+        lost_bits: mantissa bits that the codes lose that this product reads.
+        master, release: as the settings of `experiments.train` of these names.
+        rounding: operands that are rounded in a model in bf16, of the fixed batch.
+    """
+
+    recipe: fp8jax.Recipe
+    product: str | None = None
+    lost_bits: int = 0
+    master: str = ""
+    release: Literal["", "previous", "twice"] = ""
+    rounding: "Rounding | None" = None
+
+
+@contextlib.contextmanager
+def damaged(arm: ParityArm) -> Iterator[None]:
+    """While a program is traced in it, the arm's product reads codes of fewer mantissa bits, rounded to nearest.
+
+    Raises:
+        RuntimeError: no such product was traced: the damage would have done nothing.
+    """
+    if arm.product is None:
+        yield
+        return
+    matmul, met = product.matmul, list[bool]()
+
+    def replaced(a: Any, b: Any, **how: Any) -> jax.Array:
+        if PRODUCTS.get((a.spec.format, b.spec.format)) == arm.product:
+            met.append(True)
+            a, b = coarse(a, arm.lost_bits), coarse(b, arm.lost_bits)
+        return matmul(a, b, **how)
+
+    with mock.patch.object(product, "matmul", replaced):
+        yield
+    if not met:
+        raise RuntimeError(f"the recipe {arm.recipe.name!r} has no {arm.product} product of codes: nothing was damaged")
+
+
+def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
+    """Codes rounded to fewer mantissa bits, in the same dtype."""
+    fmt = formats.get(q.spec.format)
+    bits = fmt.mantissa_bits - lost_bits
+    if bits < 0:
+        raise ValueError(f"{fmt.name} has no {lost_bits} mantissa bits to lose")
+    largest = 2.0 ** np.floor(np.log2(fmt.max)) * (2 - 2.0**-bits)
+    values = jax.lax.reduce_precision(q.codes.astype(jnp.float32), 8, bits)
+    return dataclasses.replace(q, codes=jnp.clip(values, -largest, largest).astype(q.codes.dtype))
+
+
+def replicas(arm: ParityArm) -> int:
+    """Devices that share a batch: all, where a recipe says in what gradients travel between them, else one."""
+    return jax.device_count() if arm.recipe.comm.gradients is not None else 1
+
+
+def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+    """A training run and its validation, and the number of parameters.
+
+    Returns:
+        `train(seed, text, starts)`: uint8 text (N,) and int32 starts (steps, batch) of sequences in it, to a state and
+            fp32 losses (steps,); NaN from the first step on whose loss or gradient is not finite.
+        `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
+        Number of parameters.
+    """
+    of = {"master": arm.master, "release": arm.release}
+    optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr, **of)  # type: ignore[arg-type]
+    recipe = with_master(arm.recipe, arm.master)
+    tx = make_optimizer(config.Config(optim=optim), recipe)
+    rows = mesh.batches(mesh.make(replicas(arm), 1)) if replicas(arm) > 1 else None
+    task = Task.build(setting.llama, tx, recipe, remat=False, seed=0, rows=rows)
+
+    def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[TrainState, jax.Array]:
+        def step(state: TrainState, starts: jax.Array) -> tuple[TrainState, jax.Array]:
+            tokens = text[starts[:, None] + jnp.arange(setting.length + 1)].astype(jnp.int32)
+            with damaged(arm):
+                state, metrics = task.step(state, tokens)
+            return state, jnp.where(metrics["healthy"], metrics["loss"], jnp.nan)
+
+        start = dataclasses.replace(task, seed=seed)  # type: ignore[arg-type]
+        return jax.lax.scan(step, start.init(), starts)
+
+    def validate(state: TrainState, sequences: jax.Array) -> jax.Array:
+        def loss(tokens: jax.Array) -> jax.Array:
+            with damaged(arm) if arm.product == "forward" else contextlib.nullcontext():
+                return task.loss(state.params, state.model_state, tokens)
+
+        return jax.lax.map(loss, sequences)
+
+    return jax.jit(run), jax.jit(validate), count(jax.eval_shape(task.init).params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Training text (N,) and validation sequences (count, batch, length + 1), with a fingerprint of both."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    fingerprint: str
+
+    def starts(self, seed: int, setting: Setting) -> np.ndarray:
+        """Where the sequences of a seed begin, int32 (steps, batch): the same for every arm."""
+        most = len(self.train) - setting.length - 1
+        return np.random.default_rng(seed).integers(0, most, (setting.steps, setting.batch), dtype=np.int32)
+
+
+def read_text(patterns: Sequence[str], setting: Setting) -> Text:
+    """Files as bytes, split as `experiments.train` splits them; none means the standard library.
+
+    Raises:
+        UserError: a file is missing or there is too little text.
+    """
+    corpus = data.read_corpus(patterns, setting.valid_fraction)
+    tokens = data.encode(corpus, Bytes(), setting.length)
+    valid = data.valid_batches(tokens.valid, setting.length, setting.batch, setting.valid // setting.batch)
+    return Text(tokens.train.astype(np.uint8), valid, tokens.fingerprint)
+
+
+def settings(recipe: fp8jax.Recipe) -> dict[str, str]:
+    """What a recipe sets, by "part.field", where that is no default: those of a recipe that changed differ."""
+    return {
+        f"{part.name}.{field.name}": str(value)
+        for part in dataclasses.fields(recipe)
+        if dataclasses.is_dataclass(of := getattr(recipe, part.name))
+        for field in dataclasses.fields(of)
+        if (value := getattr(of, field.name)) != field.default
+    }
+
+
+def read_settings(stored: Mapping[str, str]) -> dict[str, str]:
+    """Settings of a file, which may have older names and values, as `settings` returns them."""
+    return {name: str(value) for name, value in config.with_new_names(stored).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Operands of linear layers that are rounded to 8 bits and decoded, with one scale each; products are in bf16.
+
+    Attributes:
+        x, w, dy: a `QuantSpec` as text, or None for an operand that is not rounded.
+    """
+
+    x: str | None = None
+    w: str | None = None
+    dy: str | None = None
+
+
+class FixedBatch(NamedTuple):
+    """A plain Llama, as users write it, and one batch that it learns by heart."""
+
+    vocab: int = 32_000
+    dim: int = 2048
+    layers: int = 22
+    heads: int = 32
+    kv_heads: int = 4
+    mlp_dim: int = 5632
+    batch: int = 8
+    length: int = 2048
+    steps: int = 21
+
+
+def rounded(x: jax.Array, spec: str | None) -> jax.Array:
+    """An array quantized by a spec and decoded, in its own dtype; unchanged without a spec."""
+    if spec is None:
+        return x
+    key = jax.random.key(jnp.sum(jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)))
+    return fp8jax.quantize(x, spec, key=key if "stochastic" in spec else None).dequantize(x.dtype)
+
+
+def product_of(rounding: Rounding) -> Callable[..., jax.Array]:
+    """A `dot_general` for `nnx.Linear` that rounds the operands of its three products."""
+
+    @jax.custom_vjp
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return rounded(x, rounding.x) @ rounded(w, rounding.w)
+
+    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        x, w = rounded(x, rounding.x), rounded(w, rounding.w)
+        return x @ w, (x, w)
+
+    def backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (x, w), dy = residuals, rounded(dy, rounding.dy)
+        return dy @ w.T, jnp.einsum("...i,...o->io", x, dy)
+
+    multiply.defvjp(forward, backward)
+
+    def dot_general(x: jax.Array, w: jax.Array, *_: Any, **__: Any) -> jax.Array:
+        return multiply(x, w)
+
+    return dot_general
+
+
+def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list[float]]:
+    """A function from a seed to the losses of all steps; it compiles once for all seeds."""
+    recipe, rounding = arm.recipe, arm.rounding
+
+    def begun(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
+        network: Any = plain.PlainLlama(*setting[:6], nnx.Rngs(key))
+        if rounding is not None:
+            for path, layer in nnx.iter_graph(network):
+                if isinstance(layer, nnx.Linear) and "head" not in path:
+                    layer.dot_general = product_of(rounding)
+        elif recipe.linear.is_quantized or recipe.context.residual is not None:
+            network = fp8jax.nnx.quantize(network, recipe)
+        if rounding is not None or recipe == fp8jax.recipes.bf16():
+            tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
+            return network, nnx.Optimizer(network, tx, wrt=nnx.Param)
+        tx = fp8jax.optimizer(recipe, RATE, weight_decay=DECAY, clip=CLIP)
+        return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
+
+    key = functools.partial(jax.random.key, impl="rbg")
+    graph, _ = nnx.split(nnx.eval_shape(begun, key(0)))
+    begin = jax.jit(lambda key: nnx.state(begun(key)))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        network, optimizer = nnx.merge(graph, state)
+        value, grads = nnx.value_and_grad(lambda network: cross_entropy(network(inputs), labels))(network)
+        optimizer.update(network, grads)
+        return nnx.state((network, optimizer)), value
+
+    inputs, labels = plain.batch("text", setting.batch, setting.length, setting.vocab)
+
+    def run(seed: int) -> list[float]:
+        state, losses = begin(key(seed)), []
+        for _ in range(setting.steps):
+            state, value = step(state, inputs, labels)
+            losses.append(value)
+        return [float(value) for value in losses]
+
+    return run
+
+
+def text_run(arm: ParityArm, setting: Setting, text: Text) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
+    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts."""
+    run, validate, parameters = programs(arm, setting)
+    train_N = jax.device_put(text.train)
+    facts: dict[str, Any] = {"parameters": parameters, "replicas": replicas(arm)}
+
+    def of_seed(seed: int) -> dict[str, Any]:
+        state, losses = run(jnp.int32(seed), train_N, text.starts(seed, setting))
+        valid = float(np.mean(validate(state, text.valid)))
+        sizes = fp8jax.state_bytes(state.opt_state)
+        facts["moments"] = (sizes["mu"] + sizes["nu"]) / parameters
+        curve = np.asarray(losses, np.float64).reshape(-1, STRIDE).mean(1)
+        return {"valid_loss": round(valid, 6), "losses": [round(x, 5) for x in curve.tolist()]}
+
+    return of_seed, facts
+
+
+def train_arm(
+    name: str,
+    arm: ParityArm,
+    seeds: Sequence[int],
+    setting: Setting | FixedBatch,
+    path: Path,
+    *,
+    text: Text | None = None,
+    has_time: Callable[[float], bool] = lambda _: True,
+) -> None:
+    """Trains the seeds of an arm that a file lacks, and writes the file after each.
+
+    Args:
+        name: of the arm.
+        arm: what is trained.
+        seeds: one run each.
+        setting: the model and its schedule.
+        path: JSON file.
+        text: what is read; None with a `FixedBatch`.
+        has_time: called with the seconds of the last run (0 before the first). False ends the work.
+
+    Raises:
+        UserError: the file is of another recipe, setting, text or device.
+    """
+    header = {"arm": name, "recipe": settings(arm.recipe), "text": "" if text is None else text.fingerprint,
+              "setting": setting._asdict() if isinstance(setting, FixedBatch) else dataclasses.asdict(setting),
+              "device": jax.devices()[0].device_kind}  # fmt: skip
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else header | {"runs": {}}
+    # Older files lack some of these.
+    if "recipe" in content:
+        content["recipe"] = read_settings(content["recipe"])
+    changed = [key for key, value in header.items() if content.get(key, value) != value]
+    if changed:
+        raise UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")
+    content["runs"] = runs_of(content)
+    missing = [seed for seed in seeds if str(seed) not in content["runs"]]
+    if not missing or not has_time(0):
+        return
+    facts: dict[str, Any] = {}
+    if isinstance(setting, FixedBatch):
+        losses_of = fixed_batch_run(arm, setting)
+        run: Callable[[int], dict[str, Any]] = lambda seed: {"losses": losses_of(seed)}  # noqa: E731
+    else:
+        assert text is not None
+        run, facts = text_run(arm, setting, text)
+    seconds = 0.0
+    for seed in missing:
+        if not has_time(seconds):
+            return
+        start = time.perf_counter()
+        result = run(seed)
+        seconds = time.perf_counter() - start
+        content |= facts | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        content["runs"][str(seed)] = {"commit": record.commit(), **result, "seconds": round(seconds, 2)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, content)
+        print(f"{name}, seed {seed}: loss {result['losses'][-1]:.4f}, {seconds:.1f} s", flush=True)
+
+
+def runs_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The runs of a file by seed. Older files of the fixed batch hold losses alone, all of one commit."""
+    if "runs" in content:
+        return dict(content["runs"])
+    return {seed: {"losses": losses, "commit": content["commit"]} for seed, losses in content["losses"].items()}

@@ -1,0 +1,192 @@
+"""The files of results/CARD/, each with the command that makes it, in the order of their importance.
+
+`experiments.results` runs them: those of one GPU, side by side where a host has several, those of two, four and eight,
+and the papers' tables that need none; with a text `TRAINED`, which takes hours.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A results file and the command that makes it.
+
+    Attributes:
+        name: of the file.
+        command: module and options; it takes the folder of results, too.
+        seconds: that it takes on an H100, or on a CPU's cores.
+        gpus: that it takes; 0 for none.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    gpus: int = 1
+
+    @property
+    def argv(self) -> list[str]:
+        """The command for this Python."""
+        return [sys.executable, "-m", *self.command]
+
+    def reading(self, text: Sequence[str]) -> "Job":
+        """The same job, that trains on some files."""
+        return dataclasses.replace(self, command=(*self.command[:-1], "--data", *text, self.command[-1]))
+
+
+def bench(name: str, seconds: float, *options: str, file: str | None = None, gpus: int = 1) -> Job:
+    """A job of `experiments.bench`, which writes FILE.json, NAME.json without."""
+    named = ("--name", file) if file else ()
+    return Job(file or name, ("experiments.bench", name, *options, *named, "--out"), seconds, gpus)
+
+
+def table(name: str, seconds: float, *options: str, gpus: int = 0) -> Job:
+    """A job of `experiments.papers`."""
+    return Job(name, (f"experiments.papers.{name}", *options, "--results"), seconds, gpus)
+
+
+# An arm takes 20 to 80 s to trace and compile.
+# In the order of their importance; seconds were seen on an H100, or are guesses on the safe side.
+STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
+ONE_GPU = (
+    bench("step", 220, *STEP, "--torch", "torch bf16", "--arm", "bf16", "te_current", "coat", "coat_fast", "moss",
+          "fast"),
+    bench("models", 480, "--models", "llama1b", "--rounds", "3", "--torch", "torch bf16", "torchao tensorwise", "--arm",
+          "bf16", "coat_fast"),
+    bench("models", 390, "--models", "llama1b", "--rounds", "3", "--arm", "bf16", "te_current", "coat", "coat_fast",
+          "coat_fast, 8-bit head", "held:coat_fast", file="models_more"),
+    *(bench("models", seconds, "--models", name, "--rounds", "3", file=f"models_{name}")
+      for name, seconds in (("vitl", 170), ("vitl_cudnn", 150), ("gpt350m", 110), ("gpt124m", 90),
+                            ("llama1b_dots", 200), ("llama1b_linen", 130), ("llama1b_equinox", 175))),
+    bench("release", 110, "--rounds", "2"),
+    bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat_optimizer, released, bf16+int8 masters",
+          "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
+    bench("release", 150, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+          "fast, released, bf16+int8 masters", file="release_4096"),
+    bench("release", 150, "--model", "8b", "--length", "8192", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", "fast, released, bf16+int8 masters", file="release_8b"),
+    bench("release", 120, "--fit", "40", "--batch", "0", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+          file="release_40"),
+    bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
+          "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
+    bench("layer", 110, "--lengths", "4096"),
+    bench("profile", 60),
+    bench("profile", 170, "--models", "llama1b", "--only", "coat", "coat_fast", file="profile_models"),
+    bench("optimizer", 110),
+    bench("gemm", 125, "--limit", "100"),
+    table("coat_speed", 100, "--hidden", "4096", gpus=1),
+    bench("peers", 160),
+    bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
+          "te_current, none of our kernels", file="step_more"),
+    bench("step", 125, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "bf16", "coat",
+          "coat_fast", "coat, 8-bit head", "coat_fast, 8-bit head", file="step_vocab"),
+    bench("quantize", 65),
+    bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
+    table("int8_speed", 195, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
+    bench("linear", 50, "--model", "7b", "--tokens", "16384"),
+    bench("scaling", 45),
+    bench("step", 90, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
+          file="step_scaling"),
+    bench("lora", 45, "--arm", "te_current on e4m3", "fast on e4m3"),
+)  # fmt: skip
+TWO_GPUS = (
+    bench("step", 240, "--mesh", "data", "fsdp", "--rounds", "3", "--torch", "--arm", "coat", "fast",
+          "coat, 8-bit gradients, one phase", file="step_two", gpus=2),
+    bench("step", 300, "--mesh", "tensor", "--rounds", "3", "--torch", "--arm", "coat", "coat_fast", "fast",
+          file="step_tensor", gpus=2),
+    bench("models", 150, "--models", "llama1b", "--gpus", "2", "--rounds", "3", "--arm", "bf16", "coat_fast",
+          file="models_two", gpus=2),
+    bench("reduce", 120, gpus=2),
+    bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
+          "fp8_lm", "fp8_lm_two_phase", file="step_7b", gpus=2),
+    bench("step", 260, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
+          "coat_optimizer", file="step_7b_fit", gpus=2),
+    bench("release", 240, "--model", "13b", "--gpus", "2", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", "coat, bf16+int8 masters", file="release_13b", gpus=2),
+    bench("release", 240, "--gpus", "2", "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", file="release_two", gpus=2),
+    bench("release", 240, "--model", "8b", "--gpus", "2", "--length", "8192", "--batch", "0", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", file="release_two_8b", gpus=2),
+)  # fmt: skip
+
+
+def wide(count: int, word: str) -> tuple[Job, ...]:
+    """The jobs of all GPUs of a host that has four or eight."""
+    step = functools.partial(bench, "step", gpus=count)
+    return (
+        step(180, "--mesh", "data", "fsdp", f"fsdp={count // 2},tensor=2", "--rounds", "3", "--torch", "--arm", "coat",
+             file=f"step_{word}"),
+        step(150, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
+             file=f"step_7b_fit_{word}"),
+        step(150, "--mesh", "data", "--rounds", "3", "--torch", "--arm", "coat", "coat, 8-bit gradients, one phase",
+             "fp8_lm", file=f"step_gradients_{word}"),
+        step(200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
+             "fp8_lm", file=f"step_7b_{word}"),
+        step(240, "--model", "13b", "--mesh", "fsdp", "--fit", "76", "--rounds", "2", "--torch", "--arm", "coat",
+             file=f"step_13b_{word}"),
+        bench("release", 240, "--model", "13b", "--gpus", str(count), "--batch", "0", "--rounds", "2", "--arm",
+              "coat, released, bf16+int8 masters", file=f"release_13b_{word}", gpus=count),
+        bench("release", 240, "--gpus", str(count), "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
+              "coat, released, bf16+int8 masters", file=f"release_{word}", gpus=count),
+        bench("reduce", 120, file=f"reduce_{word}", gpus=count),
+    )  # fmt: skip
+
+
+FOUR_GPUS = (
+    *wide(4, "four"),
+    Job("fp8_lm_reductions_gpus", ("experiments.papers.fp8_lm_reductions", "--results"), 90, gpus=4),
+)
+EIGHT_GPUS = wide(8, "eight")
+CPU = (
+    table("plans", 60),
+    table("coat_memory", 60),
+    table("int8_memory", 60),
+    table("coat_optimizer", 400),
+    table("coat_activations", 200),
+    table("moss_snr", 400),
+    table("fp8_lm_gradients", 200),
+    table("fp8_lm_reductions", 200),
+    table("moss_scaling", 300),
+    table("int8_fallback", 900),
+    table("finetuning", 1500),
+    table("fp8_lm_masters", 1800),
+    table("moss_accuracy", 1200),
+)
+# From other files, without measuring: after the others.
+DERIVED = (
+    table("moss_speed", 20),
+    table("coat_efficiency", 5),
+    table("int8_limit", 5),
+    *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
+      for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
+                         ("fixed_batch", "fixed_batch"))),
+)  # fmt: skip
+
+
+def study(module: str, seconds: float, *options: str, name: str) -> Job:
+    """A job that trains, on one GPU."""
+    return Job(name, (f"experiments.papers.{module}", *options, "--results"), seconds)
+
+
+def seeds(study: str, seconds: float, arms: Sequence[str], gpus: int = 1) -> tuple[Job, ...]:
+    """The seeds of each arm of a study that its folder of runs lacks; several arms fill one folder side by side."""
+    return tuple(
+        Job(f"parity_{study}_{arm.replace(', ', '_').replace(' ', '_')}",
+            ("experiments.papers.parity", "--study", study, "--arms", arm, "--results"), seconds, gpus)
+        for arm in arms
+    )  # fmt: skip
+
+
+# Studies that train on a text of 150 MB or more; seconds of an H100 that another job shares. Their pages are `DERIVED`.
+TRAINED = (
+    *seeds("recipes", 500, ("bf16", "coat_fast")),  # ten seeds
+    *seeds("recipes", 300, ("fp8_lm",), gpus=2),
+    *seeds("recipes", 300, ("coat", "fast", "int8_fallback", "control_one_bit", "coat, fast accumulation",
+                            "coat_fast, fast dgrad", "coat_fp8_head", "released_by_shares")),
+    *seeds("intervals", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000")),
+    *seeds("long", 4000, ("bf16", "moss", "fast")),
+    study("finetuning", 900, "--size", "60m", name="finetuning_60m"),
+    study("fp8_lm_precision", 3000, "--model", "125m", name="fp8_lm_precision_125m"),
+)  # fmt: skip

@@ -1,0 +1,283 @@
+"""Writes RESULTS.md, a page for each topic, and the figures of README and docs/ from results/CARD/NAME.json.
+
+    python -m experiments.results.report
+
+RESULTS.md has one line a claim; results/pages/NAME.md has all rows of NAME.json, of each card. Every figure stands with
+the card and the commit that measured it; what changed since `python -m experiments.results --list` asks git for.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.results import claims, first_screen, quotes, record
+
+HEAD = """# Results
+
+Written from the files in `results/` by `python -m experiments.results.report`; do not edit. `make results` measures
+them, each file by one command on one card at one commit. Each line names these and links to a page with all rows, notes
+and the whole command; where a file has rows of several commits, its page says which. What changed in the code since,
+`python -m experiments.results --list` says. A ratio of speed is the baseline's time over ours. Every benchmark runs
+its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py). Where a
+paper's figure is missing, our copy of the paper does not hold it. On a CPU bitsandbytes runs code of its own, which
+never rounds a second moment to 0.
+"""
+# How folders of training runs begin, which tables are made of.
+RUNS = "parity"
+PICTURE = "docs/_static/llama_step.svg"
+START, END = "<!-- Written by python -m experiments.results.report; do not edit. -->", "<!-- end -->"
+
+Result = Mapping[str, Any]
+Results = Mapping[str, Mapping[str, Result]]
+"""Files by name and card."""
+
+
+def number(value: Any) -> str:
+    """Four significant digits; "-" for what there is not."""
+    if value is None:
+        return "-"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return str(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are right-aligned."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def list_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows one below the other, without the columns that all of them leave empty."""
+    columns = {
+        "case": lambda r: r["case"],
+        "implementation": lambda r: r["impl"] if any(x["impl"] != "fp8jax" for x in rows) else None,
+        "metric": lambda r: r["metric"],
+        "value": lambda r: number(r["value"]),
+        "quartiles": lambda r: " to ".join(map(number, r["quartiles"])) if r.get("quartiles") else None,
+        "unit": lambda r: None if r["unit"] == "1" else r["unit"],
+        "baseline": lambda r: r["baseline"],
+        "ratio": lambda r: None if r["ratio"] is None else number(r["ratio"]),
+        "paper": lambda r: None if r.get("paper") is None else number(r["paper"]),
+        "paper's ratio": lambda r: None if r.get("paper_ratio") is None else number(r["paper_ratio"]),
+        "commit": lambda r: r["commit"] if _differ(rows, "commit") else None,
+        "card": lambda r: r["device"] if _differ(rows, "device") else None,
+    }
+    cells = {name: [get(row) for row in rows] for name, get in columns.items()}
+    shown = {name: column for name, column in cells.items() if any(cell is not None for cell in column)}
+    lines = [[cell if cell is not None else "-" for cell in line] for line in zip(*shown.values(), strict=True)]
+    return table(list(shown), lines)
+
+
+def _differ(rows: Sequence[Mapping[str, Any]], field: str) -> bool:
+    return len({row[field] for row in rows}) > 1
+
+
+def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with pivot labels as a table in two dimensions; cells hold the ratio (and the paper's), else the value."""
+    across = list(dict.fromkeys(row["pivot"][1] for row in rows))
+    down = list(dict.fromkeys(row["pivot"][0] for row in rows))
+    cells = {tuple(row["pivot"]): row for row in rows}
+    relative = all(row["ratio"] is not None for row in rows)
+    paper = any(row.get("paper_ratio") is not None for row in rows)
+
+    def show(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        if not relative:
+            return number(row["value"])
+        return number(row["ratio"]) + (f" ({number(row.get('paper_ratio'))})" if paper else "")
+
+    body = [[name, *(show(cells.get((name, column))) for column in across)] for name in down]
+    for field in ("commit", "device"):
+        if _differ(rows, field):
+            across = [*across, field]
+            of = {name: ", ".join(dict.fromkeys(r[field] for r in rows if r["pivot"][0] == name)) for name in down}
+            body = [[*line, of[line[0]]] for line in body]
+    what = rows[0]["metric"]
+    if not relative:
+        return table(["", *across], body)
+    base = next((row for row in rows if row["case"] == row["baseline"]), None)
+    legend = f"{what}, over that of {rows[0]['baseline']}" + (f" ({number(base['value'])})" if base else "")
+    if paper:
+        legend += "; in brackets the paper's ratio"
+    return f"{legend}:\n\n{table(['', *across], body)}"
+
+
+def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
+    """The results files of a name as a page, one card after the other.
+
+    Args:
+        of_cards: contents by card.
+        pictures: paths of their figures, relative to the page, by card.
+
+    Raises:
+        ValueError: a content is not of the schema; the message names what is missing.
+    """
+    title = next(iter(of_cards.values()))
+    parts = [f"# {title.get('title', title['bench'])}", "[all results](../../RESULTS.md)"]
+    for card, result in of_cards.items():
+        record.check(result)
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
+        if len(of_cards) > 1:
+            parts.append(f"## On {card}")
+        parts.append(f"`{result['command']}` · {measured(result)} · {versions}{flags}")
+        if not result.get("complete", True):
+            parts.append("**Not complete**: the command was cut short.")
+        groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+        for row in result["rows"]:
+            groups.setdefault((row.get("table") or "", row.get("pivot") is not None), []).append(row)
+        for (name, pivoted), rows in groups.items():
+            if name:
+                parts.append(f"{'##' if len(of_cards) == 1 else '###'} {name}")
+            parts.append(pivot_rows(rows) if pivoted else list_rows(rows))
+        if card in pictures:
+            parts.append(f"![{result['bench']}]({pictures[card]})")
+        parts += ["\n".join(f"- {note}" for note in result.get("notes", []))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def measured(result: Result) -> str:
+    """When, on which cards and at which commits."""
+    devices = dict.fromkeys(device for _, device in record.sources(result))
+    commits = dict.fromkeys(each for of, _ in record.sources(result) for each in of.split(", "))
+    return f"{result['date']} · {', '.join(devices)} · {commits_of(list(commits))}"
+
+
+def commits_of(commits: Sequence[str]) -> str:
+    """Commits in words; a + says that files differed from it."""
+    known = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
+    if known == [record.UNKNOWN]:
+        return "commit unknown"
+    return f"commit {known[0]}" if len(known) == 1 else f"{len(known)} commits ({', '.join(known)})"
+
+
+def front(results: Results, pages: str) -> str:
+    """RESULTS.md: a line a claim, then the pages.
+
+    Args:
+        results: content of the files, by name and card.
+        pages: folder of pages, relative to RESULTS.md.
+    """
+    lines = []
+    for claim in claims.CLAIMS:
+        found = {
+            card: (ours, claim.peer(result) or "", result)
+            for card, result in results.get(claim.bench, {}).items()
+            if (ours := claim.ours(result))
+        }
+        if not found:
+            lines.append([claim.text, "not measured yet", claim.paper, "", f"`{claim.bench}`", ""])
+            continue
+        last = list(found.values())[-1][2]
+        command = f"[`{claims.short(last['command'])}`]({pages}/{claim.bench}.md)"
+        # One card below the other.
+        ours, peers, when = (
+            "<br>".join(cells)
+            for cells in zip(*((f"{ours} ({card.upper()})" if card != "cpu" else ours, peer, measured(result))
+                               for card, (ours, peer, result) in found.items()), strict=True)
+        )  # fmt: skip
+        lines.append([claim.text, ours, claim.paper, peers if peers.strip("<br>") else "", command, when])
+    header = ["what", "ours", "the paper's", "a peer's, same run", "command, and its page", "measured"]
+    listed = [
+        f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
+        + "; ".join(measured(result) for result in of.values())
+        for name, of in results.items()
+    ]
+    return "\n\n".join([HEAD.strip(), table(header, lines), "## Pages", "\n".join(listed)]) + "\n"
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results files of a folder, FOLDER/CARD/NAME.json, by name and card; those without a known row are left out.
+
+    Raises:
+        ValueError: the folder is missing or empty, or a file is no JSON or not of the schema; the message names it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--results {folder}: no such folder")
+    results: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*/*.json"), key=lambda path: (path.stem, path.parent.name)):
+        if path.parent.name.startswith(RUNS):
+            continue
+        if (result := record.load(path))["rows"]:
+            results.setdefault(path.stem, {})[path.parent.name] = result
+    if not results:
+        raise ValueError(f"--results {folder}: no results there (CARD/NAME.json)")
+    return results
+
+
+def written(folder: Path) -> dict[str, str]:
+    """What the files of a folder give, by path relative to the folder's parent: RESULTS.md and all pages.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    results = read(folder)
+    files = {"RESULTS.md": front(results, f"{folder.name}/pages")}
+    for name, of_cards in results.items():
+        pictures = {card: f"../{card}/{name}.png" for card in of_cards if (folder / card / f"{name}.png").exists()}
+        files[f"{folder.name}/pages/{name}.md"] = page(of_cards, pictures)
+    return files
+
+
+def quoting(readme: Path) -> dict[str, str]:
+    """README and the pages of docs/ beside it that people write, by path relative to README's folder."""
+    made = ("_build", "api", "results", "examples")
+    pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
+    names = [str(path.relative_to(readme.parent)) for path in [readme, *pages] if path.name != "changelog.md"]
+    return {name: (readme.parent / name).read_text() for name in names}
+
+
+def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.md") -> dict[str, str]:
+    """Pages with README's first figures, between two comments, its picture, and the figures of all sentences.
+
+    Args:
+        pages: what `quoting` reads.
+        folder: of results.
+        readme: the page with the first figures.
+
+    Raises:
+        ValueError: as `read` and `quotes.written`, or the comments are missing.
+    """
+    before, start, rest = pages[readme].partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"{readme} lacks {START!r} or {END!r}")
+    results = read(folder)
+    first = f"{before}{start}\n{first_screen.table(results)}\n{end}{after}"
+    card = first_screen.first_card(results)
+    pictures = {PICTURE: first_screen.picture(results["models"][card], card.upper())} if card else {}
+    return quotes.written({**pages, readme: first}, results) | pictures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes all pages; exit code 2 and one line where a folder or file is not what it should be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of JSON files (default: results)")
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its figures are written, if it exists")
+    options = parser.parse_args(argv)
+    try:
+        files = {options.results.parent / name: text for name, text in written(options.results).items()}
+        if options.readme.exists():
+            new = with_figures(quoting(options.readme), options.results, options.readme.name)
+            files |= {options.readme.parent / name: text for name, text in new.items()}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    (options.results / "pages").mkdir(exist_ok=True)
+    for path in (options.results / "pages").glob("*.md"):
+        if path not in files:
+            path.unlink()
+    for path, text in files.items():
+        path.write_text(text)
+    print(f"wrote {options.results.parent / 'RESULTS.md'} and {len(files) - 1} other files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

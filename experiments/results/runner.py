@@ -1,0 +1,307 @@
+"""Runs the jobs that make results files, on the GPUs of this host."""
+
+import argparse
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from experiments import results
+from experiments.files import parse_json, read_text
+from experiments.results import record
+from experiments.results.jobs import CPU, DERIVED, EIGHT_GPUS, FOUR_GPUS, ONE_GPU, TRAINED, TWO_GPUS, Job
+from experiments.results.report import RUNS
+
+# By the GPUs that they take.
+JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
+SHARED = 2  # studies that train on one GPU
+KINDS = {8: "eight GPUs", 4: "four GPUs", 2: "two GPUs", 1: "one GPU", 0: "CPU"}
+
+
+def distinct() -> tuple[Job, ...]:
+    """The jobs of GPUs, of those that differ in options alone the first."""
+    return tuple({job.command[:2]: job for job in (*TWO_GPUS[::-1], *ONE_GPU[::-1])}.values())
+
+
+def gpus() -> tuple[str, list[str]]:
+    """The name of this host's GPUs, and the numbers of those that are visible; "" and none without one."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return "", []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    names = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    if not names:
+        return "", []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return names[0], [str(i) for i in range(len(names))]
+    # As CUDA reads it: what follows a number that is none is not seen.
+    seen = list(itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(",")))
+    return (names[0], seen) if seen else ("", [])
+
+
+def state(path: Path, commit: str) -> str:
+    """What there is of a file: "done" at this commit, "missing", "damaged", "not complete", or its other commits."""
+    if not path.exists():
+        return "missing"
+    try:
+        result = parse_json(read_text(path))
+        if not result.get("complete", True):
+            return "not complete"
+        commits = sorted({of for row in result["rows"] for of in row["commit"].split(", ")})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "damaged"
+    if not commits:
+        return "without rows"
+    if commits == [commit]:
+        return "done"
+    return "; ".join(f"{of}: {record.since(of) or 'no change since'}" for of in commits)
+
+
+# Process groups of jobs that run: each has its own, so that a limit kills its children, too.
+_RUNNING = set[int]()
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """A signal that ends this process kills the jobs that run, too."""
+
+    def stop(code: int, _frame: object) -> None:
+        for group in list(_RUNNING):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        os._exit(128 + code)
+
+    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str] | None = None) -> str | None:
+    """Runs a job, its output into a log; what went wrong, or None. At the limit it and its children are killed.
+
+    Args:
+        job: what runs.
+        folder: of results.
+        log: gets what it prints.
+        limit: in seconds.
+        where: variables of its environment, besides those of this process.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(where or {})
+    with log.open("w") as out:
+        process = subprocess.Popen([*job.argv, str(folder)], stdout=out, stderr=subprocess.STDOUT,
+                                   start_new_session=True, env=environment)  # fmt: skip
+        _RUNNING.add(process.pid)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"killed after {limit:.0f} s"
+        finally:
+            _RUNNING.discard(process.pid)
+    return None if code == 0 else f"ended with code {code}: " + log.read_text().strip().rpartition("\n")[2][:200]
+
+
+def pack(bundle: Path, folders: Sequence[Path]) -> None:
+    """All files of some folders as one archive, whole or not at all."""
+    part = bundle.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as archive:
+        for folder in folders:
+            for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+                # Other jobs go on writing; a file stands under its name when it is whole.
+                with contextlib.suppress(FileNotFoundError):
+                    if not path.name.endswith(".partial"):
+                        archive.add(path, f"{folder.name}/{path.name}")
+    os.replace(part, bundle)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the files that are not of this commit; 0 if none is left, 1 else, 2 where there is nothing to run on."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.results", description=(results.__doc__ or "").split("\n")[0]
+    )
+    names = [job.name for jobs in (*JOBS.values(), TRAINED) for job in jobs]
+    parser.add_argument("--only", nargs="+", choices=sorted(set(names)), metavar="NAME", help="some files")
+    parser.add_argument("--cpu", action="store_true", help="the tables that need no GPU")
+    parser.add_argument("--streams", type=int, default=1, metavar="N", help="with --cpu, tables at a time")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all; then what is left is told")
+    parser.add_argument("--data", nargs="+", metavar="TEXT", help="train the studies on these files, two on a GPU")
+    parser.add_argument("--list", action="store_true", help="what there is and what changed since; runs nothing")
+    parser.add_argument("--dry", action="store_true", help="run the code on small shapes, on a CPU; keeps nothing")
+    parser.add_argument("--again", action="store_true", help="also what is of this commit")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: results)")
+    parser.add_argument("--bundle", type=Path, help="all that there is and the logs as one .tgz, after each file")
+    options = parser.parse_args(argv)
+    if options.streams < 1:
+        parser.error(f"--streams {options.streams}: give 1 or more tables at a time")
+    if options.data and (options.dry or options.cpu):
+        parser.error("--data trains on GPUs: leave out --dry and --cpu")
+    try:
+        commit = record.commit()
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list and not options.results.is_dir():
+        parser.error(f"--results {options.results}: there is no such folder")
+    if options.list:
+        return told(options.results, commit)
+    with tempfile.TemporaryDirectory() as scratch:
+        device, slots = "cpu", [""] * options.streams
+        if options.dry:
+            os.environ |= {"FP8JAX_DRY": "1", "JAX_PLATFORMS": "cpu"}
+            options.results, options.again, slots = Path(scratch), True, [""]
+        elif options.cpu:
+            os.environ["JAX_PLATFORMS"] = "cpu"
+        else:
+            device, slots = gpus()
+            slots = slots * SHARED if options.data else slots
+        if not slots:
+            print("no GPU here: --cpu makes the tables that need none, --dry tries the code", file=sys.stderr)
+            return 2
+        # What differs in options alone is run once. Wide jobs come first: they would wait for a host to be empty.
+        wide = [job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]]
+        trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= len(set(slots))]
+        jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide
+        fitting, jobs = jobs, [job for job in jobs if not options.only or job.name in options.only]
+        if options.only and (left_out := set(options.only) - {job.name for job in fitting}):
+            plain = "GPUs without --data" if options.data else "GPUs without --cpu" if options.cpu else "GPUs"
+            needs = {job.name: f"{job.gpus} {plain}" if job.gpus else "--cpu" for some in JOBS.values() for job in some}
+            needs |= {job.name: f"--data and {job.gpus} GPUs" for job in TRAINED}
+            told_of = "; ".join(f"{name} takes {needs[name]}" for name in sorted(left_out))
+            parser.error(f"--only names what does not run here: {told_of}; there are {len(set(slots))} of {device}")
+        with ending_together():
+            return measure(jobs, commit, device, slots, options)
+
+
+def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str], options: argparse.Namespace) -> int:
+    """Runs jobs within the budget, as many at a time as there are slots for; tells what is left.
+
+    Args:
+        jobs: in the order in which they start.
+        commit: that runs.
+        device: name of one GPU, or "cpu".
+        slots: the number of each GPU; "" for each table on CPUs.
+        options: of the command line.
+    """
+    start, left = time.monotonic(), dict[str, str]()
+    logs = options.results / "logs"
+    count = len(slots) // (SHARED if options.data else 1)
+    print(f"{count} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
+
+    def folder(job: Job) -> Path:
+        return options.results / record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
+
+    def one(job: Job, taken: Sequence[int]) -> None:
+        room, begin = options.budget - (time.monotonic() - start), time.monotonic()
+        where = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
+        where |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / SHARED}"} if options.data else {}
+        share_cores(taken, len(slots))
+        problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(2 * job.seconds, 120)), where)
+        if (
+            problem is None
+            and not (options.dry or options.data)
+            and (found := state(folder(job) / f"{job.name}.json", commit)) != "done"
+        ):
+            problem = f"ran, and left a file that is {found}"
+        print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
+        if problem:
+            left[job.name] = problem
+
+    waiting = list[Job]()
+    # Files that differ from a commit, or from an unknown one, may have changed since.
+    known = commit != record.UNKNOWN and not commit.endswith("+")
+    for job in jobs:
+        if known and not (options.again or options.data) and state(folder(job) / f"{job.name}.json", commit) == "done":
+            print(f"{job.name}: of this commit and card already", flush=True)
+        else:
+            waiting.append(job)
+    running, free = dict[concurrent.futures.Future[None], list[int]](), list(range(len(slots)))
+    with concurrent.futures.ThreadPoolExecutor(len(slots)) as pool:
+        while waiting or running:
+            for job in list(waiting):
+                width = 1 if options.dry else max(job.gpus, 1)
+                room = options.budget - (time.monotonic() - start)
+                if room < job.seconds:
+                    left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
+                elif taken := pick(free, slots, width):
+                    free = [i for i in free if i not in taken]
+                    running[pool.submit(one, job, taken)] = taken
+                else:
+                    continue
+                waiting.remove(job)
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                free = sorted(free + running.pop(future))
+                future.result()
+            if done and options.bundle:
+                pack(options.bundle, [options.results / record.card(f"{n} x {device}" if n > 1 else device)
+                                      for n in JOBS if n] + [logs, *options.results.glob(f"{RUNS}*")])  # fmt: skip
+    for name, why in left.items():
+        print(f"left: {name} ({why})", flush=True)
+    return 1 if left else 0
+
+
+def pick(free: Sequence[int], slots: Sequence[str], width: int) -> list[int]:
+    """As many free slots as a job is wide, each of another GPU; none where there are too few."""
+    first = {slots[i]: i for i in sorted(free, reverse=True)}
+    return sorted(first.values())[:width] if len(first) >= width else []
+
+
+def share_cores(taken: Sequence[int], slots: int) -> None:
+    """Gives this thread, and what it starts, the cores of some slots of a host, so that none slows another."""
+    if slots > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(os.getpid()))
+        each = len(cores) // slots
+        if each:
+            os.sched_setaffinity(0, {core for i in taken for core in cores[i * each : (i + 1) * each]})
+
+
+def _device(path: Path) -> str:
+    """The device of a file's first row; "" where it has none, or cannot be read."""
+    try:
+        return str(parse_json(read_text(path))["rows"][0]["device"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def of_kind(folder: Path) -> str:
+    """Which list of jobs a card's folder is of, by the devices of its rows."""
+    if folder.name == "cpu":
+        return KINDS[0]
+    device = next((device for path in sorted(folder.glob("*.json")) if (device := _device(path))), None)
+    if device is None:  # Runs of which tables are made, as in parity/.
+        return "runs"
+    count, _, name = device.rpartition(" x ")
+    return KINDS.get(int(count or 1), f"{count} x {name} alone")
+
+
+def told(results: Path, commit: str) -> int:
+    """Prints what there is of every file, by card."""
+    folders = sorted(path for path in results.iterdir() if path.is_dir() and list(path.glob("*.json")))
+    for kind, jobs in (
+        *((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)),
+        ("from other files", DERIVED),
+    ):
+        print(f"{kind}:")
+        for job in jobs:
+            cards = [folder for folder in folders if jobs is DERIVED or of_kind(folder) == kind]
+            paths = {folder.name: folder / f"{job.name}.json" for folder in cards}
+            found = {card: state(path, commit) for card, path in paths.items() if path.exists()}
+            print(f"  {job.name}: " + ("; ".join(f"{card}: {what}" for card, what in found.items()) or "missing"))
+    print("trained, with --data TEXT:")
+    for job in TRAINED:
+        print(f"  {job.name}: {job.gpus} GPU{'s' if job.gpus > 1 else ''}, {job.seconds / 60:.0f} minutes")
+    return 0

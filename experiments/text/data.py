@@ -1,0 +1,220 @@
+"""From files on disk to batches of tokens: discovery, the split, and a loader whose position can be saved.
+
+The text and its tokens are held in memory. Nothing depends on where the files lie or on the recipe: the split goes by
+each document's content, the order of batches by the seed alone.
+"""
+
+import dataclasses
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from experiments.errors import UserError
+from experiments.files import irregular, read_bytes
+from experiments.text.tokenizer import Tokenizer
+
+# Tests, vendored code and generated tables of the standard library read unlike the rest of it.
+_STDLIB_LEAVE_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "ensurepip"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Documents as text.
+
+    Attributes:
+        train, valid: the two splits; no document is in both.
+        files: how many files were read.
+        skipped: names of files in folders and globs that are not text.
+        records: `TextRecord`s of `text.records`, where documents are packed; they are split when they are tokens.
+    """
+
+    train: tuple[str, ...]
+    valid: tuple[str, ...]
+    files: int
+    skipped: tuple[str, ...]
+    records: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Both splits as 1-D arrays of token ids, and a fingerprint of their content."""
+
+    train: np.ndarray
+    valid: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits that change with any token of either split."""
+        digest = hashlib.sha256()
+        for split in (self.train, self.valid):
+            digest.update(f"{split.dtype}{split.shape}".encode())
+            digest.update(np.ascontiguousarray(split).data)
+        return digest.hexdigest()[:16]
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's own sources and docs on this machine, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (p for p in root.rglob("*.py") if not _STDLIB_LEAVE_OUT & set(p.relative_to(root).parts))
+    return sorted(files, key=lambda p: p.relative_to(root).parts)
+
+
+def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
+    """Files that the patterns name, each with whether it was named itself (not found in a folder or by a glob).
+
+    A folder stands for all files below it that are not hidden. A file found twice counts once.
+
+    Raises:
+        UserError: a path does not exist, or is a pipe or a device; or a glob or folder holds no file.
+    """
+    files: dict[Path, tuple[Path, bool]] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_file():
+            matches = [(path, True)]
+        elif path.exists() and not path.is_dir():
+            raise UserError(f"--data {pattern}: {irregular(path.stat().st_mode)}; copy its content to a file")
+        elif path.is_dir():
+            below = sorted(p for p in path.rglob("*") if p.is_file())
+            matches = [(p, False) for p in below if not any(x.startswith(".") for x in p.relative_to(path).parts)]
+            if not matches:
+                raise UserError(f"--data {pattern}: the folder holds no files")
+        elif glob.has_magic(pattern):
+            names = sorted(glob.glob(str(path), recursive=True))
+            matches = [(Path(name), False) for name in names if Path(name).is_file()]
+            if not matches:
+                raise UserError(f"--data {pattern}: the glob matches no file")
+        else:
+            raise UserError(f"--data {pattern}: no such file or folder")
+        for match, named in matches:
+            key = match.resolve()
+            files[key] = (match, named or files.get(key, (match, False))[1])
+    return list(files.values())
+
+
+def read_text(path: Path) -> str | None:
+    """The file's text, or None where it is binary (a zero byte) or not UTF-8.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        raw = read_bytes(path)
+    except OSError as error:
+        raise UserError(f"--data: cannot read {path}: {error.strerror}") from None
+    if b"\0" in raw:
+        return None
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
+    """Reads every document and splits them.
+
+    Whole documents go to validation, in the order of a hash of their content, until they hold `valid_fraction` of the
+    text; a document that would alone overshoot by half is passed over, and one stays for training. A single document,
+    or documents of which none is small enough, give the tail of the text instead. Empty documents and exact copies are
+    dropped, so that a copy cannot stand in both splits.
+
+    Args:
+        patterns: as `find_files`; none means the standard library.
+        valid_fraction: share of the characters, between 0 and 1.
+
+    Raises:
+        UserError: a path is missing or unreadable, a file named by itself is not text, or there is no text at all.
+    """
+    files = find_files(patterns) if patterns else [(path, False) for path in stdlib_files()]
+    documents: dict[str, str] = {}
+    skipped = []
+    for path, named in files:
+        text = read_text(path)
+        if text is None and named:
+            raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it to UTF-8 text or leave it out")
+        if text is None:
+            skipped.append(str(path))
+        elif text.strip():
+            documents.setdefault(hashlib.sha256(text.encode()).hexdigest(), text)
+    if not documents:
+        where = " ".join(patterns) or "the standard library"
+        raise UserError(f"the corpus is empty: {len(files)} files in {where}, none with text; give text with --data")
+
+    target = valid_fraction * sum(map(len, documents.values()))
+    chosen, held = set[str](), 0
+    for key in sorted(documents):
+        if held < target and held + len(documents[key]) <= 1.5 * target and len(chosen) < len(documents) - 1:
+            chosen.add(key)
+            held += len(documents[key])
+    train = [text for key, text in documents.items() if key not in chosen]
+    valid = [documents[key] for key in sorted(chosen)]
+    if not chosen:
+        cut = len(train[-1]) - max(1, int(min(target, len(train[-1]) / 2)))
+        train[-1], valid = train[-1][:cut], [train[-1][cut:]]
+    return Corpus(tuple(train), tuple(valid), len(files), tuple(skipped))
+
+
+def encode(corpus: Corpus, tokenizer: Tokenizer, seq_len: int) -> Tokens:
+    """Both splits as tokens.
+
+    Raises:
+        UserError: a split is shorter than one sequence and the token after it.
+    """
+    tokens = Tokens(tokenizer.encode(corpus.train), tokenizer.encode(corpus.valid))
+    for name, split in (("training", tokens.train), ("validation", tokens.valid)):
+        if len(split) < seq_len + 1:
+            raise UserError(
+                f"the {name} text has {len(split)} tokens, one sequence needs {seq_len + 1} (--seq-len and one more); "
+                f"give more text with --data{', a larger --valid-fraction' if name == 'validation' else ''} "
+                "or a shorter --seq-len"
+            )
+    return tokens
+
+
+class _Windows:
+    """Sequences of seq_len + 1 tokens: neighbours share one token, the target of the one and the input of the other."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._seq_len
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self._seq_len
+        return self._tokens[start : start + self._seq_len + 1].astype(np.int32)
+
+
+def _rows(tokens: np.ndarray, seq_len: int) -> Any:
+    """The sequences of tokens, one after the other; packed ones as they are."""
+    return tokens if tokens.ndim == 3 else _Windows(tokens, seq_len)
+
+
+def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> grain.DatasetIterator:
+    """An endless iterator of int32 batches (batch, seq_len + 1), of packed rows (batch, 3, seq_len + 1).
+
+    They are reshuffled every epoch.
+
+    `get_state()` is a small dict for the checkpoint, `set_state` goes back to it exactly. The order is a function of
+    the tokens' number, seq_len, batch and seed.
+    """
+    dataset = grain.MapDataset.source(_rows(tokens, seq_len)).seed(seed).shuffle().repeat()
+    return iter(dataset.batch(batch).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:
+    """Fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
+
+    At most `most` batches of `batch` rows; a split with fewer sequences gives one batch of all of them.
+    """
+    windows = _rows(tokens, seq_len)
+    rows = min(batch, len(windows))
+    count = min(most, len(windows) // rows)
+    picks = np.linspace(0, len(windows) - 1, count * rows).astype(int)
+    return np.stack([windows[i] for i in picks]).reshape(count, rows, *windows[0].shape)

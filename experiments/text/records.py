@@ -1,0 +1,160 @@
+"""Documents and conversations from text, JSON lines and parquet, each with the place that it is read from.
+
+A line of JSON, or a row of parquet, has a conversation in "messages" ([{"role": ..., "content": ...}, ...]), or a text
+in the field of --field. Any other file is one text.
+"""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.errors import UserError
+from experiments.files import parse_json, read_bytes
+from experiments.text import data
+
+LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+MESSAGES = "messages"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TextRecord(NamedTuple):
+    """A text, or a conversation.
+
+    Attributes:
+        where: FILE, or FILE:LINE, for messages.
+        text: None of a conversation.
+        messages: of a conversation, as its template takes them.
+    """
+
+    where: str
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()
+
+
+def among(patterns: Sequence[str]) -> bool:
+    """Whether any file that the patterns name holds records.
+
+    Raises:
+        UserError: as `data.find_files`.
+    """
+    return any(path.suffix in (*LINES, *PARQUET) for path, _ in data.find_files(patterns))
+
+
+def read(patterns: Sequence[str], field: str) -> tuple[list[TextRecord], int, list[str]]:
+    """All records, how many files they are from, and the names of files in folders and globs that are no text.
+
+    Raises:
+        UserError: a file cannot be read, a line is empty, is no JSON, or has neither a conversation nor the field. The
+            message names the file and the line.
+    """
+    found, skipped = list[TextRecord](), list[str]()
+    files = data.find_files(patterns)
+    for path, named in files:
+        if path.suffix in LINES:
+            found += _lines(path, field)
+        elif path.suffix in PARQUET:
+            found += _rows(path, field)
+        elif (text := data.read_text(path)) is None:
+            if named:
+                raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it, or leave it out")
+            skipped.append(str(path))
+        elif text.strip():
+            found.append(TextRecord(str(path), text))
+    if not found:
+        raise UserError(f"--data {' '.join(patterns)}: no text and no conversation in {len(files)} files")
+    return found, len(files), skipped
+
+
+def _lines(path: Path, field: str) -> Iterator[TextRecord]:
+    try:
+        text = read_bytes(path).decode()
+    except OSError as error:
+        raise UserError(f"--data: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        at = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}:{at}: not UTF-8 ({error.reason})") from None
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            if number == len(lines):
+                return  # what ends with a line break has no line after it
+            raise UserError(f"{where}: an empty line; each line is one JSON object: remove it")
+        try:
+            value = parse_json(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: no JSON ({error.msg} at column {error.colno})") from None
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        yield record(value, field, where)
+
+
+def _rows(path: Path, field: str) -> Iterator[TextRecord]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError:
+        raise UserError(f"--data {path}: parquet is read by the package pyarrow: pip install pyarrow") from None
+    try:
+        file = parquet.ParquetFile(path)
+        columns = [name for name in (MESSAGES, field) if name in file.schema_arrow.names]
+        number = 0
+        for batch in file.iter_batches(columns=columns) if columns else ():
+            for row in batch.to_pylist():
+                number += 1
+                yield record(row, field, f"{path}:{number}")
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow's own, and OSError
+        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]})") from None
+    if not columns:
+        raise UserError(f"{path} has the columns {', '.join(file.schema_arrow.names)}: neither {MESSAGES} nor {field}")
+
+
+def record(value: Any, field: str, where: str) -> TextRecord:
+    """A record from what a line or row holds.
+
+    Raises:
+        UserError: it holds neither a conversation with an answer, nor a text; or its text has a character that no token
+            stands for.
+    """
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: a JSON object is needed, not {_shown(value, 60)}")
+    messages = value.get(MESSAGES)
+    if messages is None:
+        text = value.get(field)
+        if not isinstance(text, str) or not text:
+            has = ", ".join(map(str, value)) or "nothing"
+            what = "is empty" if text == "" else f"is {_shown(text, 40)}" if field in value else ""
+            told = f"{field} {what}, no text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
+            raise UserError(f"{where}: {told}; --field names the field of the text")
+        _check_characters(text, f"{where}: {field}")
+        return TextRecord(where, text)
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{where}: {MESSAGES} is no list of messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise UserError(f"{where}: message {i} has no text as its content")
+        _check_characters(message["content"], f"{where}: message {i}")
+        if message.get("role") not in _ROLES:
+            raise UserError(f"{where}: message {i} has the role {message.get('role')!r}; roles are {', '.join(_ROLES)}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(f"{where}: no message is of the assistant, so there is no answer to learn")
+    return TextRecord(where, None, tuple(messages))
+
+
+def _shown(value: Any, most: int) -> str:
+    try:
+        return json.dumps(value, default=str)[:most]
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep"
+
+
+def _check_characters(text: str, where: str) -> None:
+    if "\0" in text:
+        raise UserError(f"{where} holds the character U+0000, which separates documents; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} is no Unicode text ({error.reason})") from None

@@ -1,0 +1,204 @@
+"""Low-rank adapters in a model whose own weights are held as 8-bit codes: what `--lora-rank` makes of a Llama.
+
+Linear layers of blocks become `AdaptedLinear`, all other parameters `BaseVariable`, so that adapters alone are
+parameters: gradients, optimizer states and checkpoints are theirs. The base is made from given parameters, or from the
+seed, and is an argument of a step, which returns none of it.
+"""
+
+import dataclasses
+import functools
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import fp8jax
+from experiments.errors import UserError
+from experiments.models.llama import Llama
+from experiments.train.config import Lora
+from fp8jax.ops.products.linear import key_from_data
+from fp8jax.ops.products.lora import apply_adapter
+
+LAYERS = "layers"
+
+
+class BaseVariable(nnx.Variable):
+    """A part of the base: no parameter, and no state that a step changes."""
+
+
+class AdaptedLinear(nnx.Module):
+    """x w + scale (x a) b, with `w` not trained, and without an adapter where rules leave it alone.
+
+    Args:
+        linear: the layer that it takes the place of.
+        path: of that layer, "layers/mlp/up".
+        lora: settings. recipe: of the products with the base. rngs: of the adapter's first values.
+    """
+
+    def __init__(self, linear: nnx.Linear, path: str, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> None:
+        kernel = linear.kernel[...]
+        self.dtype = linear.dtype or kernel.dtype
+        self.linear, self.dropout, self.alpha = recipe.linear, lora.lora_dropout, lora.lora_alpha
+        self.deterministic, self.salt = False, zlib.crc32(path.encode())
+        weight = kernel.astype(self.dtype) if lora.base == "bf16" else fp8jax.freeze(kernel, lora.base)
+        leaves, self.tree = jax.tree.flatten(weight)
+        self.held = nnx.List([BaseVariable(leaf) for leaf in leaves])
+        self.bias = None if linear.bias is None else BaseVariable(linear.bias[...])
+        self.adapts = bool(re.fullmatch(lora.lora_targets, path))
+        if self.adapts:
+            adapter = fp8jax.lora.init_adapter(rngs.params(), kernel.shape, lora.lora_rank, lora.lora_alpha)
+            self.lora_a, self.lora_b = nnx.LoRAParam(adapter.a), nnx.LoRAParam(adapter.b)
+
+    @property
+    def weight(self) -> jax.Array | fp8jax.FrozenWeight:
+        """The weight that is not trained."""
+        weight: Any = jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.held])
+        return weight
+
+    @property
+    def adapter(self) -> fp8jax.lora.Adapter:
+        return fp8jax.lora.Adapter(self.lora_a[...], self.lora_b[...], self.alpha)
+
+    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        x, w = x.astype(self.dtype), self.weight
+        if self.linear.is_quantized or isinstance(w, fp8jax.FrozenWeight):
+            key = key_from_data(x) if self.linear.is_stochastic else None
+            y = fp8jax.linear(x, w, recipe=self.linear, key=key, out_sharding=out_sharding)
+        else:
+            y = jnp.matmul(x, w, out_sharding=out_sharding)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)
+        if not self.adapts:
+            return y
+        dropout = 0.0 if self.deterministic else self.dropout
+        # Of the data, so that a step repeats exactly; each layer has noise of its own.
+        key = jax.random.fold_in(key_from_data(x), self.salt) if dropout else None
+        return y + apply_adapter(x, self.adapter, dropout, key)
+
+
+def of_base(recipe: fp8jax.Recipe, lora: Lora) -> fp8jax.Recipe:
+    """What of a recipe holds beside weights that are not trained: products and optimizer states.
+
+    Weights have scales of their own. Contexts are left out, since blocks are computed again.
+
+    Raises:
+        UserError: products have scales that are states of each layer, or are of integers beside a floating base, or
+            the reverse.
+    """
+    linear = recipe.linear if recipe.linear.w_scaling is None else dataclasses.replace(recipe.linear, w_scaling=None)
+    if any(part.collects_stats for part in linear.states.values()):
+        raise UserError(
+            f"--lora-rank: {recipe.name} has {linear.scaling} scaling, which keeps a state in each layer; take a "
+            "recipe with current scaling, such as te_current, fast or int8_block"
+        )
+    codes = [linear.spec(name) for name in ("x", "dy")]
+    if lora.base != "bf16":
+        held = fp8jax.QuantSpec.parse(lora.base).format
+        for spec in codes:
+            if spec is not None and _floating(spec.format) != _floating(held):
+                raise UserError(
+                    f"--base {lora.base}: {recipe.name} multiplies {spec.format}, and units multiply floating codes or "
+                    f"integers; give --base {spec.format}, or take recipe bf16"
+                )
+    return dataclasses.replace(recipe, linear=linear, context=fp8jax.recipes.Context())
+
+
+def _floating(name: str) -> bool:
+    return bool(fp8jax.formats.get(name).is_float)
+
+
+def adapt(model: Llama, lora: Lora, recipe: fp8jax.Recipe, rngs: nnx.Rngs) -> Llama:
+    """A model with adapters, all other weights of which are held as `lora.base` says; also of an abstract one.
+
+    Raises:
+        UserError: no layer has a path that the targets match, the rank is too large, or codes of the recipe and of the
+            base do not go together.
+    """
+    found = [("/".join(map(str, path)), m) for path, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear)]
+    layers = {path: m for path, m in found if path.startswith(LAYERS)}
+    if not any(re.fullmatch(lora.lora_targets, path) for path in layers):
+        raise UserError(f"--lora-targets {lora.lora_targets!r} matches none of the layers {', '.join(sorted(layers))}")
+    for path, layer in sorted(layers.items()):
+        *above, name = path.split("/")
+        parent: Any = model
+        for step in above:
+            parent = getattr(parent, step)
+        try:
+            setattr(parent, name, AdaptedLinear(layer, path, lora, recipe, rngs))
+        except ValueError as error:
+            raise UserError(f"--lora-rank, --base: {path}: {error}") from None
+    for place, module in list(nnx.iter_modules(model)):
+        for name, variable in list(vars(module).items()):
+            if isinstance(variable, nnx.Param) and not isinstance(variable, nnx.LoRAParam):
+                value = variable[...]
+                matrix = value.ndim - place[:1].count(LAYERS) >= 2
+                dtype = fp8jax.formats.get(recipe.weights.compute).dtype if matrix else value.dtype
+                setattr(module, name, BaseVariable(value.astype(dtype)))
+    return model
+
+
+def merged(model: Llama) -> dict[str, jax.Array]:
+    """The weights of adapted layers with their adapters, by the path of the layer: fp32 (layers, inputs, outputs)."""
+    weights = {}
+    for path, layer in nnx.iter_modules(model):
+        if isinstance(layer, AdaptedLinear):
+            w: Any = layer.weight
+            values = w.dequantize() if isinstance(w, fp8jax.FrozenWeight) else w.astype(jnp.float32)
+            whole = fp8jax.lora.merge_adapter(values, layer.adapter) if layer.adapts else values
+            weights["/".join(map(str, path))] = whole
+    return weights
+
+
+def values_of(params: Any) -> Any:
+    """Parameters as arrays: zeros in place of codes, which `with_codes` puts into what is made of them."""
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.bfloat16) if isinstance(x, fp8jax.FrozenWeight) else x, params, is_leaf=_frozen
+    )
+
+
+def with_codes(base: Any, params: Any, lora: Lora) -> Any:
+    """A base whose layers hold those codes that given parameters have.
+
+    Raises:
+        UserError: they are of another spec than the base's.
+    """
+    for path, w in jax.tree_util.tree_leaves_with_path(params, is_leaf=_frozen):
+        if not _frozen(w):
+            continue
+        *layer, _ = (key.key for key in path)
+        if lora.base == "bf16" or w.codes.spec != fp8jax.QuantSpec.parse(lora.base):
+            raise UserError(
+                f"--base {lora.base}: the checkpoint holds codes, {w.codes.spec}; give --base {w.codes.spec}"
+            )
+        held: Any = {"held": dict(enumerate(jax.tree.leaves(w)))}
+        bias = {k: v for k, v in functools.reduce(lambda tree, step: tree[step], layer, base).items() if k == "bias"}
+        for step in reversed(layer):
+            held, bias = {step: held | bias}, {}
+        base = joined(apart(base, held), held)
+    return base
+
+
+def _frozen(x: Any) -> bool:
+    return isinstance(x, fp8jax.FrozenWeight)
+
+
+def joined(one: Any, other: Any) -> Any:
+    """Two nested dicts as one."""
+    both = dict(one)
+    for name, value in other.items():
+        both[name] = joined(both[name], value) if name in both else value
+    return both
+
+
+def apart(whole: Any, without: Any) -> Any:
+    """A nested dict without the leaves of another one, and without what is empty then."""
+    rest = {}
+    for name, value in whole.items():
+        if name not in without:
+            rest[name] = value
+        elif isinstance(value, dict) and (inner := apart(value, without[name])):
+            rest[name] = inner
+    return rest

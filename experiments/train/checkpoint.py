@@ -1,0 +1,389 @@
+"""Checkpoints of a training state, written by Orbax and checked leaf by leaf.
+
+Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
+does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
+shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them.
+
+The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
+the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
+own shards, all see the same folder, and digests are sums over elements, which no process needs whole.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from orbax.checkpoint import v1 as ocp
+
+from experiments.errors import DiskError, UserError
+from experiments.mesh import flatten
+from experiments.train import hosts
+from experiments.train.config import check_same
+from fp8jax.ops.products.peft_files import digest as digest
+
+_State = TypeVar("_State")
+
+
+class DamagedError(UserError):
+    """A checkpoint's bytes are not those that were saved."""
+
+
+def quiet() -> None:
+    """Keeps off the terminal what Orbax leaves of errors that it has raised: logs, and tracebacks of pending tasks."""
+    global _shown
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if sys.unraisablehook is not _show:
+        _shown, sys.unraisablehook = sys.unraisablehook, _show
+
+
+_shown: Callable[[Any], object] = sys.unraisablehook
+
+
+def _show(unraisable: Any) -> None:
+    # TensorStore calls back for each read that was under way when the first one failed.
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _shown(unraisable)
+
+
+def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """64 bits of each array, as 16 hexadecimal digits, the same however the array lies on devices.
+
+    The sum over elements of a hash of its position and its bits, twice: a change of one element always changes it.
+    """
+    sums = jax.jit(lambda leaves: [_sums(x) for x in leaves])(list(arrays.values()))
+    return {k: "".join(f"{int(n):08x}" for n in np.asarray(x)) for k, x in zip(arrays, sums, strict=True)}
+
+
+def digest_of(tree: Any) -> str:
+    """Sixteen hexadecimal digits of all arrays of a tree and their paths, the same however they lie on devices."""
+    arrays = flatten(tree)
+    kinds = {k: f"{x.dtype}{x.shape}" for k, x in arrays.items()}
+    return hashlib.sha256(json.dumps([kinds, checksums(arrays)], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool:
+        x = x.astype(jnp.uint8)
+    words = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
+    # Positions by the row's and the column's number: no flat view, which would gather shards.
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim, size in enumerate(words.shape):
+        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+
+    def total(odd: int, other: int) -> jax.Array:
+        # Each line maps the words of one position to others one to one.
+        h = (words.astype(jnp.uint32) ^ (place * jnp.uint32(other))) * jnp.uint32(odd)
+        h = (h ^ (h >> 15)) * jnp.uint32(0x2C1B3C6D)
+        return jnp.sum(h ^ (h >> 13), dtype=jnp.uint32)
+
+    return jnp.stack([total(0x9E3779B1, 0x85EBCA6B), total(0xC2B2AE3D, 0x27D4EB2F)])
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _seal(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of one recipe's run, in one folder. Use as a context manager, or call `close`.
+
+    Args:
+        folder: created where missing.
+        keep: how many of the newest to keep.
+        clean: remove what a killed save left. Not while another process may be saving.
+
+    Raises:
+        UserError: the folder's name is taken by a file.
+        DiskError: the folder cannot be made or read.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
+        self.folder = folder.absolute()
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
+            raise UserError(f"{folder} is {what}, where the checkpoints' folder should be; move it away")
+        if clean:
+            # Orbax's own cleaning goes on in the background after `close`, and takes saves of the next object.
+            with hosts.agreement():
+                for remains in self.folder.glob("*.orbax-checkpoint-tmp") if hosts.first() else ():
+                    if remains.is_symlink() or not remains.is_dir():
+                        raise UserError(
+                            f"{remains} is no folder, where Orbax writes a checkpoint to a folder; move it away"
+                        )
+                    shutil.rmtree(remains)
+        self._policy = ocp.training.preservation_policies.LatestN(keep)
+        self._links = contextlib.ExitStack()
+        self._unreadable: dict[int, DamagedError] = {}
+        self._orbax = self._open()
+
+    def _open(self) -> ocp.training.Checkpointer:
+        """Orbax's object of this folder; or of links to the readable steps, where a step keeps Orbax from opening it.
+
+        Orbax reads the metadata of all steps at once. The steps that it cannot read are put into `_unreadable`.
+        """
+        steps = sorted(int(x.name) for x in self.folder.glob("*") if x.name.isdecimal() and x.name.isascii())
+        self._unreadable = {step: error for step in steps if (error := self._irregular(step)) is not None}
+        if not self._unreadable:
+            try:
+                return ocp.training.Checkpointer(self.folder, preservation_policy=self._policy)
+            except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+                if isinstance(error, OSError) and not steps:
+                    why = error.strerror or error
+                    raise DiskError(f"{self.folder} cannot be made or read ({why}); make it writable") from None
+                if hosts.gone(error) or not steps:
+                    raise
+                cause = error
+        for step in steps:
+            if step not in self._unreadable:
+                try:
+                    self._open_links([step]).close()
+                except Exception as error:  # as above
+                    self._unreadable[step] = self._damaged(step, f"its metadata cannot be read ({_first_line(error)})")
+        if not self._unreadable:
+            raise cause
+        return self._open_links([step for step in steps if step not in self._unreadable])
+
+    def _open_links(self, steps: Sequence[int]) -> ocp.training.Checkpointer:
+        folder = Path(self._links.enter_context(tempfile.TemporaryDirectory(prefix="checkpoints-")))
+        for step in steps:
+            (folder / str(step)).symlink_to(self.folder / str(step))
+        return ocp.training.Checkpointer(folder)
+
+    def _irregular(self, step: int) -> DamagedError | None:
+        """An error for a pipe or a device among the files of a step, on which a read might never end."""
+        for path in (self.folder / str(step)).rglob("*"):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                return self._damaged(step, f"{path} is no regular file")
+        return None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for saves under way.
+
+        Raises:
+            DiskError: one of them could not be written.
+        """
+        try:
+            self._orbax.close()
+        except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
+            if hosts.gone(error):
+                raise
+            raise self._unwritten(error) from error
+        finally:
+            self._links.close()
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return max([x.step for x in self._orbax.checkpoints] + list(self._unreadable), default=None)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        loader: dict[str, Any],
+        config: dict[str, Any],
+        log: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Starts a save and returns; the state may be donated or overwritten at once.
+
+        Args:
+            step: steps that the state has seen.
+            state: any pytree of arrays.
+            loader: the data iterator's state, as JSON.
+            config: what must not differ at `resume`, as JSON.
+            log: the newest rows of the log, as JSON.
+
+        Raises:
+            DamagedError: the metadata of a step cannot be read, and `resume` has not moved it away.
+            DiskError: this save or the one before could not be written.
+        """
+        for error in self._unreadable.values():
+            raise error
+        arrays: dict[str, Any] = flatten(state)
+        if hosts.several():
+            kind, digests = "sum64", checksums(arrays)
+        else:
+            # A copy: a view of a buffer on CPU would change under the background save once the buffer is donated.
+            arrays = {name: np.array(leaf, copy=True) for name, leaf in arrays.items()}
+            kind, digests = "sha256", {name: digest(x) for name, x in arrays.items()}
+        leaves = {
+            name: {"shape": list(x.shape), "dtype": str(x.dtype), kind: digests[name]} for name, x in arrays.items()
+        }
+        meta = {"step": step, "loader": loader, "config": config, "log": list(log), "leaves": leaves}
+        # Orbax stores no empty arrays; nothing but their shape needs storing.
+        stored = {name: x for name, x in arrays.items() if x.size}
+        # Shards of several processes are those of the state itself, which the next step overwrites.
+        save = self._orbax.save_checkpointables if hosts.several() else self._orbax.save_checkpointables_async
+        try:
+            save(step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta})
+        except Exception as error:  # as in close
+            if hosts.gone(error):
+                raise
+            raise self._unwritten(error) from error
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the state: step, loader, config, log; and leaves.
+
+        Raises:
+            DamagedError: the checkpoint's metadata is missing or damaged.
+        """
+        if step in self._unreadable:
+            raise self._unreadable[step]
+        try:
+            meta = dict(self._orbax.metadata(step).custom_metadata)
+            seal = meta.pop("seal")
+        except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+            raise self._damaged(step, f"its metadata cannot be read ({_first_line(error)})") from error
+        if seal != _seal(meta):
+            raise self._damaged(step, "its metadata does not match its own digest")
+        return meta
+
+    def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
+        """The state as it was saved, bit for bit, and the metadata.
+
+        Args:
+            step: an existing checkpoint.
+            abstract: the expected tree, of arrays or ShapeDtypeStructs; with a sharding where a leaf shall lie so.
+
+        Raises:
+            DamagedError: the bytes are not those that were saved.
+            UserError: the checkpoint holds other leaves, shapes or dtypes than expected.
+        """
+        meta = self.read_meta(step)
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = {
+            k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device)
+            for k, x in flatten(abstract).items()
+        }
+        leaves = meta["leaves"]
+        for name in sorted(set(wanted) ^ set(leaves)):
+            which = "lacks" if name in wanted else "has an unknown leaf"
+            raise UserError(f"checkpoint {self.folder / str(step)} {which} {name}: it is of another model or recipe")
+        for name, leaf in wanted.items():
+            old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
+            new = f"{leaf.dtype}{list(leaf.shape)}"
+            if old != new:
+                raise UserError(f"checkpoint {self.folder / str(step)}: {name} is {old}, this program expects {new}")
+        try:
+            with hosts.agreement():
+                stored = self._load(step, {k: x for k, x in wanted.items() if x.size})
+        except hosts.Agreed as error:
+            raise DamagedError(str(error)) from error
+        arrays = {
+            k: stored[k] if x.size else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+            for k, x in wanted.items()
+        }
+        for name in _changed(arrays, leaves):
+            raise self._damaged(step, f"the bytes of {name} do not match their digest")
+        return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
+
+    def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
+        try:
+            arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
+        except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
+            if hosts.gone(error):
+                raise
+            raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
+        return arrays
+
+    def resume(
+        self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
+    ) -> tuple[_State, dict[str, Any]] | None:
+        """State and metadata of the newest checkpoint that is whole, as `restore`; None where there is none at all.
+
+        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder. So are
+        older ones whose metadata cannot be read.
+
+        Args:
+            abstract: as `restore`.
+            config: what `save` must have been given.
+            tell: called with one line for each damaged checkpoint.
+
+        Raises:
+            UserError: the checkpoint is of another configuration, or none is whole.
+        """
+        damaged: dict[int, DamagedError] = {}
+        for step in sorted([*(x.step for x in self._orbax.checkpoints), *self._unreadable], reverse=True):
+            try:
+                check_same(self.read_meta(step)["config"], config, self.folder / str(step))
+                state, meta = self.restore(step, abstract)
+            except DamagedError as error:
+                damaged[step] = error
+                continue
+            damaged |= self._unreadable
+            for other, why in damaged.items():
+                tell(f"{why}; moved to {self._set_aside(other)}")
+            if damaged:
+                self._orbax.close()
+                self._orbax = self._open()
+            return state, meta
+        for why in damaged.values():
+            raise UserError(f"{why}, and no older one is whole. Start afresh with --resume never")
+        return None
+
+    def _set_aside(self, step: int) -> Path:
+        target = base = self.folder.with_name(f"damaged-{step}")
+        number = 1
+        while target.exists():
+            number += 1
+            target = base.with_name(f"{base.name}.{number}")
+        with hosts.agreement():
+            if hosts.first():
+                try:
+                    os.rename(self.folder / str(step), target)
+                except OSError as error:
+                    raise DiskError(
+                        f"{self.folder / str(step)} is damaged, and cannot be moved to {target} "
+                        f"({error.strerror or error}); move it away"
+                    ) from None
+        return target
+
+    def _damaged(self, step: int, what: str) -> DamagedError:
+        return DamagedError(f"checkpoint {self.folder / str(step)} is damaged: {what}")
+
+    def _unwritten(self, error: Exception) -> DiskError:
+        steps = [int(path.name) for path in self.folder.glob("*") if path.name.isdigit()]
+        saved = f"the newest is of step {max(steps)}" if steps else "there is none yet"
+        why = os.strerror(errno.ENOSPC) if "No space left" in str(error) else _first_line(error)
+        free = shutil.disk_usage(self.folder.parent).free / 2**20
+        return DiskError(
+            f"a checkpoint could not be written to {self.folder} ({why}; {free:,.1f} MiB are free there); {saved}. "
+            "Put that right, and give the same command again"
+        )
+
+
+def _changed(arrays: dict[str, Any], leaves: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of restored arrays that do not match their metadata: SHA-256 by one process, sums by several."""
+    sums = checksums({k: x for k, x in arrays.items() if "sum64" in leaves[k]})
+    return [
+        k
+        for k, x in arrays.items()
+        if (sums[k] != leaves[k]["sum64"] if k in sums else digest(np.asarray(hosts.whole(x))) != leaves[k]["sha256"])
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

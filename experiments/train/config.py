@@ -1,0 +1,269 @@
+"""The training program's configuration: what `tyro` makes the command line of, and what of it a run may change."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+import fp8jax
+from experiments import mesh
+from experiments.errors import BusyError as BusyError
+from experiments.errors import DiskError as DiskError
+from experiments.errors import UserError as UserError
+from experiments.train.sections import Data as Data
+from experiments.train.sections import Lora as Lora
+from experiments.train.sections import Model as Model
+from experiments.train.sections import Optim as Optim
+from experiments.train.sections import Run as Run
+from experiments.train.sections import flag as flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a Llama on text, once per recipe, on the same batches in the same order, and compare."""
+
+    recipe: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            help="Trained one after the other; the first is the baseline of the comparison. "
+            f"Recipes: {', '.join(fp8jax.recipes.NAMES)}. auto is one of them, by the device."
+        ),
+    ] = ("bf16", "coat_optimizer")
+    seed: int = 0
+    """Of the initial parameters, of the order of the batches and of the sampled text."""
+    data: Data = dataclasses.field(default_factory=Data)
+    model: Model = dataclasses.field(default_factory=Model)
+    optim: Optim = dataclasses.field(default_factory=Optim)
+    lora: Lora = dataclasses.field(default_factory=Lora)
+    run: Run = dataclasses.field(default_factory=Run)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this run is written."""
+        return self.run.out / self.run.run
+
+    def validate(self) -> None:
+        """Raises UserError that names the first impossible value and the fix."""
+        sections: tuple[tuple[Any, tuple[str, ...], int], ...] = (
+            (self.data, ("seq_len", "batch", "eval_batches"), 1),
+            (self.optim, ("steps", "microbatches"), 1),
+            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every"), 1),
+            (self.optim, ("warmup",), 0),
+            (self.run, ("sample_tokens", "profile"), 0),
+            (self, ("seed",), 0),
+        )
+        for section, names, least in sections:
+            for name in names:
+                if getattr(section, name) < least:
+                    raise UserError(f"{flag(name)} must be at least {least}, got {getattr(section, name)}")
+        if self.seed >= 2**63:
+            raise UserError(f"--seed must be below 2**63, got {self.seed}")
+        if self.run.unroll is not None and self.run.unroll < 1:
+            raise UserError(f"--unroll must be at least 1, got {self.run.unroll}")
+        for name in ("lr", "eps", "clip"):
+            if not 0 < getattr(self.optim, name) < float("inf"):
+                raise UserError(f"{flag(name)} must be positive and finite, got {getattr(self.optim, name)}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self.optim, name) < 1:
+                raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        if not 0 <= self.optim.final_lr <= 1:
+            raise UserError(f"--final-lr is a share of --lr, from 0 to 1, got {self.optim.final_lr}")
+        if not 0 <= self.optim.weight_decay < float("inf"):
+            raise UserError(f"--weight-decay must be finite and not negative, got {self.optim.weight_decay}")
+        if self.optim.warmup >= self.optim.steps:
+            raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
+        if not 0 < self.optim.decay <= 1:
+            raise UserError(f"--decay is a share of --steps, above 0 and at most 1, got {self.optim.decay}")
+        if self.optim.schedule == "wsd" and not self.optim.warmup <= self.optim.decay_start < self.optim.steps:
+            raise UserError(
+                f"--decay {self.optim.decay}: wsd falls from step {self.optim.decay_start} on, which must lie between "
+                f"--warmup {self.optim.warmup} and --steps {self.optim.steps}"
+            )
+        if self.data.batch % self.optim.microbatches:
+            raise UserError(f"--microbatches {self.optim.microbatches} must divide --batch {self.data.batch}")
+        if self.optim.release and self.optim.microbatches > 1:
+            raise UserError(
+                f"--release {self.optim.release} updates layers as their gradients appear, which so cannot be summed: "
+                f"leave out --microbatches {self.optim.microbatches}, and take a smaller --batch"
+            )
+        if self.optim.release and self.lora.lora_rank:
+            raise UserError(f"--release {self.optim.release} trains all weights: leave out --lora-rank, or it")
+        if not 0 < self.data.valid_fraction < 1:
+            raise UserError(f"--valid-fraction must be between 0 and 1, got {self.data.valid_fraction}")
+        if self.data.tokenizer == "bpe" and self.data.vocab < 257:
+            raise UserError(f"--vocab must be at least 257 (256 bytes and a separator), got {self.data.vocab}")
+        if not self.recipe:
+            raise UserError("--recipe needs at least one name")
+        if len(set(self.recipe)) < len(self.recipe):
+            raise UserError(f"--recipe names a recipe twice: {' '.join(self.recipe)}")
+        name = self.run.run
+        if not name or name.startswith(".") or Path(name).name != name:
+            raise UserError(
+                f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
+            )
+        self.model.shape(vocab=256)
+        if self.model.init:
+            given = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
+            given += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
+            if given:
+                raise UserError(f"{flag(given[0])} is the checkpoint's own: leave it out with --init")
+        if self.optim.release and self.run.partition:
+            raise UserError(f"--partition {self.run.partition} is of a step of its own: leave out --release, or it")
+        if self.optim.head and self.run.logits == "whole":
+            raise UserError(
+                f"--head {self.optim.head} takes logits a chunk of tokens at a time: leave out --logits whole, or it"
+            )
+        self.lora.validate()
+        self._validate_processes()
+        if self.run.mesh:
+            try:
+                sizes = mesh.parse(self.run.mesh)
+            except ValueError as error:
+                raise UserError(f"--mesh {error}") from None
+            if sizes["tensor"] > 1:
+                self._validate_shared(sizes["tensor"])
+
+    def _validate_shared(self, devices: int) -> None:
+        """Raises UserError for what is not computed by devices that share sequences."""
+        if self.optim.release:
+            raise UserError(
+                f"--mesh {self.run.mesh}: with tensor={devices} each device has its part of a layer's gradients, whose "
+                f"sums are made after the backward pass, and --release {self.optim.release} updates layers within it; "
+                f"give fsdp={devices} in place of tensor={devices}, or leave out --release"
+            )
+
+    def _validate_processes(self) -> None:
+        where, number, count = self.run.coordinator, self.run.process_id, self.run.process_count
+        if self.run.patience < 1:
+            raise UserError(f"--patience must be at least 1, got {self.run.patience}")
+        if where in ("", "auto"):
+            if number is not None or count is not None:
+                raise UserError(
+                    f"--process-id {number} and --process-count {count} are for --coordinator HOST:PORT; "
+                    f"{'auto finds them itself' if where else 'give that address, or leave them out'}"
+                )
+            return
+        host, _, port = where.rpartition(":")
+        if not host or not port.isdecimal():
+            raise UserError(f"--coordinator is HOST:PORT, as in node0:12345, or auto, got {where!r}")
+        if number is None or count is None:
+            raise UserError(f"--coordinator {where} needs --process-id and --process-count, too")
+        if count < 1 or not 0 <= number < count:
+            raise UserError(f"--process-id {number} must be from 0 to --process-count {count} - 1")
+
+    def mathematics(self) -> dict[str, Any]:
+        """Every field that changes the numbers, by its name on the command line; the text itself is not among them."""
+        fields = {"seed": self.seed} | dataclasses.asdict(self.data) | dataclasses.asdict(self.model)
+        fields |= dataclasses.asdict(self.optim)
+        # Where the text lies does not matter: its fingerprint is compared instead.
+        del fields["data"]
+        if self.data.tokenizer == "bytes":
+            del fields["vocab"]
+        return fields | dataclasses.asdict(self.lora)
+
+
+def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested dataclasses as one dict: `recipe.optimizer.mu` and so on."""
+    if not dataclasses.is_dataclass(value):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        flat |= flatten_fields(f"{prefix}.{field.name}", getattr(value, field.name))
+    return flat
+
+
+# Fields of recipes that older runs stored under another name, by the recipe's part.
+_LINEAR = {
+    "saved": "x_residual",
+    "history": "amax_history_length",
+    "fallback_rates": "fallback_fraction_range",
+    "fallback_factor": "threshold_update_factor",
+    "interval": "weight_amax_interval",
+}
+_RENAMED = {"linear": _LINEAR, "head": _LINEAR, "context": {"saved": "residual"}}
+# Fields whose values have other names, too.
+_SELECT: dict[str, tuple[str, dict[str, bool | str]]] = {"select": ("skip_unprofitable", {"all": False, "gains": True})}
+_REVALUED: dict[str, dict[str, tuple[str, dict[str, bool | str]]]] = {
+    "linear": _SELECT,
+    "head": _SELECT,
+    "context": {
+        "mode": ("recompute_activations", {"faithful": False, "lean": True}),
+        "scales": ("amax", {"largest": "exact", "bound": "bound"}),
+    },
+}
+# Fields that recipes no longer have, by both of their names; off in every run of before.
+_REMOVED = ("joins", "fuse_parallel_matmuls")
+
+
+def with_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored fields, such as `recipe.linear.interval` or `linear.interval`, by today's names with today's values."""
+    renamed = {}
+    for key, value in saved.items():
+        prefix, _, field = key.rpartition(".")
+        if field in _REMOVED and str(value) == "False":
+            continue
+        part = prefix.rpartition(".")[2]
+        field = _RENAMED.get(part, {}).get(field, field)
+        if field in (revalued := _REVALUED.get(part, {})):
+            field, values = revalued[field]
+            value = values.get(value, value)
+        renamed[f"{prefix}.{field}" if prefix else field] = value
+    return renamed
+
+
+# What runs had before there were these settings, as JSON gives it back.
+_ADDED = json.loads(
+    json.dumps(
+        dataclasses.asdict(Lora())
+        | {
+            "field": Data.field,
+            "init": Model.init,
+            "schedule": Optim.schedule,
+            "decay": Optim.decay,
+            "master": Optim.master,
+            "release": Optim.release,
+            "head": Optim.head,
+        }
+        | flatten_fields("recipe.head", fp8jax.recipes.Recipe("").head)
+    )
+)
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Compares a stored configuration with today's.
+
+    Raises:
+        UserError: a field differs; names each with its old and new value, and the ways out.
+    """
+    before = _ADDED | with_new_names(saved)
+    changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in now.items() if before.get(k) != v]
+    if changed:
+        raise UserError(
+            f"{where} was made with another configuration: {'; '.join(changed)}. "
+            "Give the old values to resume, a new --run to train beside it, or --resume never to start this run afresh"
+        )
+
+
+def parse(argv: Sequence[str] | None = None, description: str | None = None) -> Config:
+    """Command line to configuration.
+
+    Args:
+        argv: the command line; None takes the process's own.
+        description: what `--help` says first.
+
+    Raises:
+        SystemExit: the command line does not parse (2), or help was asked for (0).
+        UserError: a value is impossible.
+    """
+    config = tyro.cli(
+        Config,
+        args=argv,
+        prog="python -m experiments.train",
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    config.validate()
+    return config

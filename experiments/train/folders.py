@@ -1,0 +1,72 @@
+"""The folder of a run: its configuration, its tokenizer, and whether there is anything to resume."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.errors import DiskError, UserError
+from experiments.files import parse_json, read_text
+from experiments.text import data
+from experiments.text.tokenizer import BytePair, Bytes, Tokenizer
+from experiments.train import start
+from experiments.train.config import Config, check_same
+
+
+def has_progress(folder: Path) -> bool:
+    """Whether a run has anything to resume: a complete checkpoint, or a finished recipe."""
+    return any(folder.glob("*/result.json")) or any(p.name.isdigit() for p in folder.glob("*/checkpoints/*"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        saved = parse_json(read_text(folder / "config.json"))
+        if not isinstance(saved, dict):
+            raise ValueError("no JSON object")
+        return saved
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder / 'config.json'} cannot be read ({error}); start afresh with --resume never"
+        ) from None
+
+
+def prepare(config: Config, console: Console) -> None:
+    """Makes the run's folder; refuses one of another configuration, moves an old one aside where that is asked for."""
+    folder = config.folder
+    if config.run.resume == "never" and folder.exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
+            number += 1
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise DiskError(
+                f"{folder} cannot be moved to {aside} ({error.strerror or error}); make {folder.parent} writable, "
+                "or give another --out"
+            ) from None
+        console.print(f"moved the old run to {aside}")
+    if has_progress(folder):
+        check_same(read_config(folder), config.mathematics(), folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run {config.run.run}: cannot make {folder}: {error.strerror}") from None
+
+
+def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
+    """Bytes, or the checkpoint's; or the encoding of the run, trained now where the run has nothing to resume."""
+    if config.model.init:
+        return start.tokenizer(config)
+    if config.data.tokenizer == "bytes":
+        return Bytes()
+    if has_progress(config.folder):
+        return load_tokenizer(config)
+    tokenizer = BytePair.train(corpus.train, config.data.vocab)
+    tokenizer.save(config.folder / "tokenizer.json")
+    return tokenizer
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    if config.model.init:
+        return start.tokenizer(config)
+    return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(config.folder / "tokenizer.json")

@@ -1,0 +1,96 @@
+"""The model that a recipe trains: how a Llama is written for it, what it computes again, and what its loss holds."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+import fp8jax
+from experiments.models.llama import Llama, LlamaConfig
+from experiments.models.parts import Boundary
+from experiments.train import adapters
+from experiments.train.sections import Lora
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.dispatch.choice import missing_triton
+from fp8jax.ops.quantization.fused_outputs import emits_codes
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a model is written, no arrays.
+
+    Attributes:
+        llama: the shape.
+        recipe: what everything is stored and computed in.
+        remat: what blocks compute again in the backward pass, as `Llama` takes it.
+        rows, boundary: how tokens lie on several devices, or how these share sequences, as `Llama` takes them.
+        unroll: layers in a turn of the loop over them, as `Llama` takes it.
+        lora: adapters, or None where all weights are trained.
+    """
+
+    llama: LlamaConfig
+    recipe: fp8jax.Recipe
+    remat: bool | str
+    rows: jax.sharding.NamedSharding | None = None
+    boundary: Boundary | None = None
+    unroll: int | None = None
+    lora: Lora | None = None
+
+    def written(self, rngs: nnx.Rngs) -> Llama:
+        """The model as it is written, with no word of 8 bits."""
+        weights = self.recipe.weights
+        # Masters by parts, and scaled ones, which the optimizer keeps, are made of fp32.
+        master = weights.master if weights.master in ("fp32", "bf16") else "fp32"
+        dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (weights.compute, master))
+        how: Any = {"rows": self.rows, "boundary": self.boundary, "unroll": self.unroll}
+        return Llama(self.llama, dtype=dtype, param_dtype=param_dtype, remat=self.remat, rngs=rngs, **how)
+
+    def made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
+        """The model as it is trained, of these parameters, a nested dict, or of new ones."""
+        model = self.written(rngs)
+        if params is not None:
+            own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))
+        if self.lora is not None:
+            return adapters.adapt(model, self.lora, self.recipe, rngs)
+        methods = ("__call__", "hidden")
+        return fp8jax.nnx.quantize(model, self.recipe, methods=methods) if changes_layers(self.recipe) else model
+
+    def structure(self) -> nnx.GraphDef[Llama]:
+        """That of the model, of parameters and what it has besides; no array is made."""
+        return nnx.split(nnx.eval_shape(lambda: self.made(nnx.Rngs(0))), nnx.Param, ...)[0]
+
+
+def changes_layers(recipe: fp8jax.Recipe) -> bool:
+    """Whether a recipe changes a model's layers: it has quantized products or says what operations keep."""
+    return bool(recipe.linear.is_quantized) or recipe.context != type(recipe.context)()
+
+
+def fastest(recipe: fp8jax.Recipe) -> bool | str:
+    """What blocks compute again on a GPU so that a step is fast, as `Llama` takes it.
+
+    All but products and attention; nothing where the recipe's contexts save operations, or where kernels write what
+    layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest. Without
+    kernels contexts are as written, and all but products and attention is computed again.
+    """
+    written = emits_codes(recipe) and missing_triton("nonlinear.quantize_recomputed_triton") is None
+    saved = recipe.context.residual is not None and not choice.keeps_nonlinear_unchanged()
+    return False if saved or written else "products"
+
+
+def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
+    """The option `--remat` as `Llama` takes it."""
+    if how == "auto":
+        return fastest(recipe) if jax.default_backend() == "gpu" else False
+    names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
+    return names[how]
+
+
+# Of fp32 logits, beyond which the loss takes a chunk of them at a time.
+WHOLE_BYTES = 2**31
+
+
+def in_chunks(how: str, tokens: int, vocab: int) -> bool:
+    """The option `--logits` as `Task` takes it, of so many tokens that a device has logits of at once."""
+    return how == "chunked" or (how == "auto" and 4 * tokens * vocab > WHOLE_BYTES)

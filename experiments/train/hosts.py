@@ -1,0 +1,293 @@
+"""Several processes that train one run together, on one host or on several: `jax.distributed`, and what they agree on.
+
+All processes run the same program in the same order. The first one writes the run's files and speaks; the others read
+the same folder. What only one of them can find out (a file that is missing on its host, a lock) is agreed on before any
+goes on, so that all end with the same message and none waits for one that is gone.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import jax
+import numpy as np
+from jax._src.clusters import ClusterEnv
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.errors import UserError
+from experiments.signals import StopSignals
+from experiments.train import relay
+
+if TYPE_CHECKING:
+    from experiments.train.config import Run
+
+# Exit code of a process that goes on no longer because another one has ended.
+GONE = 5
+_NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re.IGNORECASE | re.DOTALL)
+# The relay of this process, and what is held while it ends, so that it says why once.
+_relayed: subprocess.Popen[str] | None = None
+_ending = threading.Lock()
+_CANNOT = (
+    "{} cannot join the others ({}); give --coordinator HOST:PORT, or auto on a cluster that jax.distributed knows, "
+    "such as Slurm"
+)
+# Bytes of the message that a process sends to the others.
+_MESSAGE = 1000
+
+
+class Agreed(UserError):
+    """What one process found wrong, as every process raises it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def join(settings: Run, stop: StopSignals) -> None:
+    """Joins the other processes of a run; does nothing for a command line without `--coordinator`.
+
+    A signal of before waits until they have joined: they would wait for a process that is gone, until `patience` ends.
+
+    From here on this process ends with a message and exit code `GONE` when another one ends, whatever it is doing:
+    `experiments/train/relay.py` says how. `--coordinator auto` takes address, number and count from what
+    `jax.distributed.initialize` would find (Slurm, Open MPI, Kubernetes and others).
+
+    Raises:
+        UserError: no cluster is found, or the address is impossible.
+    """
+    if not settings.coordinator:
+        return
+    patience = settings.patience
+    place = _place(settings)
+    who = f"--coordinator {settings.coordinator}: process {place.number} of {place.processes}"
+    where = _relay(place, _silence(settings), who)
+
+    def give_up() -> None:
+        print(
+            f"error: {who} waited {patience} s (--patience) for the others. Start all of them with the same address, "
+            "that of the host of process 0, and the same --process-count",
+            file=sys.stderr,
+        )
+        _abandon(UserError.exit_code if stop.signum is None else 128 + stop.signum)
+
+    # JAX's own limit ends the process without a word to its user.
+    timer = threading.Timer(patience, give_up)
+    timer.start()
+    stop.notice = (
+        f"{who} ends when the others have joined it, or after {patience} s (--patience); a second signal ends it now"
+    )
+    if stop.signum is not None:
+        print(stop.notice, file=sys.stderr, flush=True)
+    # In a thread: Python runs handlers of signals while it waits for one, and not while it waits for XLA.
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    try:
+        joined = pool.submit(
+            jax.distributed.initialize,
+            **where,
+            num_processes=place.processes,
+            process_id=place.number,
+            local_device_ids=place.devices,
+            initialization_timeout=patience + 60,
+            # A client sends a heartbeat twice in this time. A relay looks for them, more often than the coordinator.
+            heartbeat_timeout_seconds=-(-_silence(settings) * 4 // 3),
+            shutdown_timeout_seconds=patience,
+        )
+        joined.result()
+    except (ValueError, RuntimeError) as error:  # XLA's errors are RuntimeErrors
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(_CANNOT.format(who, why)) from None
+    finally:
+        timer.cancel()
+        pool.shutdown()
+        stop.notice = ""
+    # The service that joins processes has taken SIGTERM for itself.
+    stop.renew()
+
+
+class _Place(NamedTuple):
+    """A process of a run: its address, its number of how many, and its devices where not all of the host's are its."""
+
+    address: str
+    number: int
+    processes: int
+    devices: Sequence[int] | None = None
+
+
+def _place(settings: Run) -> _Place:
+    """Where a process stands, by its command line or by its cluster."""
+    if settings.coordinator != "auto":
+        assert settings.process_id is not None
+        assert settings.process_count is not None
+        return _Place(settings.coordinator, settings.process_id, settings.process_count)
+    # As jax.distributed.initialize does it, which would reach the coordinator itself.
+    address, processes, number, devices = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, settings.patience
+    )
+    if address is None or processes is None or number is None:
+        raise UserError(_CANNOT.format("--coordinator auto: this process", "there is no cluster"))
+    return _Place(address, number, processes, devices)
+
+
+def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
+    """Starts this process's relay, and a thread that hears it; how `jax.distributed.initialize` gets to it."""
+    global _relayed
+    host, port = place.address.rsplit(":", 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        service = free.getsockname()[1]
+    numbers = (place.number, host, port, service, silence)
+    command = [sys.executable, "-I", "-S", relay.__file__, *map(str, numbers)]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, start_new_session=True)
+    assert process.stdout is not None
+    lines = process.stdout
+    said, what = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
+    if said == "error":
+        raise UserError(f"{who} cannot listen at port {port} ({what}); give another port")
+    _relayed = process
+
+    def hear() -> None:
+        line = lines.readline()
+        ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
+        end(GONE, False, gone_message(f"process {place.number} of {place.processes}", ended))
+
+    threading.Thread(target=hear, daemon=True).start()
+    own = {"coordinator_address": f"127.0.0.1:{what}"}
+    return own if place.number else own | {"coordinator_bind_address": f"127.0.0.1:{service}"}
+
+
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this process writes the run's files; the only one of one always does."""
+    return not several() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def agreement() -> Iterator[None]:
+    """All processes do something, and wait for each other at its end; what goes wrong in one is raised in all.
+
+    Raises:
+        UserError: of this process, where it is the only one.
+        Agreed: of the first process that has one, where there are several. The same for `OSError`, exit code 3.
+    """
+    if not several():
+        yield
+        return
+    message, code = "", 0
+    try:
+        yield
+    except UserError as error:
+        message, code = str(error), error.exit_code
+    except OSError as error:
+        message, code = str(error), 3
+    _raise_first(message, code)
+
+
+def _raise_first(message: str, code: int) -> None:
+    note = np.zeros(_MESSAGE, np.uint8)
+    raw = message.encode()[: _MESSAGE - 1]
+    note[0], note[1 : 1 + len(raw)] = code, np.frombuffer(raw, np.uint8)
+    for process, other in enumerate(np.asarray(multihost_utils.process_allgather(note))):
+        if other[0]:
+            text = other[1:].tobytes().rstrip(b"\0").decode(errors="ignore")
+            raise Agreed(f"process {process}: {text}", int(other[0]))
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+    """Compares what must not differ between processes.
+
+    Args:
+        values: by name; as JSON.
+
+    Raises:
+        Agreed: a process has another value than the first; names what.
+    """
+    if not several():
+        return
+    digests = [hashlib.sha256(json.dumps(value, default=str).encode()).digest() for value in values.values()]
+    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    for process, other in enumerate(every):
+        differs = [name for name, a, b in zip(values, every[0], other, strict=True) if (a != b).any()]
+        if differs:
+            raise Agreed(
+                f"process {process} was started with another {', '.join(differs)} than process 0; start all processes "
+                "with the same command line and the same text, but for --process-id",
+                UserError.exit_code,
+            )
+
+
+def gone(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that another process has ended or cannot be reached."""
+    while several() and error is not None:
+        # What fails while a result is waited for is an error of XLA's runtime; what fails at once has its text alone.
+        if isinstance(error, jax.errors.JaxRuntimeError) or _NETWORK.match(str(error)):
+            return "RESOURCE_EXHAUSTED" not in str(error)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def whole(tree: Any) -> Any:
+    """Arrays that lie on the devices of several processes, gathered to each of them as NumPy's."""
+    if not several():
+        return tree
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def signals(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, signum: int | None) -> jax.Array:
+    """The signal that each process has received, once for each of its devices; an input of the training step."""
+    here = np.full((1,), signum or 0, np.int32)
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size,), sharding, lambda index: here)
+
+
+def _silence(settings: Run) -> int:
+    """Seconds without a heartbeat until a process counts as gone: of fewer than 3 heartbeats would take too many."""
+    return max(settings.patience, 3)
+
+
+def gone_message(who: str, why: str) -> str:
+    """What a process says that ends because another one has."""
+    return (
+        f"error: {who} ends: another one has ended, or cannot be reached ({why}). Start all again: training goes on "
+        "from the newest checkpoint"
+    )
+
+
+def end(code: int, agreed: bool, message: str = "") -> int:
+    """Prints a message, and gives the exit code, where all processes end with it; else this one ends here.
+
+    Args:
+        code: of this process.
+        agreed: all processes know of it; else the others may never come.
+        message: for standard error; of what is agreed, process 0 says it alone.
+    """
+    with _ending:
+        if message and (not agreed or first()):
+            print(message, file=sys.stderr)
+        if not agreed and (_relayed is not None or several()):
+            _abandon(code)
+    if _relayed is not None and _relayed.stdin is not None:
+        with contextlib.suppress(OSError):
+            _relayed.stdin.write("bye\n")
+    return code
+
+
+def _abandon(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,74 @@
+"""The loss of a batch, and means of losses and gradients over parts of one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import fp8jax
+from experiments.models.llama import Llama, reshaped
+from experiments.text import packing
+
+
+def accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
+    """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics."""
+    count = len(parts)
+
+    def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
+        noted, (loss, grads, seen) = carry
+        noted, (one_loss, one_grads, one_seen) = one(noted, tokens_BxT)
+        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
+        return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
+
+    loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
+    zeros = loss, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), seen
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), zeros)
+    return jax.lax.scan(add, (noted, start), parts)[0]
+
+
+def cross_entropy(
+    model: Llama,
+    tokens_BxT: jax.Array,
+    chunked: bool,
+    axes: tuple[str, ...] | None = None,
+    head: fp8jax.recipes.Linear | None = None,
+) -> jax.Array:
+    """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens.
+
+    Inside `jax.shard_map` it is a device's part of that: its mean over the devices along `axes`, and where they share
+    sequences its sum over those, is the mean of all. `head` is what a chunk's logits are computed with.
+    """
+    tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
+    segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
+    labels, boundary = tokens_BxT[:, 1:], model.boundary
+    if model.around is not None or boundary is not None:
+        # What is done around each layer is done to layers that are quantized each by itself.
+        hidden = model.hidden if model.around is None else functools.partial(Llama.hidden, model)
+        y = hidden(tokens_BxT[:, :-1], segments_BxT)
+        y = y if chunked else model.logits(y)
+        if boundary is None and not chunked:
+            y = reshaped(y, *labels.shape, model.config.vocab)
+    else:
+        y = (model.hidden if chunked else model)(tokens_BxT[:, :-1], segments_BxT)
+    labels = reshaped(labels, labels.size) if y.ndim == 2 else labels
+    answers = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, *labels.shape)
+    alone = boundary is None and (answers is None or axes is None)
+    count = of_all = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
+    if answers is not None and axes is not None:
+        of_all = jax.lax.pmean(count, axes)
+    if boundary is not None:
+        labels, answers = boundary.own(labels), None if answers is None else boundary.own(answers)
+        count = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
+    if chunked:
+        w, axis = model.output
+        how: Any = {"where": answers, "ignore_label": None, "vocabulary_axis": axis, "recipe": head}
+        mean = fp8jax.linear_cross_entropy(y, w, labels, **how)
+        return mean if alone else mean * (count / jnp.maximum(of_all, 1))
+    losses = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels)
+    if answers is None:
+        return losses.mean() if alone else losses.sum() / of_all
+    return jnp.sum(losses * answers.astype(jnp.float32)) / jnp.maximum(of_all, 1)

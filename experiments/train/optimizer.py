@@ -1,0 +1,102 @@
+"""The optimizer that a configuration and a recipe ask for."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import fp8jax
+from experiments.errors import UserError
+from experiments.train import parallel
+from experiments.train.config import Config
+from experiments.train.released import ReleasedOptimizer
+from experiments.train.sections import Optim
+
+
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
+    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights.
+
+    Returns:
+        An optax transformation; for `--release` a `ReleasedOptimizer`.
+
+    Raises:
+        UserError: the recipe is none for `--release`.
+    """
+    optim = config.optim
+    make = functools.partial(
+        fp8jax.optimizer,
+        recipe,
+        schedule(optim),
+        b1=optim.b1,
+        b2=optim.b2,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        mask=decay_mask,
+    )
+    if optim.release:
+        if recipe.linear.states or recipe.comm.gradients is not None:
+            what = "scalings with a state" if recipe.linear.states else "sums of gradients of its own"
+            raise UserError(
+                f"--release {optim.release}: recipe {recipe.name} has {what}; take coat, fast or te_current"
+            )
+        adamw = make(layer_axes=parallel.stacked)
+        return ReleasedOptimizer(make(layer_axes=np.int32(1)), adamw, optim.clip, optim.release == "twice")
+    # Of others no step is followed.
+    follows = (
+        optim.b1**2 < optim.b2 and not recipe.has_per_tensor_moments and recipe.weights.master != "bf16+stochastic"
+    )
+    if not recipe.linear.needs_weight_bounds or follows:
+        return make(layer_axes=parallel.stacked, clip=optim.clip)
+    limit = None
+    if optim.b1**2 < optim.b2:
+        limit = fp8jax.max_adam_step(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
+    tracker = fp8jax.track_weight_amax(recipe.linear.weight_amax_interval, limit)
+    return optax.chain(
+        optax.clip_by_global_norm(optim.clip), make(layer_axes=parallel.stacked, track_weight_bounds=False), tracker
+    )
+
+
+def with_head(recipe: fp8jax.Recipe, head: str) -> fp8jax.Recipe:
+    """The recipe with the head of `--head`; as it is where that is empty."""
+    return dataclasses.replace(recipe, head=fp8jax.recipes.HEAD) if head else recipe
+
+
+def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
+    """The recipe with the master weights of `--master`; as it is where that is empty.
+
+    Raises:
+        UserError: there are no such master weights, or the recipe's are its own.
+    """
+    if not master:
+        return recipe
+    try:
+        return dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master))
+    except ValueError as error:
+        raise UserError(f"--master {master}: {error}") from None
+
+
+def schedule(optim: Optim) -> optax.Schedule:
+    """Linear warm-up, then `optim.schedule`; all but "constant" end at `final_lr` of the peak, after the last step."""
+    last = optim.lr * optim.final_lr
+    if optim.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0.0, optim.lr, optim.warmup, optim.steps, last)
+    warm = optax.linear_schedule(0.0, optim.lr, max(optim.warmup, 1))
+    hold = optax.constant_schedule(optim.lr)
+    if optim.schedule == "constant":
+        return optax.join_schedules([warm, hold], [optim.warmup])
+    falls = optim.warmup if optim.schedule == "linear" else optim.decay_start
+    fall = optax.linear_schedule(optim.lr, last, optim.steps - falls)
+    return optax.join_schedules([warm, hold, fall], [optim.warmup, falls])
+
+
+def decay_mask(params: Any) -> Any:
+    """True for leaves that weight decay applies to: two or more axes, no norm, no bias (stacked, both have two)."""
+
+    def decays(path: Any, x: Any) -> bool:
+        name = jax.tree_util.keystr(path)
+        return x.ndim >= 2 and "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(decays, params)

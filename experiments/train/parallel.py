@@ -1,0 +1,274 @@
+"""Loss and gradient of each device, where a program says itself what travels between devices: in jax.shard_map.
+
+It does where a recipe says what gradients are when they travel, or where devices share sequences. Else XLA sums
+gradients, wherever sharded batches make that necessary.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+import fp8jax
+from experiments import mesh as meshes
+from experiments.models.llama import Block, LlamaConfig
+from experiments.train import tensor
+from experiments.train.adapters import BaseVariable, apart, joined
+from fp8jax.dist import (
+    Factors,
+    all_reduce_gradients,
+    fsdp_gather_weight,
+    gather_quantized,
+    init_factors,
+    reduce_scatter_gradients,
+    regather_policy,
+)
+from fp8jax.dist.reduce import MIN_SIZE
+from fp8jax.recipes import Comm
+
+Gradients = Callable[[Any, Any, jax.Array, "Whole | None", tuple[str, ...]], tuple[jax.Array, Any, Any]]
+
+
+_SUMS = ("add", "sub", "neg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What makes parameters whole that lie in shards, a layer's in each call of it: an `Around` of a model's layers.
+
+    Of a quantized product's weight the codes are gathered, in the forward and again in the backward pass, of others
+    values. Their gradients are means over "fsdp" when they come out of the backward pass, a microbatch's at a time.
+
+    Attributes:
+        comm: in what gradients travel.
+        cut: the names of the parameters in shards, as "layers.mlp.up.kernel".
+        dtype: what products compute in where they read values.
+    """
+
+    comm: Comm
+    cut: frozenset[str]
+    dtype: str
+
+    def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
+        """All is kept but what was gathered, and sums in fp32 of a model that computes in 16 bits."""
+        wide = primitive.name in _SUMS and getattr(operands[0], "dtype", None) == jnp.float32
+        return regather_policy(primitive, *operands, **how) and not (wide and fp8jax.formats.get(self.dtype).bits == 16)
+
+    def outside_of_layers(self, weights: nnx.State) -> nnx.State:
+        """All parameters that no layer holds as whole ones; the others as they are."""
+        return self._whole(weights, "", {}, set()) if self.cut else weights
+
+    def __call__(self, layer: Block, call: Callable[[Block], Array]) -> Array:
+        """What `call` gives of a layer, of one whose parameters are shards."""
+        asked: dict[str, bool] = {}
+        unsure: set[str] = set()
+
+        def codes(path: str, w: Array, linear: fp8jax.recipes.Linear, scale: Array | None) -> Any:
+            name = f"layers.{path}.kernel"
+            quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
+            asked[name] = quantized is not None
+            if asked[name] and linear.skip_unprofitable:
+                unsure.add(name)
+            return quantized
+
+        graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, BaseVariable, ...)
+        weights, base, rest = states
+        whole = nnx.merge(graph, self._whole(weights, "layers.", asked, unsure), self._base(base), rest)
+        y = call(whole)
+        nnx.update(layer, nnx.state(whole, fp8jax.nnx.ScalingVariable))
+        return y
+
+    def _base(self, base: nnx.State) -> nnx.State:
+        """What is not trained as whole ones, as it is held."""
+
+        def one(path: Any, x: Array) -> Array:
+            return lax.all_gather(x, "fsdp", axis=x.ndim - 2, tiled=True) if _name(path, "layers.") in self.cut else x
+
+        gathered: nnx.State = jax.tree_util.tree_map_with_path(one, base)
+        return gathered
+
+    def _whole(self, weights: nnx.State, start: str, asked: dict[str, bool], unsure: set[str]) -> nnx.State:
+        """Parameters as whole ones, by whether a product has asked for their codes, and has them.
+
+        Of some it is `unsure` whether it will read the codes: they are gathered in both forms, of which XLA leaves out
+        the one that nothing reads.
+        """
+
+        def one(path: Any, x: Array) -> Array:
+            name = _name(path, start)
+            if name not in self.cut or name.startswith("layers.") != bool(start):
+                return x
+            # What a product quantizes itself it quantizes from the values that are held.
+            dtype = x.dtype if name in asked and name not in unsure else fp8jax.formats.get(self.dtype).dtype
+            read = not asked.get(name, False) or name in unsure
+            return fsdp_gather_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, needs_values=read)
+
+        gathered: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
+        return gathered
+
+
+def _name(path: Any, start: str) -> str:
+    """Of a parameter, as `Whole.cut` has it."""
+    return start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+def mapped(recipe: fp8jax.Recipe, rows: jax.sharding.NamedSharding | None) -> bool:
+    """Whether a step's loss and gradients are taken inside `jax.shard_map`, of batches that lie so."""
+    if rows is None:
+        return False
+    return recipe.comm.gradients is not None or rows.mesh.shape.get(tensor.AXIS, 1) > 1
+
+
+def reduction(recipe: fp8jax.Recipe) -> Comm:
+    """What gradients travel in inside `jax.shard_map`: in what products compute in, where the recipe does not say."""
+    if recipe.comm.gradients is not None:
+        return recipe.comm
+    return Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
+
+
+def check(llama: LlamaConfig, recipe: fp8jax.Recipe, mesh: Any, tokens: int) -> None:
+    """Raises ValueError that names what a mesh cannot compute, and the fix.
+
+    Args:
+        llama: the shape.
+        recipe: what it is trained with.
+        mesh: the devices.
+        tokens: of a microbatch.
+    """
+    _check_factors(recipe.comm, mesh)
+    devices = mesh.shape[tensor.AXIS]
+    if devices > 1:
+        tensor.check(llama, devices)
+        tensor.check_tokens(recipe, devices, tokens // meshes.replicas(mesh))
+
+
+def _check_factors(comm: Comm, mesh: Any) -> None:
+    if comm.auto_scale and all(mesh.shape[name] > 1 for name in meshes.ROWS):
+        raise ValueError(
+            "comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N, or take two "
+            "phases, as the recipe fp8_lm_two_phase does"
+        )
+
+
+def stacked(tree: Any) -> Any:
+    """How many leading axes of each parameter stack layers, each of which is a tensor with a scale of its own."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: meshes.stacked(path), tree)
+
+
+def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
+    """The state of auto-scaling before the first step; empty without, and where there is one replica.
+
+    Raises:
+        ValueError: gradients are reduced twice, along both axes of the mesh.
+    """
+    if not comm.auto_scale or mesh is None or meshes.replicas(mesh) == 1:
+        return ()
+    _check_factors(comm, mesh)
+    return init_factors(params, meshes.replicas(mesh))
+
+
+def saturated(factors: Factors, grads: Any) -> jax.Array:
+    """How many elements of a step's gradients lay at the end of the range after their sum in 8 bits, float32."""
+    counts = jax.tree.map(lambda part, g: part * g.size, factors.saturated, grads)
+    return jnp.round(sum(jax.tree.leaves(counts), jnp.float32(0)))
+
+
+def gradients(
+    own: Gradients,
+    recipe: fp8jax.Recipe,
+    mesh: Any,
+    params: Any,
+    model_state: Any,
+    tokens_BxT: jax.Array,
+    factors: Factors | tuple[()],
+    base: Any = MappingProxyType({}),
+) -> tuple[jax.Array, Any, Any, Factors | tuple[()]]:
+    """Means over all devices of loss and gradients, the model state of the next step, and the new factors.
+
+    Parameters that lie in shards are gathered layer by layer: see `Whole`. With factors, which a backward pass has no
+    place for, they are gathered before the step, all of them at once and in the dtype that they are held in. Over
+    "tensor" layers are computed in parts; what lies outside of them is gathered before the step.
+
+    Args:
+        own: `own(params, model_state, tokens, whole, axes)`, a device's own loss and gradients, and the model state of
+            all, whose observations are merged over the mesh axes.
+        recipe: its part `comm` says in what gradients travel.
+        mesh: the devices.
+        params, model_state, tokens_BxT: as of `own`, of all devices.
+        factors: the state of auto-scaling.
+        base: what is not trained, in parts as parameters are; none of it is in the model state that is returned.
+    """
+    comm, compute, base = reduction(recipe), recipe.weights.compute, dict(base)
+    places, base_places = (jax.tree.map(lambda x: x.spec, meshes.state(mesh, tree)) for tree in (params, base))
+    data, fsdp, shared = (mesh.shape[name] for name in meshes.AXES)
+    depths = stacked(params)
+    at_once = isinstance(factors, Factors)
+    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh) | cut(base, mesh), compute)
+
+    def whole(x: jax.Array, place: PartitionSpec) -> jax.Array:
+        dim = meshes.over(place, "fsdp")
+        return x if dim is None else lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+
+    def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any, base: Any) -> Any:
+        inputs, held = params, base
+        if shared > 1:
+            inputs = tensor.added_once(tensor.gathered(inputs, places, compute))
+            held = tensor.added_once(tensor.gathered(held, base_places, compute))
+        if layerwise is None:
+            inputs = jax.tree.map(whole, inputs, places)
+        outer = lambda path, x, place: whole(x, place) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
+        held = jax.tree_util.tree_map_with_path(outer, held, base_places)
+        loss, grads, state = own(inputs, joined(model_state, held), tokens, layerwise, meshes.AXES)
+        state = apart(state, held)
+        if layerwise is not None:
+            done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
+            rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
+            means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
+            grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
+        elif fsdp > 1:
+            grads, factors = _reduced(
+                reduce_scatter_gradients, grads, "fsdp", comm, factors, specs=places, layer_axes=depths
+            )
+        if shared > 1:
+            loss, grads = lax.psum(loss, tensor.AXIS), tensor.summed(grads, places, compute)
+        if data > 1:
+            min_size = MIN_SIZE // (fsdp * shared)
+            grads, factors = _reduced(
+                all_reduce_gradients, grads, "data", comm, factors, layer_axes=depths, min_size=min_size
+            )
+        if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
+            mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)
+            factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))
+        return lax.pmean(loss, meshes.ROWS), grads, state, factors
+
+    rows, everywhere = PartitionSpec(meshes.ROWS), PartitionSpec()
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(places, everywhere, rows, everywhere, base_places),
+        out_specs=(everywhere, places, everywhere, everywhere),
+        check_vma=False,
+    )(params, model_state, tokens_BxT, factors, base)
+
+
+def cut(params: Any, mesh: Any) -> frozenset[str]:
+    """The names of the parameters that lie in shards."""
+    leaves = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
+    names = ((jax.tree_util.keystr(path, simple=True, separator="."), x.spec) for path, x in leaves)
+    return frozenset(name for name, spec in names if meshes.over(spec, "fsdp") is not None)
+
+
+def _reduced(
+    reduce: Callable[..., Any], grads: Any, axes: str, comm: Comm, factors: Any, **how: Any
+) -> tuple[Any, Any]:
+    """A reduction of gradients, with factors where there are any."""
+    if not isinstance(factors, Factors):
+        return reduce(grads, axes, comm, **how), factors
+    reduced: tuple[Any, Any] = reduce(grads, axes, comm, factors=factors, **how)
+    return reduced

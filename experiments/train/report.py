@@ -1,0 +1,337 @@
+"""What the user sees and keeps: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+
+from experiments.errors import UserError
+from experiments.files import parse_json, read_bytes, write_text, writing
+from experiments.train.result import RECENT, Result
+from fp8jax.core.tables import sentence
+
+_ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_s"}
+
+
+def make_console(quiet: bool = False) -> Console:
+    """A console that wraps to the terminal, and to 120 columns where there is none; a quiet one prints nothing."""
+    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120, quiet=quiet)
+
+
+def told(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
+    """Prints a line as it is: a terminal gets it folded at words, a file whole."""
+    console.print(sentence(text, console.width, indent) if console.is_terminal else text, style=style, markup=False)
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1,536 is 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+
+
+class RunLog:
+    """Metrics of one recipe: metrics.jsonl (a line a step, and one a validation), TensorBoard, and the terminal.
+
+    Opening the log drops what an earlier process wrote after step `resumed`, so that no step stands in it twice. Lines
+    reach the file system at once: a kill loses none. The result depends on the rows of the checkpoint and on later
+    ones, not on what became of the file.
+
+    Args:
+        folder: of the recipe.
+        resumed: step that training goes on from; 0 for a fresh start.
+        recent: the rows that the checkpoint holds, as `recent` gave them.
+        steps: the last step.
+        every: steps between progress lines where the output is no terminal.
+        writes: False in a process that leaves the files to another one; it reads what they hold at first.
+        share: of the devices' peak that one token a second is (MFU), or None.
+        also: called with each row, too.
+
+    Raises:
+        DiskError: a file cannot be written; so do all methods that write.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        console: Console,
+        *,
+        recipe: str,
+        resumed: int,
+        steps: int,
+        every: int,
+        recent: Sequence[dict[str, Any]] = (),
+        writes: bool = True,
+        share: float | None = None,
+        also: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._share, self._also = share, also
+        self._console, self._recipe, self._steps, self._every, self._writes = console, recipe, steps, every, writes
+        self._path = folder / "metrics.jsonl"
+        rows = [row for row in read_metrics(self._path) if row["step"] <= resumed]
+        self.train = {row["step"]: row for row in [*rows, *recent] if "loss" in row}
+        self._valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+        if gaps := missing(self.train, resumed):
+            console.print(f"{self._path} lacks steps {gaps}: loss.png has a gap there; training goes on exactly")
+        self._bar: progress.Progress | None = None
+        if not writes:
+            return
+        entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
+        entries.sort(key=lambda row: row["step"])
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
+        with writing(self._path):
+            self._file = self._path.open("a", buffering=1)
+        board = folder / "tensorboard"
+        with writing(board):
+            board.mkdir(exist_ok=True)
+            # Its SummaryWriter hangs on a full disk; this one writes in the thread that asks it to.
+            self._board = EventsWriter(str(board / "events"), filename_suffix=f".{os.getpid()}")
+            if resumed:
+                start = SessionLog(status=SessionLog.START)
+                self._board.write_event(Event(wall_time=time.time(), step=resumed + 1, session_log=start))
+        if console.is_terminal:
+            self._bar = progress.Progress(
+                progress.TextColumn(recipe),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                progress.TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task(recipe, total=steps, completed=resumed, loss="-", speed="-")
+
+    def __enter__(self) -> "RunLog":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        if not self._writes:
+            return
+        with writing(self._path):
+            self._file.close()
+        with writing(self._path.with_name("tensorboard")):
+            self._board.close()
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        *,
+        grad_norm: float,
+        lr: float,
+        tokens_per_s: float,
+        saturated: float | None = None,
+    ) -> None:
+        """Records a finished step; `saturated` elements of its gradients, where sums in 8 bits can saturate."""
+        row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
+        row |= {} if saturated is None else {"saturated": saturated}
+        row |= {} if self._share is None else {"mfu": tokens_per_s * self._share}
+        self.train[step] = row
+        self._write(row)
+        shown = self._last(self._every, step)
+        mean = statistics.fmean(r["loss"] for r in shown)
+        speed = statistics.median(r["tokens_per_s"] for r in shown)
+        used = "" if self._share is None else f" mfu {speed * self._share:.1%}"
+        lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
+        if self._bar:
+            self._bar.update(self._task, completed=step, loss=f"{mean:.3f}{lost}", speed=f"{speed:,.0f}{used}")
+        elif step % self._every == 0 or step == self._steps:
+            self._console.print(
+                f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
+                f"grad_norm {grad_norm:.2f}{lost} recipe {self._recipe}"
+            )
+
+    def valid(self, step: int, loss: float) -> None:
+        """Records a validation after `step`."""
+        self._valid[step] = loss
+        self._write({"step": step, "valid_loss": loss})
+        self._console.print(f"valid {step}/{self._steps} loss {loss:.4f} recipe {self._recipe}")
+
+    def has_valid(self, step: int) -> bool:
+        """Whether a validation after `step` is recorded."""
+        return step in self._valid
+
+    def recent(self, step: int) -> list[dict[str, Any]]:
+        """The newest `RECENT` rows up to `step`, for the checkpoint."""
+        return self._last(RECENT, step)
+
+    def result(self, parameters: int, state_bytes: Mapping[str, int], text: str) -> Result:
+        """The recipe's row of the comparison; the last step and its validation must be recorded."""
+        tail = self._last(max(1, min(RECENT, self._steps // 10)), self._steps)
+        return Result(
+            recipe=self._recipe,
+            steps=self._steps,
+            parameters=parameters,
+            train_loss=statistics.fmean(row["loss"] for row in tail),
+            valid_loss=self._valid[self._steps],
+            state_bytes=dict(state_bytes),
+            tokens_per_s=statistics.median(row["tokens_per_s"] for row in self.recent(self._steps)),
+            text=text,
+        )
+
+    def _last(self, count: int, step: int) -> list[dict[str, Any]]:
+        return [self.train[s] for s in range(max(1, step - count + 1), step + 1) if s in self.train]
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if not self._writes:
+            return
+        if self._also is not None:
+            self._also(row)
+        step = row["step"]
+        with writing(self._path):
+            self._file.write(json.dumps(row) + "\n")
+        with writing(self._path.with_name("tensorboard")):
+            for name, value in row.items():
+                if name != "step":
+                    self._board.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            if step % self._every == 0:
+                self._board.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl that can be read, as `missing` tells; a missing file is empty.
+
+    Raises:
+        UserError: the file cannot be read, or is no regular file.
+    """
+    rows = []
+    try:
+        content = read_bytes(path) if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); move it away") from None
+    for line in content.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = parse_json(line)
+            numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
+            if numbers and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
+                rows.append(row)
+    return rows
+
+
+def missing(steps: Iterable[int], last: int) -> str:
+    """The steps from 1 to `last` that are not there, such as "3 to 7, 9"; empty where all are."""
+    ranges: list[list[int]] = []
+    for step in sorted(set(range(1, last + 1)) - set(steps)):
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in ranges)
+
+
+def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: int = 1) -> Table:
+    """Bytes before the first step: the state by part, and XLA's account of the compiled step.
+
+    Args:
+        state: part to bytes, from the abstract state.
+        parameters: their number.
+        xla: `compiled.memory_analysis()`, or None where the backend has none.
+        devices: that the program runs on; XLA's account is of each.
+    """
+    each = f", XLA's account of each of {devices} devices" if devices > 1 else ""
+    table = Table(title=f"memory estimate{each}", title_justify="left")
+    for name, justify in (("part", "left"), ("bytes", "right"), ("bytes/param", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, count in [*state.items(), ("together", sum(state.values()))]:
+        table.add_row(name, size(count), f"{count / parameters:.3f}")
+    if xla is not None:
+        held, temporary = xla.argument_size_in_bytes, xla.temp_size_in_bytes
+        fresh = xla.output_size_in_bytes - xla.alias_size_in_bytes
+        table.add_section()
+        for name, count in (
+            ("XLA: arguments (state and batch)", held),
+            ("XLA: temporaries (activations, gradients, working copies)", temporary),
+            ("XLA: peak of a step", held + temporary + fresh),
+        ):
+            table.add_row(name, size(count), f"{count / parameters:.3f}")
+    return table
+
+
+def comparison_table(results: Sequence[Result]) -> Table:
+    """One row a recipe; the first is the baseline of the ratio. It fits into 80 columns."""
+    table = Table(title="comparison", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("recipe", no_wrap=True)
+    for name in ("train\nloss", "valid\nloss", "ratio", "perplexity", "moments", "bytes/\nparam", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.recipe, f"{r.train_loss:.4f}", f"{r.valid_loss:.4f}", f"{r.valid_loss / results[0].valid_loss:.4f}",
+            f"{math.exp(min(r.valid_loss, 700)):.3f}", size(r.state_bytes["mu"] + r.state_bytes["nu"]),
+            f"{r.moment_bytes:.3f}", f"{r.tokens_per_s:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Draws training and validation loss of every recipe, and below it how far each is from the first.
+
+    Args:
+        path: of the PNG.
+        metrics: recipe to the rows of its metrics.jsonl.
+    """
+    from matplotlib.figure import Figure  # takes a tenth of the program's start
+
+    figure = Figure(figsize=(9, 6.5 if len(metrics) > 1 else 4.5), dpi=120, layout="constrained")
+    if len(metrics) > 1:
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    else:
+        top, bottom = figure.subplots(), None
+    baseline: dict[int, float] | None = None
+    width = max(1, *(sum("loss" in row for row in rows) // 25 for rows in metrics.values()))
+    for i, (recipe, rows) in enumerate(metrics.items()):
+        steps = np.array([row["step"] for row in rows if "loss" in row])
+        losses = np.array([row["loss"] for row in rows if "loss" in row])
+        smooth = _smooth(losses, width)
+        label = f"{recipe}, training" + (f" (mean of {width} steps)" if width > 1 else "")
+        top.plot(steps, losses, color=f"C{i}", alpha=0.2, linewidth=0.8)
+        top.plot(steps, smooth, color=f"C{i}", label=label, linestyle="-" if i == 0 else "--")
+        valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+        if valid:
+            marker = "os^vD"[i % 5]
+            top.plot(*zip(*valid, strict=True), marker, color=f"C{i}", mfc="none", label=f"{recipe}, validation")
+        here = dict(zip(steps.tolist(), smooth.tolist(), strict=True))
+        if baseline is None:
+            baseline = here
+        elif bottom is not None:
+            shared = [step for step in here if step in baseline]
+            bottom.plot(shared, [100 * (here[s] / baseline[s] - 1) for s in shared], color=f"C{i}", label=recipe)
+    top.set_ylabel("loss (nats per token)")
+    top.grid(alpha=0.3)
+    top.legend()
+    if bottom is not None:
+        bottom.axhline(0, color="C0", linewidth=1)
+        bottom.set_ylabel(f"% above {next(iter(metrics))}")
+        bottom.grid(alpha=0.3)
+    (top if bottom is None else bottom).set_xlabel("step")
+    with writing(path):
+        figure.savefig(path)
+
+
+def _smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean of each value and up to width - 1 before it."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)

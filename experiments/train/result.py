@@ -1,0 +1,70 @@
+"""The result of a finished recipe, and reading it again from a file that anything may have happened to."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.files import parse_json, read_text
+
+# Newest rows of the log that a checkpoint holds; a result depends on no older ones.
+RECENT = 50
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What is known of a finished recipe; result.json holds it.
+
+    Attributes:
+        recipe: its name.
+        steps: updates applied.
+        parameters: their number.
+        train_loss: mean of the last tenth of the steps (at most `RECENT`), nats per token.
+        valid_loss: after the last step, nats per token.
+        state_bytes: of the optimizer, as `fp8jax.state_bytes`.
+        tokens_per_s: median over the last `RECENT` steps; compilation, validation and checkpoints excluded.
+        text: what the model wrote.
+    """
+
+    recipe: str
+    steps: int
+    parameters: int
+    train_loss: float
+    valid_loss: float
+    state_bytes: Mapping[str, int]
+    tokens_per_s: float
+    text: str
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of both moments per parameter."""
+        return (self.state_bytes["mu"] + self.state_bytes["nu"]) / self.parameters
+
+
+def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
+    """What result.json holds: the result, and the configuration that it is of.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is not what this program writes of a training that went well; names what is wrong.
+    """
+    saved = parse_json(read_text(path))
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        raise ValueError("no configuration in it")
+    fields = saved.get("result")
+    if not isinstance(fields, dict) or set(fields) != {field.name for field in dataclasses.fields(Result)}:
+        raise ValueError("not the fields of a result")
+    state_bytes = fields["state_bytes"]
+    counts: dict[str, Any] = state_bytes if isinstance(state_bytes, dict) else {"state_bytes": state_bytes}
+    counts = {name: fields[name] for name in ("steps", "parameters")} | {"mu": None, "nu": None} | counts
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r}, not a number of them")
+    for name in ("train_loss", "valid_loss", "tokens_per_s"):
+        if type(fields[name]) not in (int, float) or not math.isfinite(fields[name]):
+            raise ValueError(f"{name} is {fields[name]!r}, no finite number")
+    for name in ("recipe", "text"):
+        if not isinstance(fields[name], str):
+            raise ValueError(f"{name} is {fields[name]!r}, no text")
+    return Result(**fields), saved["config"]

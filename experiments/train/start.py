@@ -1,0 +1,213 @@
+"""What training starts from: devices, texts, and a checkpoint of Hugging Face with `--init`, its shape and weights.
+
+`experiments.hub` reads it; without `--init` nothing of it is imported.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+
+import fp8jax
+from experiments import mesh
+from experiments.errors import UserError
+from experiments.models.llama import LlamaConfig
+from experiments.text import chat, data, packing, records
+from experiments.text.packing import Document
+from experiments.text.tokenizer import Tokenizer
+from experiments.train import parallel, tensor
+from experiments.train.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointTokenizer:
+    """The tokenizer of a checkpoint.
+
+    Attributes:
+        folder: of the checkpoint.
+        vocab: rows of the embedding table; ids may be fewer.
+        model: of the library tokenizers.
+        begins: the id before a text, or None.
+        ends: the id after a text, or None.
+    """
+
+    folder: Path
+    vocab: int
+    model: tokenizers.Tokenizer
+    begins: int | None
+    ends: int | None
+
+    def encode(self, documents: Sequence[str]) -> np.ndarray:
+        """All documents in one array of ids, before each the id that begins a text, or else the one that ends it."""
+        first = self.begins if self.begins is not None else self.ends
+        dtype = np.uint16 if self.vocab <= 2**16 else np.uint32
+        encoded = self.model.encode_batch(list(documents), add_special_tokens=False)
+        return np.concatenate([np.array([*([] if first is None else [first]), *e.ids], dtype) for e in encoded])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self.model.decode(list(map(int, ids))))
+
+    def document(self, ids: Sequence[int]) -> Document:
+        """A whole text, all of which is to be learned, with what begins and ends it."""
+        whole = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
+        return Document(np.array(whole, np.int32), np.ones(len(whole), np.int8))
+
+
+def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Mesh:
+    """The devices that a configuration asks for.
+
+    Raises:
+        UserError: there are not so many, or they cannot share the batch, the model or the optimizer's state so.
+    """
+    asked = config.run.mesh
+    try:
+        found = mesh.choose(asked, config.data.batch, config.optim.microbatches)
+        if found.size > 1:
+            llama, tokens = shape(config), config.data.batch // config.optim.microbatches * config.data.seq_len
+            for recipe in recipes:
+                parallel.check(llama, recipe, found, tokens)
+            if config.lora.lora_rank:
+                tensor.check_base(llama, config.lora.base, found.shape[tensor.AXIS])
+    except ValueError as error:
+        raise UserError(f"--mesh {error}") from None
+    try:
+        if config.run.partition:
+            mesh.check_partition(config.run.partition, found.shape, shape(config).layers)
+    except ValueError as error:
+        raise UserError(f"--partition {error}") from None
+    return found
+
+
+def shape(config: Config, vocab: int = 256) -> LlamaConfig:
+    """The shape of the model, with a vocabulary of this size, or that of the checkpoint.
+
+    Raises:
+        UserError: of the checkpoint it cannot be read; or it has learned positions, which packed documents have not.
+    """
+    if not config.model.init:
+        return config.model.shape(vocab)
+    folder = resolve(config)
+    families, files = _hub("families"), _hub("files")
+    _, llama = families.read(folder / "config.json", files.read_json(folder / "config.json"))
+    if llama.learned_positions:
+        raise UserError(f"--init {config.model.init}: documents are packed, and this model has learned positions")
+    result: LlamaConfig = llama
+    return result
+
+
+def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:
+    """The parameters of the checkpoint, as they are stored; None without one.
+
+    Of a base in 8 bits, weights that are stored in 8 bits are `FrozenWeight`s.
+
+    Raises:
+        UserError: as `experiments.hub.load.load`.
+    """
+    if not config.model.init:
+        return None
+    codes = bool(config.lora.lora_rank) and config.lora.base != "bf16"
+    return _hub("load").load(config.model.init, mesh=mesh, codes=codes).params
+
+
+def tokenizer(config: Config) -> CheckpointTokenizer:
+    """The tokenizer of the checkpoint.
+
+    Raises:
+        UserError: as `experiments.hub.tokenizer.read`.
+    """
+    folder, module = resolve(config), _hub("tokenizer")
+    families, files = _hub("families"), _hub("files")
+    _, llama = families.read(folder / "config.json", files.read_json(folder / "config.json"))
+    model, ends = module.read(folder, llama.vocab), module.ends(folder)
+    # A separator's spelling inside a text is what the checkpoint makes of it.
+    token = chat.token_of(chat.read_settings(folder), "bos_token")
+    begins = None if token is None else model.token_to_id(token)
+    return CheckpointTokenizer(folder, llama.vocab, model, begins, ends[0] if ends else None)
+
+
+def resolve(config: Config) -> Path:
+    """The checkpoint's folder."""
+    folder: Path = _hub("files").resolve(config.model.init)
+    return folder
+
+
+def _hub(name: str) -> Any:
+    try:
+        return importlib.import_module(f"experiments.hub.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("experiments"):
+            raise
+        raise UserError(f"--init needs the package {error.name}: pip install --group hub -e .") from None
+
+
+def read(config: Config) -> data.Corpus:
+    """The texts of a run; or its records, where files of --data hold some or training starts from a checkpoint.
+
+    Raises:
+        UserError: as `data.read_corpus` and `records.read`.
+    """
+    patterns = config.data.data
+    if not (config.model.init or (patterns and records.among(patterns))):
+        return data.read_corpus(patterns, config.data.valid_fraction)
+    found, files, skipped = records.read(patterns, config.data.field) if patterns else _stdlib()
+    texts = tuple(record.text for record in found if record.text is not None)
+    return data.Corpus(texts, (), files, tuple(skipped), tuple(found))
+
+
+def _stdlib() -> tuple[list[records.TextRecord], int, list[str]]:
+    corpus = data.read_corpus((), 0.5)
+    return [records.TextRecord("the standard library", text) for text in corpus.train + corpus.valid], corpus.files, []
+
+
+def encode(config: Config, corpus: data.Corpus, spelled: Tokenizer) -> data.Tokens | packing.Packed:
+    """Both splits as tokens, of records as packed rows.
+
+    Raises:
+        UserError: there is too little text, or a conversation has no place without a template.
+    """
+    if not corpus.records:
+        return data.encode(corpus, spelled, config.data.seq_len)
+    found = corpus.records
+    talks = [record for record in found if record.text is None]
+    documents = [_whole(text, spelled) for text in corpus.train]
+    if talks:
+        if not isinstance(spelled, CheckpointTokenizer):
+            raise UserError(f"{talks[0].where}: conversations need the template of a checkpoint: give --init")
+        template = chat.Template(spelled.folder)
+        documents += [conversation(record, template, spelled.model) for record in talks]
+    sizes = config.data
+    return packing.pack(documents, sizes.valid_fraction, sizes.seq_len, whole=bool(talks) and not corpus.train)
+
+
+def _whole(text: str, spelled: Tokenizer) -> Document:
+    if isinstance(spelled, CheckpointTokenizer):
+        return spelled.document(spelled.model.encode(text, add_special_tokens=False).ids)
+    ids = spelled.encode([text]).astype(np.int32)
+    return Document(ids, np.ones(len(ids), np.int8))
+
+
+def conversation(record: records.TextRecord, template: chat.Template, model: tokenizers.Tokenizer) -> Document:
+    """The tokens of a conversation; answers are those that lie within the assistant's messages."""
+    text, spans = template.spans(record.messages, record.where)
+    encoded = model.encode(text, add_special_tokens=False)
+    answers = np.zeros(len(encoded.ids), np.int8)
+    for i, (start, end) in enumerate(encoded.offsets):
+        answers[i] = any(first <= start and end <= last and end > start for first, last in spans)
+    return Document(np.array(encoded.ids, np.int32), answers)
+
+
+def prompt(tokens: data.Tokens | packing.Packed, longest: int) -> list[int]:
+    """The beginning of the validation text, or of its first document up to an answer: what a sample goes on from."""
+    if longest < 1:
+        return []
+    if isinstance(tokens, data.Tokens):
+        return [int(i) for i in tokens.valid[:longest]]
+    ids, answers, segments = tokens.valid[0]
+    size = int((segments == 1).sum())
+    first = int(np.argmax(answers[:size])) if not answers[1:2].any() else size
+    return [int(i) for i in ids[: min(longest, first or size)]]

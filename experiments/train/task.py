@@ -1,0 +1,344 @@
+"""One recipe's program: what a training step does, and the state that it reads and writes.
+
+A step that meets a loss or gradient that is not finite changes nothing and clears `healthy` in the state; steps that
+were already dispatched behind it then change nothing either. So a loop may look at a step's metrics one step late.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import fp8jax
+from experiments import mesh as meshes
+from experiments.models.llama import Llama, LlamaConfig
+from experiments.text import packing
+from experiments.train import adapters, parallel, tensor
+from experiments.train.adapters import BaseVariable
+from experiments.train.form import Form
+from experiments.train.losses import accumulate, cross_entropy
+from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
+from experiments.train.sections import Lora
+from fp8jax.dist import Factors
+from fp8jax.optim.clipping import global_norm
+from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.weight_bounds import find_weight_amax_bounds
+
+
+class TrainState(NamedTuple):
+    """Everything that a step reads and writes, and a checkpoint holds.
+
+    step: int32, updates applied. params: nested dict in the format that is held beside the optimizer. model_state:
+    nested dict of what the model has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng:
+    uint32 data of a key, from which text is sampled. healthy: bool, False once a loss or gradient was not finite.
+    factors: state of auto-scaled sums of gradients, or empty.
+    """
+
+    step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: optax.OptState
+    rng: jax.Array
+    healthy: jax.Array
+    factors: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One recipe's program: the model's structure and the optimizer, no arrays.
+
+    Attributes:
+        graphdef: of the Llama, quantized as the recipe says, of parameters and model state.
+        tx: the optimizer, clipping included.
+        llama: the shape.
+        recipe: what everything is stored and computed in.
+        remat: what blocks compute again in the backward pass, as `Llama` takes it.
+        seed: of the initial parameters.
+        microbatches: parts that a batch is computed in, one after the other.
+        rows: how sequences lie on several devices, or None.
+        unroll: layers in a turn of the loop over them, as `Llama` takes it.
+        lora: adapters, or None where all weights are trained.
+        chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
+            does where the recipe has a head of its own.
+        partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
+        own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
+    """
+
+    graphdef: nnx.GraphDef[Llama]
+    tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer
+    llama: LlamaConfig
+    recipe: fp8jax.Recipe
+    remat: bool | str
+    seed: int
+    microbatches: int = 1
+    rows: jax.sharding.NamedSharding | None = None
+    unroll: int | None = None
+    lora: Lora | None = None
+    chunked: bool = False
+    partition: str = ""
+    own: nnx.GraphDef[Llama] | None = None
+
+    @classmethod
+    def build(
+        cls,
+        llama: LlamaConfig,
+        tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer,
+        recipe: fp8jax.Recipe,
+        *,
+        remat: bool | str,
+        seed: int,
+        microbatches: int = 1,
+        rows: jax.sharding.NamedSharding | None = None,
+        unroll: int | None = None,
+        lora: Lora | None = None,
+        chunked: bool = False,
+        partition: str = "",
+    ) -> "Task":
+        """Traces the model's structure; no parameter is made.
+
+        Raises:
+            ValueError: the devices along "tensor" cannot share the model's layers (`tensor.check`).
+        """
+        if lora is not None:
+            recipe = adapters.of_base(recipe, lora)
+        # In shard_map arrays are a device's own, and nothing says how they lie.
+        mapped = parallel.mapped(recipe, rows)
+        form, own = Form(llama, recipe, remat, None if mapped else rows, None, unroll, lora), None
+        if rows is not None and rows.mesh.shape["tensor"] > 1:
+            if isinstance(tx, ReleasedOptimizer):
+                raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
+            own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
+        how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
+        return cls(form.structure(), tx, llama, recipe, remat, seed, *how)
+
+    def init(self, params: Any = None) -> TrainState:
+        """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
+
+        Args:
+            params: of a model of this shape, in place of those of the seed; with adapters they are the base's.
+        """
+        key = jax.random.key(self.seed)
+        model = self._made(nnx.Rngs(key), adapters.values_of(params))
+        params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
+        weights = self.recipe.weights
+        held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.param_format).dtype), params)
+        if weights.split_master:
+            held, remainder = fp8jax.split_master_weights(params, weights.master)
+            opt_state = optax.tree.set(self.tx.init(held), remainder=remainder)
+        else:
+            opt_state = self.tx.init(params if weights.master == "fp16" else held)
+        return TrainState(
+            step=jnp.zeros([], jnp.int32),
+            params=held,
+            model_state=self._bounded(held, model_state, opt_state)
+            if find_weight_amax_bounds(opt_state)
+            else model_state,
+            opt_state=opt_state,
+            rng=jax.random.key_data(jax.random.fold_in(key, 1)),
+            healthy=jnp.array(True),
+            factors=parallel.factors(self.recipe.comm, params, self.rows and self.rows.mesh),
+        )
+
+    def base(self, params: Any = None) -> Any:
+        """The weights that are not trained, a nested dict, empty without adapters: what `step` takes.
+
+        Args:
+            params: of a model of this shape without adapters; None takes those of the seed. Of a `FrozenWeight` in it
+                the codes are the base's, as they are.
+
+        Raises:
+            UserError: codes are of another spec than the base's.
+        """
+        if self.lora is None:
+            return {}
+        values = adapters.values_of(params)
+        made = self._made(nnx.Rngs(jax.random.key(self.seed)), values)
+        return adapters.with_codes(nnx.to_pure_dict(nnx.state(made, BaseVariable)), params, self.lora)
+
+    def _made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
+        return self._form.made(rngs, params)
+
+    @property
+    def _form(self) -> Form:
+        return Form(self.llama, self.recipe, self.remat, self.rows, None, self.unroll, self.lora)
+
+    def merged(self, params: Any, base: Any) -> Any:
+        """The parameters of a model without adapters that computes what adapters and base do, matrices in fp32."""
+        model = nnx.merge(self.graphdef, params, base)
+        whole = nnx.to_pure_dict(nnx.state(model, BaseVariable))
+        for path, w in adapters.merged(model).items():
+            *above, name = path.split("/")
+            parent = functools.reduce(lambda tree, step: tree[step], above, whole)
+            bias = {"bias": parent[name]["bias"]} if "bias" in parent[name] else {}
+            parent[name] = {"kernel": w, **bias}
+        return whole
+
+    def model(self, params: Any, model_state: Any) -> Llama:
+        """The model as it is evaluated: it changes no state."""
+        model = nnx.merge(self.graphdef, params, model_state)
+        model.eval()
+        return model
+
+    def observed(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
+        """The model state after a forward pass of tokens (B, T + 1), for scalings that observe no gradients."""
+        model = nnx.merge(self.graphdef, params, model_state)
+        tokens_BxT, _, segments_BxT = packing.parts(tokens_BxT)
+        model(tokens_BxT[:, :-1], None if segments_BxT is None else segments_BxT[:, :-1])
+        fp8jax.nnx.advance_scaling(model, nnx.State({}))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+    def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
+        """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
+        return cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked, head=self.recipe.head)
+
+    def gradients(
+        self,
+        params: Any,
+        model_state: Any,
+        tokens_BxT: jax.Array,
+        whole: "parallel.Whole | None" = None,
+        axes: tuple[str, ...] | None = None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """Loss and gradient of the parameters, means over the microbatches, and the model state of the next step.
+
+        Args:
+            params, model_state, tokens_BxT: as of `step`.
+            whole: where parameters are a device's shards, what makes whole ones for the time of their use.
+            axes: where tokens are a device's own, the mesh axes of all; the model state is theirs together. Where
+                devices share sequences the loss is a device's part of the mean, and so are gradients.
+        """
+        graphdef = self.graphdef if axes is None or self.own is None else self.own
+        model = nnx.merge(graphdef, params, model_state)
+        model.around = whole
+        held = model
+        if self.microbatches > 1 and self.recipe.linear.is_quantized and whole is None:
+            held = fp8jax.nnx.quantize_weights(model)
+        filters = (nnx.Param, fp8jax.nnx.GradientStatistic, fp8jax.nnx.ScalingVariable, ...)
+        graphdef, *states = nnx.split(held, *filters)
+        weights, slots, noted, rest = states
+
+        def one(noted: nnx.State, tokens_BxT: jax.Array) -> tuple[nnx.State, tuple[jax.Array, Any, nnx.State]]:
+            def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, nnx.State]:
+                # Variables belong to the trace that made them: these come from the one around.
+                own = jax.tree.map(lambda x: x, (noted, rest))
+                weights = weights if whole is None else whole.outside_of_layers(weights)
+                model = nnx.merge(graphdef, weights, slots, *own)
+                value = cross_entropy(model, tokens_BxT, self.chunked, axes, self.recipe.head)
+                return value, nnx.state(model, fp8jax.nnx.ScalingVariable)
+
+            (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
+            return new, (value, nnx.to_pure_dict(grads), seen)
+
+        if self.microbatches == 1:
+            noted, (loss, grads, seen) = one(noted, tokens_BxT)
+        else:
+            noted, (loss, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
+            grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
+        nnx.update(model, noted)
+        if any(part.collects_stats for part in self.recipe.linear.states.values()):
+            fp8jax.nnx.advance_scaling(model, seen, axis_name=axes)
+        return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+    def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
+        """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
+        shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
+        if self.rows is None or parallel.mapped(self.recipe, self.rows):
+            return tokens_BxT.reshape(shape)
+        rows = jax.sharding.NamedSharding(self.rows.mesh, jax.P(None, *self.rows.spec))
+        if jax.typeof(tokens_BxT).sharding.mesh.explicit_axes:
+            return jnp.reshape(tokens_BxT, shape, out_sharding=rows)
+        return jax.lax.with_sharding_constraint(tokens_BxT.reshape(shape), rows)
+
+    def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
+        """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
+        if not self.recipe.linear.needs_weight_bounds:
+            return model_state
+        model = nnx.merge(self.graphdef, params, model_state)
+        fp8jax.nnx.update_weight_amax_bounds(model, fp8jax.get_weight_amax_bounds(opt_state))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+    def step(
+        self, state: TrainState, tokens_BxT: jax.Array, base: Any = MappingProxyType({})
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update, or none from the first loss or gradient on that is not finite.
+
+        `base` is what the method of this name gives, where there are adapters; none of it is in the state.
+
+        Metrics are loss, grad_norm and healthy; and, where sums of gradients have factors, saturated: how many
+        elements of these sums lay at the end of the range.
+        """
+        if isinstance(self.tx, ReleasedOptimizer):
+            return self._released(self.tx, state, tokens_BxT)
+        inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
+        if self.rows is None or not parallel.mapped(self.recipe, self.rows):
+            loss, grads, model_state = self.gradients(
+                state.params, adapters.joined(state.model_state, base), tokens_BxT
+            )
+        else:
+            how = self.gradients, self.recipe, self.rows.mesh
+            loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
+        grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
+        healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+        def keep_or(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
+
+        params = state.params
+        if self.partition and self.rows is not None:
+            # Each device updates what it holds; where parameters lie after a step says its caller.
+            where = meshes.held(self.rows.mesh, params, self.partition)
+            if self.partition == "tensors":
+                # XLA would scatter sums of layers' gradients along rows, and then move that to the layers' devices.
+                whole = meshes.state(self.rows.mesh, params)
+                pick = lambda path, one, own: one if meshes.stacked(path) else own  # noqa: E731
+                summed = jax.tree_util.tree_map_with_path(pick, whole, where)
+                grads = jax.lax.with_sharding_constraint(grads, summed)
+            grads, params = jax.lax.with_sharding_constraint((grads, params), (where, where))
+        # No branch: its two ends would be copied to one place.
+        if isinstance(self.tx, FusedTransformation):
+            params, opt_state = self.tx.step(grads, state.opt_state, params, apply_if=healthy)
+        else:
+            updates, opt_state = self.tx.update(grads, state.opt_state, params)
+            params = keep_or(optax.apply_updates(params, updates), params)
+            opt_state = keep_or(opt_state, state.opt_state)
+        model_state = adapters.apart(self._bounded(params, model_state, opt_state), base)
+        model_state = keep_or(model_state, state.model_state)
+        step = state.step + healthy.astype(jnp.int32)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
+        if isinstance(factors, Factors):
+            metrics["saturated"] = parallel.saturated(factors, grads)
+        return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics
+
+    def _released(
+        self, tx: ReleasedOptimizer, state: TrainState, tokens_BxT: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
+        form = dataclasses.replace(self._form, remat=False)
+        parts: Any = nnx.split(nnx.eval_shape(lambda: form.written(nnx.Rngs(0))), nnx.Param, ...)
+        graphdef, _, others = parts
+
+        def loss(run: Callable[..., jax.Array], rest: Any) -> jax.Array:
+            # The model's own layers are not called.
+            model = nnx.merge(graphdef, {**rest, LAYERS: state.params[LAYERS]}, others)
+            model.run = run
+            return cross_entropy(model, tokens_BxT, self.chunked, head=self.recipe.head)
+
+        block = layer_of(self.llama, self.recipe, self.remat, self.rows)
+        value, params, opt_state = tx.step(block, loss, state.params, state.opt_state)
+        healthy = state.healthy & jnp.isfinite(value) & jnp.isfinite(opt_state.norm)
+        metrics = {"loss": value, "grad_norm": opt_state.norm, "healthy": healthy}
+        step = state.step + healthy.astype(jnp.int32)
+        return TrainState(step, params, state.model_state, opt_state, state.rng, healthy, state.factors), metrics
+
+
+def exact_task(llama: LlamaConfig, seed: int) -> Task:
+    """A Llama with parameters and arithmetic in fp32, and no optimizer."""
+    plain = fp8jax.recipes.Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
+    recipe = fp8jax.Recipe("fp32", fp8jax.recipes.Weights("fp32", "fp32"), plain)
+    return Task.build(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed, unroll=1)

@@ -1,0 +1,176 @@
+"""Tensor and sequence parallelism: devices along "tensor" share the sequences of their part of a batch.
+
+Between layers, and in norms, each has some of the tokens; in attention and MLPs all of them, with some of the heads and
+channels. So products before are cut along their outputs, those after along their inputs (`experiments.mesh.state`).
+What travels between the two are codes, forward and backward, where the recipe quantizes its products' operands without
+a state; else what products compute in. Embedding and head are of a device's own tokens, and so is the loss.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+import fp8jax
+from experiments import mesh as meshes
+from experiments.models.shape import LlamaConfig
+from experiments.train.form import Form
+from fp8jax.dist import gather_sequence, scatter_sequence
+from fp8jax.recipes import Linear
+
+AXIS = "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBoundary:
+    """The `Boundary` of a model's layers inside `jax.shard_map`.
+
+    Attributes:
+        devices: that share sequences.
+        how: what travels: the codes of a recipe's products, or a dtype by name.
+    """
+
+    devices: int
+    how: Linear | str
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """A device's part of the first axis of an array that all have."""
+        length = x.shape[0] // self.devices
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * length, length)
+
+    def enter(self, x_NxD: jax.Array) -> jax.Array:
+        """All tokens, of those that each device has."""
+        return gather_sequence(x_NxD, AXIS, self.how)
+
+    def leave(self, x_NxD: jax.Array) -> jax.Array:
+        """A device's tokens of the sum of what all devices have; what recomputes layers does not send it again."""
+        return checkpoint_name(scatter_sequence(x_NxD, AXIS, self.how), "boundary_product")
+
+
+def travels(recipe: fp8jax.Recipe) -> Linear | str:
+    """What activations are between devices: as a recipe's products read them, or in the dtype that is computed in.
+
+    Scalings with a state know nothing of a device's tokens alone, and blocks that may fall back to 16 bits are not
+    rounded before that is decided.
+    """
+    part = recipe.linear
+    observes = any(strategy.collects_stats for strategy in part.states.values())
+    return recipe.weights.compute if observes or not part.is_quantized else part
+
+
+def of_device(form: Form, devices: int) -> Form:
+    """How the model of a device is written that shares sequences with others.
+
+    Raises:
+        ValueError: as `check`.
+    """
+    check(form.llama, devices)
+    if form.lora is not None:
+        check_base(form.llama, form.lora.base, devices)
+    boundary = TokenBoundary(devices, travels(form.recipe))
+    return dataclasses.replace(form, llama=of_heads(form.llama, devices), rows=None, boundary=boundary)
+
+
+def of_heads(llama: LlamaConfig, devices: int) -> LlamaConfig:
+    """The shape of a device's heads and channels."""
+    sizes = {name: getattr(llama, name) // devices for name in ("heads", "kv_heads", "mlp_dim")}
+    return dataclasses.replace(llama, **sizes, channels=llama.head_dim)
+
+
+def check(llama: LlamaConfig, devices: int) -> None:
+    """Raises ValueError that names what the devices cannot share, and the fix."""
+    for name, what in (("heads", "query heads"), ("kv_heads", "key and value heads"), ("mlp_dim", "MLP channels")):
+        size = getattr(llama, name)
+        if size % devices:
+            fits = [n for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(f"{devices} devices along tensor do not divide {size} {what}; tensor may be {fits}")
+    if llama.qk_norm == "width":
+        raise ValueError("a norm over the channels of all heads (qk_norm 'width') is not shared: take tensor=1")
+
+
+def check_base(llama: LlamaConfig, base: str, devices: int) -> None:
+    """Raises ValueError where a device's part of a weight that is not trained would end within a group of its codes."""
+    if base == "bf16":
+        return
+    spec = fp8jax.QuantSpec.parse(base)
+    unit = spec.group_size or 1
+    inputs = {"channels of all heads": llama.heads * llama.head_dim, "MLP channels": llama.mlp_dim}
+    outputs = {"channels of key heads": llama.kv_heads * llama.head_dim} if spec.granularity == "block" else {}
+    for what, size in (inputs | outputs).items():
+        if size > unit and (size // devices) % unit:
+            raise ValueError(
+                f"{devices} devices along tensor have {size // devices} of {size} {what} each, which ends within a "
+                f"group of {unit} of --base {spec}; take --base {spec.format}, or another tensor"
+            )
+
+
+def check_tokens(recipe: fp8jax.Recipe, devices: int, tokens: int) -> None:
+    """Raises ValueError where so many tokens, of one replica's microbatch, cannot be cut, and says how they can."""
+    how, unit = travels(recipe), 1
+    for operand in ("x", "dy"):
+        spec = how.spec(operand) if isinstance(how, Linear) else None
+        if spec is not None and spec.granularity == "block" and spec.rounding == "nearest":
+            unit = max(unit, spec.group_size or 1)
+    if tokens % (devices * unit):
+        blocks = f", in blocks of {unit} with recipe {recipe.name}" if unit > 1 else ""
+        raise ValueError(
+            f"{devices} devices along tensor do not divide the {tokens} tokens of a replica{blocks}; give sequences "
+            f"whose tokens are multiples of {devices * unit}"
+        )
+
+
+def dimensions(params: Any, devices: int) -> Any:
+    """The dimension of each parameter that is cut where a layer uses it, or -1."""
+    mesh = jax.sharding.AbstractMesh((1, 1, devices), meshes.AXES)
+
+    def one(path: Any, place: jax.sharding.NamedSharding) -> int:
+        where = meshes.over(place.spec, AXIS) if meshes.stacked(path) else None
+        return -1 if where is None else where
+
+    return jax.tree_util.tree_map_with_path(one, meshes.state(mesh, params))
+
+
+def gathered(params: Any, places: Any, dtype: str) -> Any:
+    """Parameters outside of layers, of which each device along "tensor" has a part, as what products compute in."""
+
+    def one(path: Any, x: jax.Array, place: PartitionSpec) -> jax.Array:
+        dim = meshes.over(place, AXIS)
+        if meshes.stacked(path) or dim is None:
+            return x
+        sent = x.astype(fp8jax.formats.get(dtype).dtype)
+        return lax.all_gather(sent, AXIS, axis=dim, tiled=True).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params, places)
+
+
+def summed(grads: Any, places: Any, dtype: str) -> Any:
+    """Gradients of a device's part of the loss as those of all, each where its parameter lies.
+
+    Those of parts of layers are whole, and so are those of biases that are added to a sum once. Others are of a
+    device's own tokens or heads.
+    """
+
+    def one(path: Any, g: jax.Array, place: PartitionSpec) -> jax.Array:
+        dim = meshes.over(place, AXIS)
+        if meshes.stacked(path) and (dim is not None or _added_once(path)):
+            return g
+        if dim is None:
+            return lax.psum(g.astype("float32"), AXIS).astype(g.dtype)
+        sent = g.astype(fp8jax.formats.get(dtype).dtype)
+        return lax.psum_scatter(sent, AXIS, scatter_dimension=dim, tiled=True).astype(g.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, grads, places)
+
+
+def added_once(params: Any) -> Any:
+    """Parameters in which one device alone has the biases that are added to each device's part of a sum."""
+    first = lax.axis_index(AXIS) == 0
+    return jax.tree_util.tree_map_with_path(lambda path, x: x * first if _added_once(path) else x, params)
+
+
+def _added_once(path: Any) -> bool:
+    names = [str(getattr(key, "key", "")) for key in path]
+    return len(names) > 1 and names[-1] == "bias" and names[-2] in meshes.INPUTS

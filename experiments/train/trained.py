@@ -1,0 +1,155 @@
+"""A model that `experiments.train` trained, restored from the newest checkpoint of a run."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fp8jax
+from experiments.errors import UserError
+from experiments.files import parse_json, read_text
+from experiments.models import scoring
+from experiments.text.tokenizer import BytePair, Bytes, Tokenizer
+from experiments.train import config as configuration
+from experiments.train import start
+from experiments.train.adapters import of_base
+from experiments.train.checkpoint import Checkpoints, DamagedError
+from experiments.train.config import Config, check_same, flatten_fields, with_new_names
+from experiments.train.optimizer import make_optimizer, with_head, with_master
+from experiments.train.task import Task
+
+# Passes in which thresholds come to where they would be in training, by a factor 1.3 a pass, and their sequences.
+SETTLING, SETTLING_ROWS = 40, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A restored model.
+
+    Attributes:
+        config: of the run.
+        recipe: it was trained with.
+        task: its program in training.
+        params: parameters as the model computes with them, in the format that is held.
+        model_state: what the model has besides.
+        step: of the checkpoint.
+        tokenizer: of the run.
+        weights: the master weights, which may be more exact than the parameters; None: these.
+    """
+
+    config: Config
+    recipe: fp8jax.Recipe
+    task: Task
+    params: Any
+    model_state: Any
+    step: int
+    tokenizer: Tokenizer
+    weights: Any = None
+
+    @property
+    def masters(self) -> Any:
+        """The weights to save or to go on with."""
+        return self.params if self.weights is None else self.weights
+
+    def model(self, linear: fp8jax.recipes.Linear, tokens: np.ndarray | None = None) -> scoring.Model:
+        """The model with linear layers computed as told: parameters and tokens to logits.
+
+        Thresholds of a recipe that it was not trained with first follow passes of the beginning of these tokens.
+        """
+        if linear == self.recipe.linear:
+            return lambda params, tokens_BxT: self.task.model(params, self.model_state)(tokens_BxT)
+        recipe = dataclasses.replace(self.recipe, linear=linear)
+        task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
+        # Of another recipe there are no histories: its first step needs none.
+        fresh = jax.jit(lambda: task.init().model_state)()
+        if tokens is not None and any(part.is_threshold for part in linear.states.values()):
+            length = self.config.data.seq_len + 1
+            batch = np.resize(tokens, (min(SETTLING_ROWS, -(-len(tokens) // length)), length)).astype(np.int32)
+            settle = jax.jit(task.observed)
+            for _ in range(SETTLING):
+                fresh = settle(self.params, fresh, batch)
+
+        def run(params: Any, tokens_BxT: Any) -> jax.Array:
+            model = task.model(params, fresh)
+            if linear.needs_weight_bounds:
+                fp8jax.nnx.reset_weight_amax_bounds(model)
+            logits: jax.Array = model(tokens_BxT)
+            return logits
+
+        return run
+
+
+def get_recipe(name: str, flag: str) -> fp8jax.Recipe:
+    """A preset; UserError, naming the flag, where there is none of this name."""
+    try:
+        return fp8jax.recipes.get(name)
+    except ValueError as error:
+        raise UserError(f"{flag}: {error}") from None
+
+
+def load(folder: Path, name: str) -> Trained:
+    """The newest checkpoint of a recipe of a run.
+
+    Raises:
+        UserError: the run, the recipe or a checkpoint is missing or damaged, or made by another version of the recipe.
+    """
+    recipe = get_recipe(name, "--recipe")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--run {folder}: no run of experiments.train is there (config.json is missing)")
+    here = sorted(p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir()))
+    if name not in here:
+        raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
+    config = read_config(folder)
+    lora = config.lora if config.lora.lora_rank else None
+    recipe = with_master(recipe if lora is None else of_base(recipe, lora), config.optim.master)
+    recipe = with_head(recipe, config.optim.head)
+    bpe = config.data.tokenizer == "bpe"
+    own = start.tokenizer(config) if config.model.init else None
+    tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())
+    task = Task.build(
+        start.shape(config, tokenizer.vocab),
+        make_optimizer(config, recipe),
+        recipe,
+        remat=False,
+        seed=config.seed,
+        lora=lora,
+    )
+    with Checkpoints(folder / name / "checkpoints", config.run.keep, clean=False) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"--run {folder}: {name} has no complete checkpoint")
+        now = json.loads(json.dumps(flatten_fields("recipe", recipe), default=str))
+        try:
+            saved = with_new_names(checkpoints.read_meta(step)["config"])
+            check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
+            state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
+        except DamagedError as error:
+            raise UserError(f"{error}. Move that folder away to evaluate the checkpoint before it") from None
+    if lora is None:
+        weights = jax.jit(fp8jax.master_weights)(state.opt_state, state.params)
+        return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer, weights)
+    # Scored is the model without adapters that computes what they and the base do.
+    base = jax.jit(task.base)(start.params(config, None))
+    plain = Task.build(task.llama, task.tx, recipe, remat=False, seed=config.seed)
+    merged = jax.jit(task.merged)(state.params, base)
+    return Trained(config, recipe, plain, merged, {}, step, tokenizer, merged)
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a run; UserError where it cannot be read."""
+    try:
+        fields = parse_json(read_text(folder / "config.json"))["all"]
+        sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
+        sections |= {"lora": configuration.Lora} if "lora" in fields else {}
+        parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
+        parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
+        settings = fields["run"]
+        parts["run"] = configuration.Run(**{**settings, "out": Path(settings["out"])})
+        config = Config(recipe=tuple(fields["recipe"]), seed=fields["seed"], **parts)
+        config.validate()
+        return config
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read ({error!r}); train the run again") from None

@@ -1,0 +1,47 @@
+"""The rows of a run's log at Weights & Biases, where its package is installed."""
+
+import contextlib
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import UserError
+
+
+def check(project: str) -> None:
+    """Raises UserError where a project is named and the package is not installed."""
+    if project:
+        try:
+            importlib.import_module("wandb")
+        except ModuleNotFoundError:
+            raise UserError(f"--wandb {project} needs the package wandb: pip install wandb; or leave it out") from None
+
+
+@contextlib.contextmanager
+def rows(project: str, folder: Path, settings: Mapping[str, Any]) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+    """What logs a row of a recipe's run, which goes on where it is resumed; None without a project.
+
+    Args:
+        project: name of the project, or "".
+        folder: of the recipe, by which the run is known.
+        settings: of the run.
+
+    Raises:
+        UserError: the service refuses the run.
+    """
+    if not project:
+        yield None
+        return
+    wandb = importlib.import_module("wandb")
+    name = f"{folder.parent.name}/{folder.name}"
+    known = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    try:
+        run = wandb.init(project=project, name=name, id=known, resume="allow", dir=str(folder), config=dict(settings))
+    except Exception as error:  # of the package
+        raise UserError(f"--wandb {project}: {error}") from None
+    try:
+        yield lambda row: run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+    finally:
+        run.finish()
