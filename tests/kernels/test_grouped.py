@@ -21,6 +21,7 @@ from pallas_kernels.matmul.hopper import Tile
 from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
+from tests.rows import few
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -99,7 +100,7 @@ def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
     return {"a": a, "b": b, "group_sizes": jnp.asarray(case.sizes, jnp.int32), **scales}, want
 
 
-@pytest.mark.parametrize("case", ROWS, ids=str)
+@pytest.mark.parametrize("case", few(ROWS, *ROWS[:5], *ROWS[6:8]), ids=str)
 def test_each_group_is_multiplied_by_its_own_matrix(case: Case) -> None:
     arguments, want = row_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
@@ -142,7 +143,7 @@ def token_arguments(case: Case) -> tuple[dict[str, Any], np.ndarray]:
     return {**operands, **numbers, "is_k_major": case.is_k_major, **scales}, want
 
 
-@pytest.mark.parametrize("case", TOKENS, ids=str)
+@pytest.mark.parametrize("case", few(TOKENS, TOKENS[0], *TOKENS[2:5]), ids=str)
 def test_each_group_contracts_its_own_tokens(case: Case) -> None:
     arguments, want = token_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
@@ -172,7 +173,7 @@ def block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
     return [a, b, jnp.asarray(a_scale), jnp.asarray(b_scale), jnp.asarray(case.sizes, jnp.int32)], want
 
 
-@pytest.mark.parametrize("case", BLOCKS, ids=str)
+@pytest.mark.parametrize("case", few(BLOCKS, BLOCKS[1]), ids=str)
 def test_blocks_of_each_group_have_their_own_scales(case: Case) -> None:
     arguments, want = block_arguments(case)
     out = interpreted(grouped_block_matmul, *arguments, out_dtype=case.out, tile=case.tile)
@@ -216,7 +217,7 @@ def token_block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
     return [a, b, *map(jnp.asarray, scales), *numbers], np.stack([left[:, x] @ right[:, x].T for x in ranges])
 
 
-@pytest.mark.parametrize("case", TOKEN_BLOCKS, ids=str)
+@pytest.mark.parametrize("case", few(TOKEN_BLOCKS, TOKEN_BLOCKS[0], TOKEN_BLOCKS[2]), ids=str)
 def test_each_group_contracts_its_own_blocks_of_tokens(case: Case) -> None:
     arguments, want = token_block_arguments(case)
     function = grouped_int8_block_matmul_dw if case.left == I8 else grouped_block_matmul_dw
@@ -252,7 +253,7 @@ def int8_arguments(groups: tuple[int, ...], n: int, k: int, rate: float) -> tupl
     return [*map(jnp.asarray, (a, b, a_scale, b_scale)), jnp.asarray(groups, jnp.int32)], residual, want
 
 
-@pytest.mark.parametrize(("groups", "n", "k", "rate", "tile"), INT8_BLOCKS)
+@pytest.mark.parametrize(("groups", "n", "k", "rate", "tile"), few(INT8_BLOCKS, INT8_BLOCKS[0]))
 def test_int8_blocks_fall_back_in_each_group(groups: Any, n: int, k: int, rate: float, tile: Tile) -> None:
     arguments, residual, want = int8_arguments(groups, n, k, rate)
     out = interpreted(grouped_int8_block_matmul, *arguments, residual=residual, out_dtype=F32, tile=tile)
