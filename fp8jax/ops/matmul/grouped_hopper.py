@@ -18,7 +18,7 @@ from fp8jax.ops.matmul.hopper import HOPPER
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization.quantize import transpose
 
-KernelName = Literal["codes", "bf16"]
+KernelName = Literal["codes", "block", "bf16"]
 
 
 class Encoder(Protocol):
@@ -93,6 +93,8 @@ def choose_kernel(a: Any, b: Any, length: int) -> tuple[Choice, KernelName | Non
     if (reason := _missing_kernel(a, b)) is not None:
         return Choice("xla", f"a loop over tiles, not the kernel: {reason}"), None
     specs = find_spec(a), find_spec(b)
+    if _is_block_pair(*specs) and len(b.shape) == 3:
+        return Choice("mosaic", "the kernel for groups and blocks of 128"), "block"
     if specs[0] is not None and specs[1] is not None:
         if (reason := _unsupported_codes(specs[0], specs[1], length)) is None:
             return Choice("mosaic", "the kernel for scales of groups, rows and columns"), "codes"
@@ -113,6 +115,14 @@ def _missing_kernel(a: Any, b: Any) -> str | None:
         if find_spec(x) is None and x.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it takes 8 or 16 bits, not {x.dtype}"
     return None
+
+
+def _is_block_pair(a: QuantSpec | None, b: QuantSpec | None) -> bool:
+    """Return whether codes are FP8 in groups of 128 of a row and in blocks of 128 by 128."""
+    if a is None or b is None or not (formats.get(a.format).is_fp8 and formats.get(b.format).is_fp8):
+        return False
+    kinds = (a.granularity, a.group_size, b.granularity, b.group_size)
+    return kinds == ("group", 128, "block", 128) and not (a.expand or b.expand)
 
 
 def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
@@ -142,30 +152,36 @@ def _multiply_rows(
     kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, groups: Groups
 ) -> Array:
     # Under jit, as in `fp8jax.ops.matmul.hopper`: equal products of a program are lowered once.
+    from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul
     from pallas_kernels.matmul.hopper import reserved_sms
 
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
         w = jax.vmap(w.encoder)(w.values, w.scale)
-    if kernel_name == "codes":
-        scale, row_scale, column_scale = _row_scales(x, w)
-        x, w = x.codes, w.codes
-    else:
-        x, w = _to_bf16(x), _to_bf16(w)
-        w = jnp.swapaxes(w, 1, 2) if transposed else w
+    out_dtype, bounds = _kernel_dtype(dtype), (groups.sizes, groups.starts[0])
     with reserved_sms(n_reserved):
-        y = grouped_matmul(
-            x,
-            w,
-            groups.sizes,
-            first_row=groups.starts[0],
-            scale=scale,
-            row_scale=row_scale,
-            column_scale=column_scale,
-            out_dtype=_kernel_dtype(dtype),
-            fast=fast,
-        )
+        if kernel_name == "block":
+            scales = (q.scale.astype(jnp.float32) for q in (x, w))
+            y = grouped_block_matmul(x.codes, w.codes, *scales, bounds[0], first_row=bounds[1], out_dtype=out_dtype)
+        else:
+            if kernel_name == "codes":
+                scale, row_scale, column_scale = _row_scales(x, w)
+                x, w = x.codes, w.codes
+            else:
+                x, w = _to_bf16(x), _to_bf16(w)
+                w = jnp.swapaxes(w, 1, 2) if transposed else w
+            y = grouped_matmul(
+                x,
+                w,
+                bounds[0],
+                first_row=bounds[1],
+                scale=scale,
+                row_scale=row_scale,
+                column_scale=column_scale,
+                out_dtype=out_dtype,
+                fast=fast,
+            )
     # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
     return lax.optimization_barrier(_zero_other_rows(y.astype(dtype), groups))
 

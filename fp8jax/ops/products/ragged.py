@@ -506,13 +506,12 @@ def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, 
         codes, spec = from_bytes(residual), side.backward
         if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
             return transpose_rows(codes, spec, tokens)
-        x = codes.dequantize(dtype)
-    elif isinstance(residual, _RecomputeResidual):
+        return quantize_columns(codes, spec, side.strategy, tokens, dtype=dtype)
+    x = residual
+    if isinstance(residual, _RecomputeResidual):
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
         x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dtype)
         x = reshape_to_matrix(x, *dx.shape)
-    else:
-        x = residual
     return quantize_columns(x, side.backward, side.strategy, tokens)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, encoding, formats, noise, scaling
 from fp8jax.core.groups import ALIGNMENT, PaddedTokens
@@ -37,12 +38,18 @@ class TokenColumns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ColumnEncoder:
-    """Quantizes the transpose of rows in whole aligned blocks, under scales per group or block of tokens."""
+    """Quantizes the transpose of rows in whole aligned blocks, under scales per group or block of tokens.
+
+    Attributes:
+        spec: of the result.
+        dtype: of the values of rows that are codes.
+    """
 
     spec: QuantSpec
+    dtype: Any
 
     def __call__(self, rows: Any) -> QTensor:
-        columns = quantize(rows, None, self.spec)[1]
+        columns = quantize(rows.dequantize(self.dtype) if isinstance(rows, QTensor) else rows, None, self.spec)[1]
         assert columns is not None
         return columns
 
@@ -113,22 +120,34 @@ def transpose_rows(q: QTensor, spec: QuantSpec, tokens: PaddedTokens) -> TokenCo
 
 
 def quantize_columns(
-    x: Array, spec: QuantSpec | None, strategy: Scaling, tokens: PaddedTokens, key: Array | None = None
+    x: Operand,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    tokens: PaddedTokens,
+    key: Array | None = None,
+    *,
+    dtype: DTypeLike | None = None,
 ) -> TokenColumns:
     """Quantize the transpose of a matrix, which a product contracts along its rows, within each group.
 
     Args:
-        x: floating array (rows, n).
+        x: floating array (rows, n), or codes of `quantize_rows`, which are decoded.
         spec: of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`. None gives
             the array itself.
         strategy, tokens, key: as in `quantize_rows`.
+        dtype: of decoded values.
     """
+    is_deferred = spec is not None and spec.granularity in ("group", "block") and spec.rounding == "nearest"
+    if isinstance(x, QTensor) and (not is_deferred or x.spec.expand):
+        x = x.dequantize(dtype)
+    if is_deferred:
+        assert spec is not None
+        return TokenColumns(UnpaddedRows(x, ColumnEncoder(spec, jnp.dtype(dtype or x.dtype))))
+    assert not isinstance(x, QTensor)
     if spec is None:
         return TokenColumns(UnpaddedRows(x))
     if spec.granularity == "tensor":
         return transpose_rows(quantize_rows(x, spec, strategy, tokens, key), spec, tokens)
-    if spec.granularity in ("group", "block") and spec.rounding == "nearest":
-        return TokenColumns(UnpaddedRows(x, ColumnEncoder(spec)))
     padded, key = tokens.pad(x), key if spec.rounding == "stochastic" else None
     if spec.granularity in ("group", "block"):
         columns = quantize(padded, None, spec, key=key)[1]
