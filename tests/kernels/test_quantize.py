@@ -47,7 +47,7 @@ REGISTERS = {
     "tensor, sums": 64, "tensor, of its amax": 64, "weights, of their amax": 80,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
-    "exponentials": 64, "cotangents": 128,
+    "exponentials": 64, "cotangents": 128, "groups of rows": 96,
 }  # fmt: skip
 
 
@@ -58,6 +58,7 @@ def registers() -> None:
         amax_triton,
         fallback_triton,
         fold_triton,
+        quantize_groups_triton,
         quantize_rows_triton,
         quantize_triton,
         transpose_triton,
@@ -96,6 +97,17 @@ def registers() -> None:
         ),
         "codes shifted": lambda x: transpose_triton.transpose(
             x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
+        ),
+        "groups of rows": lambda x: quantize_groups_triton.quantize_groups(
+            x,
+            jnp.zeros((3, 1089), jnp.int32),
+            64,
+            index=jnp.zeros(131072, jnp.int32),
+            rows=coding("token"),
+            columns=coding("token", e5m2),
+            row_scale=jnp.ones(131072),
+            column_scale=jnp.ones(64),
+            **options,
         ),
         "exponentials": lambda x: logits_triton.max_and_sum_exp(x, **options),
         "cotangents": lambda x: logits_triton.quantize_cotangents(
