@@ -78,6 +78,7 @@ ONE_GPU = (
     bench("gemm", 125, "--limit", "100"),
     table("coat_speed", 100, "--hidden", "4096", gpus=1),
     bench("peers", 160),
+    bench("grouped", 260),
     bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
           "te_current, none of our kernels", file="step_more"),
     bench("step", 125, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "bf16", "coat",
@@ -148,17 +149,15 @@ CPU = (
     table("moss_snr", 400),
     table("fp8_lm_gradients", 200),
     table("fp8_lm_reductions", 200),
-    table("moss_scaling", 300),
-    table("int8_fallback", 900),
     table("finetuning", 1500),
-    table("fp8_lm_masters", 1800),
-    table("moss_accuracy", 1200),
 )
+# Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
+SETTLED = ("coat_expansion", "fp8_lm_masters", "int8_diverges", "int8_fallback", "int8_leak", "int8_outliers",
+           "moss_accuracy", "moss_scaling", "release_clipping", "second_moment", "training_parity")  # fmt: skip
 # From other files, without measuring: after the others.
 DERIVED = (
-    table("moss_speed", 20),
-    table("coat_efficiency", 5),
-    table("int8_limit", 5),
+    *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
+      for page in ("moss_speed", "coat_efficiency", "int8_limit")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("fixed_batch", "fixed_batch"))),
