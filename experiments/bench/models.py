@@ -159,7 +159,7 @@ class UserArm:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="models", description=__doc__)
+    parser = argparse.ArgumentParser(prog="models", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: each model's own)")
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=[], help="arms of torch.compile (Llama)")

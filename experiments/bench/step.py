@@ -180,7 +180,7 @@ class StepArm:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="step", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="1b", choices=sizes.NAMES)
     parser.add_argument("--vocab", type=int, default=VOCAB, help="entries of the vocabulary")
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
