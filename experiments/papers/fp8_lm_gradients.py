@@ -22,7 +22,7 @@ from experiments.papers.common import Row
 from experiments.text import data
 from experiments.text.tokenizer import Bytes
 from experiments.train.task import exact_task
-from fp8jax.dist.auto_scale import MAX_SATURATED_FRACTION
+from fp8jax.dist.reduce import MAX_SATURATED_FRACTION
 
 LLAMA = LlamaConfig(vocab=256, dim=64, layers=4, heads=4, kv_heads=4, mlp_dim=192)
 SEQ, BATCH, STEPS, RATE = 64, 16, 200, 3e-3

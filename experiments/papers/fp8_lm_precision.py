@@ -287,7 +287,14 @@ def main() -> int:
         options, suffix = f"{options} --lr {rate:g}", f"_{arguments.model}"
         title = f"{title}: {parameters / 1e6:.0f}M parameters"
     common.write(
-        "fp8_lm_precision", title, table, notes, draw(losses), arguments.results, arguments=options, suffix=suffix
+        f"fp8_lm_precision{suffix}",
+        title,
+        table,
+        notes,
+        draw(losses),
+        arguments.results,
+        arguments=options,
+        module="fp8_lm_precision",
     )
     return 0
 

@@ -26,6 +26,7 @@ never rounds a second moment to 0.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
+PICTURE = "docs/_static/llama_step.svg"
 START, END = "<!-- Written by python -m experiments.results.report; do not edit. -->", "<!-- end -->"
 
 Result = Mapping[str, Any]
@@ -233,7 +234,7 @@ def quoting(readme: Path) -> dict[str, str]:
 
 
 def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.md") -> dict[str, str]:
-    """Pages with README's first figures, between two comments, and those of all sentences as the files give them.
+    """Pages with README's first figures, between two comments, its picture, and the figures of all sentences.
 
     Args:
         pages: what `quoting` reads.
@@ -249,7 +250,9 @@ def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.m
         raise ValueError(f"{readme} lacks {START!r} or {END!r}")
     results = read(folder)
     first = f"{before}{start}\n{first_screen.table(results)}\n{end}{after}"
-    return quotes.written({**pages, readme: first}, results)
+    card = first_screen.first_card(results)
+    pictures = {PICTURE: first_screen.picture(results["models"][card], card.upper())} if card else {}
+    return quotes.written({**pages, readme: first}, results) | pictures
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from flax.traverse_util import flatten_dict
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
+from fp8jax.modules.calls import is_matrix, wrong_model_message
 from fp8jax.modules.compiled import Program, inspect_program
-from fp8jax.modules.matrices import is_matrix, wrong_model_message
 from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation

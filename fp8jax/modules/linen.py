@@ -12,7 +12,7 @@ import jax
 
 from fp8jax.core import products
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules.matrices import wrong_model_message
+from fp8jax.modules.calls import wrong_model_message
 from fp8jax.modules.methods_linen import Place, QuantizedRoot, init_method, plan_method, transform_method
 from fp8jax.ops.products.linear import dot_general, key_from_data
 from fp8jax.recipes import linear_part

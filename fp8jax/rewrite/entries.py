@@ -30,7 +30,7 @@ class PlanEntry(NamedTuple):
         is_rematerialized: whether a product runs again in the backward pass. No policy of a `jax.checkpoint` saves it.
         readers: the products that save the result of a norm or activation as an array: path and dtype of each.
         gain: seconds that one run of a product gains in 8 bits, by measured rates; None if there are none.
-        rates_device: the device of these rates (`fp8jax.ops.products.cost_model`).
+        rates_device: the device of these rates (`fp8jax.rewrite.cost_model`).
         is_slower: whether it is faster in 16 bits.
         tokens: of a product, on one device.
         runs_per_step: how often it runs in a step.

@@ -16,13 +16,20 @@ from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
 from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
-from fp8jax.ops.products.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
+from fp8jax.ops.products.linear import (
+    ScalingStats,
+    dot_general,
+    flatten_tokens,
+    output_spec,
+    scaled_linear,
+    to_matmul_order,
+    weight_to_matmul_order,
+)
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
-from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
 from fp8jax.ops.products.weights import StepWeight
-from fp8jax.ops.quantization.packed import should_split_output
+from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
 from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot
@@ -120,12 +127,8 @@ class ProductOperation:
         if self.saved_data is not None:
             facts = facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
-        if self.saved_data is None and interpreter.is_live_after(self.data):
-            # If JAX summed three gradients, XLA would leave one sum as a pass of its own.
-            on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored = self._stored_arrays(interpreter)
-        w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        w, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         if self.saved_data is None:
             contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
             y = dot_general(
@@ -139,8 +142,7 @@ class ProductOperation:
                 out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
                 bias=self._bias(interpreter),
-                on_passthrough=on_passthrough,
-                weight=weight,
+                step_weight=step_weight,
                 split_sizes=split_sizes,
             )
             if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
@@ -154,14 +156,13 @@ class ProductOperation:
             else:
                 tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
                 product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
-                weight = weight if weight.values is not None else dataclasses.replace(weight, values=w)
-                weight = weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
+                step_weight = step_weight.with_step(lambda w: merge(w, w.ndim - 1, 1), values=w)
             y = recipe_dot(
                 product_input,
                 matrix,
                 linear,
                 key,
-                weight=weight,
+                step_weight=step_weight,
                 out_spec=spec,
                 bias=self._bias(interpreter),
                 split_sizes=split_sizes,
@@ -176,7 +177,7 @@ class ProductOperation:
         linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
         stored = self._stored_arrays(interpreter)
-        parameter, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        parameter, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         data = interpreter.array(self.data if self.saved_data is None else self.saved_data).reshape(self.data.shape)
         left, right = to_matmul_order(data, parameter, numbers)
         num_leading, outputs = left.ndim - n, right.ndim - n
@@ -185,13 +186,9 @@ class ProductOperation:
         facts = interpreter.get_facts(self.canonical_data, x)
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
         if w is not stored[0]:
-            weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
-            weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
-        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
-            on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
-                self.data, _reshape_if_needed(passthrough, self.data.shape)
+            step_weight = step_weight.with_step(
+                lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs), values=stored[0]
             )
         slots = use_inputs.slots or ScalingStats()
         assert use_inputs.state is not None
@@ -205,8 +202,7 @@ class ProductOperation:
             key=key,
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
-            weight=weight,
-            on_passthrough=on_passthrough,
+            step_weight=step_weight,
         )
         if interpreter.stats is None:
             y = stats_as_cotangents(y, slots, stats)
@@ -236,13 +232,13 @@ class ProductOperation:
             last = self.layout[-1].node
             return StepWeight(
                 values=stored,
-                layout=functools.partial(_apply_layout, self.layout),
+                to_weight=functools.partial(_apply_layout, self.layout),
                 transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
-                both_layouts=interpreter.both_layouts,
+                layout_policy=interpreter.layout_policy,
             )
         _, contract = self._contracting_axes()
         is_matrix = tuple(contract) == tuple(range(len(contract)))  # (inputs, outputs), as the given codes
-        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.both_layouts)
+        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.layout_policy)
 
 
 @dataclasses.dataclass(eq=False)

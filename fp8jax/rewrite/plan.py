@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_model, frozen_params, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
@@ -33,8 +33,8 @@ from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHA
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.shares import UnquantizedShare, flops, unquantized_share
 from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
 # The paths of layers, each with the aliases that rules may match.
@@ -192,10 +192,10 @@ def _replace_all(
     }
     for (group_graph, source), group in groups.items():
         producer = _producer(source, counts)
-        is_cost_selected = cost_selection.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
+        is_cost_selected = cost_model.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
         if rules.rewrites_nonlinear and (not is_cost_selected or any(p.is_quantized for p in group)):
             norm_paths |= _replace_producer(producer, group, rules, entries, call_info)
-        cost_selection.annotate_gains(producer, group, entries, sole_readers[group_graph])
+        cost_model.annotate_gains(producer, group, entries, sole_readers[group_graph])
         for p in group:
             if p.weight.frozen is not None:
                 entries[p.node] = _replace_frozen(p, entries[p.node])

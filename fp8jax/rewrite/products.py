@@ -16,7 +16,7 @@ from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.graph import Graph, Node, Value, data_modified_path, source_parameters
 from fp8jax.rewrite.operations import NON_DOT_OPERATIONS
 from fp8jax.rewrite.rules import LayerChoice, RuleSet
-from fp8jax.rewrite.shares import flops, is_complete
+from fp8jax.rewrite.unplanned import flops, is_complete
 
 _MAX_LISTED = 3  # paths listed in a message
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.quantization.fused_outputs import emits_codes
 from fp8jax.recipes import resolve
 from fp8jax.rewrite.heads import NARROW_REASON, OUTPUT_HEAD_REASON
@@ -78,9 +78,9 @@ def rewrites_nonlinear(recipe: Recipe) -> bool:
     """Whether a recipe replaces norms and activations before and between its layers.
 
     They save codes, or on a GPU emit the codes that layers read. On a GPU without kernels they are not replaced
-    (`fp8jax.ops.dispatch.missing_kernels`).
+    (`fp8jax.ops.dispatch.choice`).
     """
-    if missing_kernels.keeps_nonlinear_unchanged():
+    if choice.keeps_nonlinear_unchanged():
         return False
     return recipe.context.residual is not None or emits_codes(recipe)
 

@@ -136,7 +136,7 @@ def test_a_checkpointed_model_computes_the_same_and_two_gpus_have_a_batch_each()
 
 def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp_path):
     from experiments.bench import rates
-    from fp8jax.ops.products.cost_model import Rates
+    from fp8jax.rewrite.cost_model import Rates
 
     monkeypatch.setenv("FP8JAX_DRY", "1")
     table = tmp_path / "rates.json"

@@ -8,7 +8,6 @@ import pytest
 
 from experiments.papers import (
     coat_activations,
-    coat_expansion,
     coat_speed,
     fp8_lm_gradients,
     int8_memory,
@@ -26,11 +25,6 @@ def groups(*ratios):
     return coat_activations.verdict(
         [Row(f"activations in groups of {n}", "forward MSE", x, ratio=x, paper_ratio=1 + n / 100) for n, x in sizes]
     )
-
-
-def expansion(ours, papers):
-    cases = {f"{arm}, b2 {b2:g}": x for arm, x in (("ours", ours), ("the paper's", papers)) for b2 in (0.95, 0.999)}
-    return coat_expansion.notes([Row(case, "error", x) for case, x in cases.items()])[1]
 
 
 def norm(ratio):
@@ -102,8 +96,6 @@ def products(two_level):
     [
         (groups(1.1, 1.2, 1.3, 1.4, 1.5), "grows with the group, as in the paper, from a larger first step (1.10"),
         (groups(1.0, 1.3, 1.2, 1.4, 1.5), "does not always grow with the group, unlike in the paper, from a smaller"),
-        (expansion(0.1, 0.2), "default: the worst of both is smaller, it keeps"),
-        (expansion(0.2, 0.1), "default: not for these errors, but it keeps"),
         (norm(3.0), "ours takes 3.00 to 3.00 times as long, the paper's 2.00 to 2.00 times: ours costs more at 1 of 1"),
         (norm(1.5), "ours costs more at 0 of 1"),
         (group_scaling(1.1, 1.0), "it gains nothing"),

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 import fp8jax
-from fp8jax.ops.products.scaled_linear import ScalingStats
+from fp8jax.ops.products.linear import ScalingStats
 from fp8jax.rewrite import states
 from tests.programs import dots
 

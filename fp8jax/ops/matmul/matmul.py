@@ -26,8 +26,13 @@ from fp8jax.ops.dispatch.choice import (
     record_choice,
 )
 from fp8jax.ops.matmul import hopper
-from fp8jax.ops.matmul.hopper import contraction_length, row_scales
-from fp8jax.ops.matmul.sharded import is_unpacked_quantized, sharded_matmul, strip_residual
+from fp8jax.ops.matmul.hopper import (
+    contraction_length,
+    is_unpacked_quantized,
+    row_scales,
+    sharded_matmul,
+    strip_residual,
+)
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import transpose as transpose
 

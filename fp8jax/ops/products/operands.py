@@ -415,13 +415,13 @@ class Input(NamedTuple):
     Attributes:
         matrix: (tokens, inputs). If it is no view of `source`, it may have several axes of tokens.
         source: the user's array from which it is made; None for itself. Products that read one source share its codes.
-        is_view: whether `source` is (..., inputs), so that gradients flow to it.
+        differentiates_source: whether `source` is (..., inputs), so that gradients flow to it.
         input_facts: facts about `source`.
     """
 
     matrix: Array
     source: Array | None = None
-    is_view: bool = True
+    differentiates_source: bool = True
     input_facts: InputFacts = NO_INPUT_FACTS
 
     @property
@@ -432,16 +432,16 @@ class Input(NamedTuple):
     @property
     def value(self) -> Array:
         """The array that gradients flow to."""
-        return self.source_or_matrix if self.is_view else self.matrix
+        return self.source_or_matrix if self.differentiates_source else self.matrix
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """The source of an input, for `recipe_dot_from_source`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
+    """The source of an input, for `recipe_dot`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
         facts = facts._replace(recompute_rule=(ALREADY_SAVED, source))
-    fused_output = facts.fused_output if x.is_view and source.shape[-1] == matrix.shape[-1] else None
+    fused_output = facts.fused_output if x.differentiates_source and source.shape[-1] == matrix.shape[-1] else None
     facts = facts._replace(fused_output=fused_output and fused_output.cast(matrix.dtype))
     # Layers with scaling states of their own share the codes made under the scale of the first layer.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
@@ -469,10 +469,9 @@ def fallback_input_source(
     x: Array,
     recipe: Linear,
     key: Array | None,
-    source: Array,
     threshold: Array,
     input_facts: InputFacts = NO_INPUT_FACTS,
-) -> tuple[Array, FallbackBlocks]:
+) -> FallbackBlocks:
     """As `input_source`, of an input in blocks. Blocks above `threshold`, an fp32 scalar, fall back to 16 bits.
 
     Raises:
@@ -498,4 +497,4 @@ def fallback_input_source(
         use, lambda: with_checkpoint_name(make_residual(), INPUT), None, None if subkey is None else key
     )
     # Another product may have made the saved codes. Each layer has a threshold of its own.
-    return source, FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)
+    return FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)

@@ -1,4 +1,4 @@
-"""The comparison of training runs: its statistics, what it says of sound and damaged recipes, and the runs."""
+"""Training runs of `parity`: paired seeds, damaged products, rounded operands, and files of runs."""
 
 import dataclasses
 import json
@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from scipy import stats
 
 import fp8jax
 from experiments.errors import UserError
-from experiments.papers import parity_runs, training_parity
-from experiments.papers.parity_runs import ParityArm, Setting
-from experiments.papers.training_parity import BASE, TRAINING, VALIDATION
+from experiments.papers import parity, parity_runs
+from experiments.papers.parity import BASE
+from experiments.papers.parity_runs import FixedBatch, ParityArm, Setting
 from experiments.results import record
 from experiments.train.config import check_same, flatten_fields, with_new_names
 from fp8jax.ops.products.linear import linear
@@ -24,127 +23,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 TINY = Setting(
     dim=32, layers=1, heads=2, mlp_dim=48, length=16, batch=4, steps=20, warmup=2, valid=8, valid_fraction=0.2
 )
-
-
-def losses(differences, seeds=8, noise=0.001, common=0.02):
-    """Runs whose arms differ from bf16 by shares of the loss, with noise of the arm and much more of the seed."""
-    rng = np.random.default_rng(0)
-    base = 1 + common * rng.normal(size=seeds)
-    runs = {}
-    for name, by in ({BASE: 0} | differences).items():
-        values = base * (1 + by + (0 if name == BASE else noise * rng.normal(size=seeds)))
-        runs[name] = {s: {TRAINING: float(v), VALIDATION: float(v) + 0.1} for s, v in enumerate(values)}
-    return runs
-
-
-def test_sound_arms_pass_a_damaged_one_fails_and_between_them_nothing_is_said():
-    found = losses({"coat": 0.0005, "worse": 0.005, "better": -0.02, "control": 0.02})
-    verdicts = training_parity.judge(found, paired=True)
-    assert verdicts == {"coat": "within", "worse": "undecided", "better": "outside", "control": "outside"}
-    # What a damaged arm's seeds differ by says nothing of the others' noise.
-    wild = {s: {m: x * (1 + s / 10) for m, x in run.items()} for s, run in found["control"].items()}
-    of, beside = (training_parity.differences(f, TRAINING, paired=True) for f in (found, found | {"control": wild}))
-    assert beside["coat"].half == of["coat"].half
-    assert beside["control"].half > 20 * of["control"].half
-    # Compared with the mean of all seeds less can be told: these differ by far more than the limit.
-    unpaired = training_parity.judge(found, paired=False)
-    assert (unpaired["coat"], unpaired["worse"]) == ("undecided", "undecided")
-    one = {name: dict(list(runs.items())[: 8 if name == BASE else 1]) for name, runs in found.items()}
-    assert set(training_parity.judge(one, paired=False).values()) == {"not judged"}
-
-
-def test_an_arm_must_hold_in_training_and_in_validation():
-    found = losses({"coat": 0.0})
-    for run in found["coat"].values():
-        run[VALIDATION] *= 1.03
-    assert training_parity.judge(found, paired=True) == {"coat": "outside"}
-
-
-def test_differences_are_from_the_mean_of_seeds_with_students_interval():
-    found = {BASE: dict(enumerate([1.0, 1.02, 0.98])), "coat": dict(enumerate([1.01, 1.05]))}
-    found = {name: {s: {TRAINING: x} for s, x in runs.items()} for name, runs in found.items()}
-    of = training_parity.differences(found, TRAINING, paired=False)["coat"]
-    assert of.value == pytest.approx(0.03)
-    coat = np.array([1.01, 1.05]) / 1.03
-    noise = np.sqrt((np.var([1.0, 1.02, 0.98]) * 3 + np.var(coat) * 2) / 3)
-    noise = max(noise, np.std(coat, ddof=1))
-    assert of.half == pytest.approx(stats.t.ppf(0.975, 3) * noise * np.sqrt(1 / 2 + 1 / 3))
-    of = training_parity.differences(found, TRAINING, paired=True)["coat"]
-    assert of.value == pytest.approx(2.06 / 2.02 - 1)
-    inside = np.array([1.01 / 1.0, 1.05 / 1.02])
-    inside /= inside.mean()
-    assert of.half == pytest.approx(stats.t.ppf(0.975, 1) * np.std(inside, ddof=1) / np.sqrt(2))
-    del found["coat"][1]
-    of = training_parity.differences(found, TRAINING, paired=True)["coat"]
-    assert (of.seeds, of.half, of.verdict) == (1, np.inf, "not judged")
-
-
-def test_the_interval_holds_the_true_difference_as_often_as_it_says():
-    rng, hits = np.random.default_rng(1), 0
-    for _ in range(400):
-        base = 1 + 0.02 * rng.normal(size=4)
-        runs = {BASE: base} | {str(i): base * (1.003 + 0.002 * rng.normal(size=4)) for i in range(2)}
-        found = {name: {s: {TRAINING: x} for s, x in enumerate(values)} for name, values in runs.items()}
-        of = training_parity.differences(found, TRAINING, paired=True)["0"]
-        hits += abs(of.value - 0.003) <= of.half
-    assert 0.92 <= hits / 400 <= 0.99
-
-
-def test_a_control_that_passes_is_told(tmp_path):
-    run = {"losses": [1.0] * 20, "valid_loss": 1.0, "seconds": 1.0}
-    setting = dataclasses.asdict(TINY)
-
-    def content(by):
-        runs = {str(s): run | {"valid_loss": 1 + s / 50 + by + s % 2 / 1e4} for s in range(4)}
-        return {"setting": setting, "device": "d", "date": "2026-01-01", "parameters": 1, "moments": 8.0,
-                "runs": runs}  # fmt: skip
-
-    (tmp_path / "parity").mkdir()
-    for by, told in ((0.0, True), (0.05, False)):
-        for name, shift in ((BASE, 0), ("coat", 0), ("control", by)):
-            (tmp_path / "parity" / f"{name}.json").write_text(json.dumps(content(shift)))
-        assert training_parity.main(["--judge", "--results", str(tmp_path)]) == 0
-        assert (tmp_path / "d" / "training_parity.png").exists()
-        notes = json.loads((tmp_path / "d" / "training_parity.json").read_text())["notes"]
-        assert any("The control is not told from a sound arm" in note for note in notes) == told
-
-
-def test_runs_of_a_larger_model_stand_in_a_table_of_their_own(tmp_path):
-    for folder, arms in (
-        ("parity", {BASE: 1.0, "coat": 1.0, "an arm of before": 1.0}),
-        ("parity_65m", {BASE: 1.0, "moss": 1.03}),
-    ):
-        (tmp_path / folder).mkdir()
-        for name, loss in arms.items():
-            runs = {str(s): {"losses": [loss + s / 50] * 20, "valid_loss": loss + s / 50} for s in range(2)}
-            content = {"setting": dataclasses.asdict(TINY), "device": "d", "date": "2026-01-01", "parameters": 7,
-                       "moments": 2.0, "commit": f"{name}1"}  # fmt: skip
-            (tmp_path / folder / f"{name}.json").write_text(json.dumps(content | {"runs": runs}))
-    assert training_parity.main(["--judge", "--results", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "d" / "training_parity.json").read_text())
-    # Each row is of the runs of its arm, and says so.
-    assert {(row["case"], row["commit"], row["device"]) for row in content["rows"]} == {
-        (name, f"{name}1", "d") for name in (BASE, "coat", "an arm of before", "moss")
-    }
-    tables = {}
-    for row in content["rows"]:
-        tables.setdefault(row["table"], set()).add(row["case"])
-    small = {BASE, "coat", "an arm of before"}
-    assert tables == {training_parity.TABLES["13m"]: small, training_parity.TABLES["65m"]: {BASE, "moss"}}
-    assert any(note.startswith("Larger: a Llama of 7 parameters") for note in content["notes"])
-    assert any(note.startswith("moss: training loss +2.9") and "outside" in note for note in content["notes"])
-    assert training_parity.SIZES["65m"][1].tokens == 301_465_600
-
-
-def test_what_is_left_to_train_is_told(corpus, tmp_path, capsys, monkeypatch):
-    for size, (folder, _) in training_parity.SIZES.items():
-        monkeypatch.setitem(training_parity.SIZES, size, (folder, TINY))
-    argv = ["--data", str(corpus), "--arms", "bf16", "coat", "--results", str(tmp_path)]
-    assert training_parity.main([*argv, "--limit", "0"]) == 1
-    assert "not finished: bf16, coat; give the same command again" in capsys.readouterr().out
-    assert list(tmp_path.glob("*.json")) == []
-    assert training_parity.main([*argv, "--data", str(tmp_path / "missing")]) == 2
-    assert "no such file or folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +35,7 @@ def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
     assert (text.starts(3, TINY) != text.starts(4, TINY)).any()
     runs = {}
     for name, recipe in ((BASE, fp8jax.recipes.bf16()), ("moments", fp8jax.recipes.coat_optimizer())):
-        parity_runs.train_arm(name, ParityArm(recipe), [0, 1], text, TINY, tmp_path / "file.json")
+        parity_runs.train_arm(name, ParityArm(recipe), [0, 1], TINY, tmp_path / "file.json", text=text)
         runs[name] = json.loads((tmp_path / "file.json").rename(tmp_path / name).read_text())["runs"]
     first = {name: [of["losses"][0] for of in seeds.values()] for name, seeds in runs.items()}
     # A step's loss is of the weights before it: moments stored otherwise change little of the first ten.
@@ -184,8 +62,11 @@ def test_a_damaged_forward_product_is_trained_and_validated_with(text, tmp_path,
 
 def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
     path, arm = tmp_path / "bf16.json", ParityArm(fp8jax.recipes.bf16())
-    train = lambda seeds, setting=TINY, **how: parity_runs.train_arm("bf16", arm, seeds, text, setting, path, **how)  # noqa: E731
-    train([0, 1], room=lambda took: took == 0)
+
+    def train(seeds, setting=TINY, has_time=lambda _: True):
+        parity_runs.train_arm("bf16", arm, seeds, setting, path, text=text, has_time=has_time)
+
+    train([0, 1], has_time=lambda took: took == 0)
     kept = json.loads(path.read_text())
     assert list(kept["runs"]) == ["0"]
     assert kept["runs"]["0"]["commit"] == record.commit()
@@ -209,7 +90,7 @@ def test_files_name_fields_of_recipes_as_they_were_called_then(steps):
     name = f"moss_interval_{steps}"
     stored = json.loads((ROOT / "results" / "parity_intervals" / f"{name}.json").read_text())["recipe"]
     assert stored["linear.interval"] == str(steps)
-    assert parity_runs.read_settings(stored) == parity_runs.settings(training_parity.ARMS[name].recipe)
+    assert parity_runs.read_settings(stored) == parity_runs.settings(parity.ARMS[name].recipe)
 
 
 OLDER_VALUES = {
@@ -314,11 +195,8 @@ def test_masters_in_16_bits_and_released_layers_train_as_fp32_masters(tmp_path):
     """Three seeds of a tiny model: losses within 1 % of those of fp32 masters."""
     setting = dataclasses.replace(TINY, dim=64, layers=2, mlp_dim=96, length=32, batch=8, steps=200, lr=3e-4, warmup=10)
     text = parity_runs.read_text([], setting)
-    arms = {BASE: training_parity.ARMS[BASE]}
-    arms |= {
-        name: training_parity.ARMS[name]
-        for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares")
-    }
+    arms = {BASE: parity.ARMS[BASE]}
+    arms |= {name: parity.ARMS[name] for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares")}
     found = {}
     for name, arm in arms.items():
         run, validate, _ = parity_runs.programs(arm, setting)
@@ -330,3 +208,51 @@ def test_masters_in_16_bits_and_released_layers_train_as_fp32_masters(tmp_path):
     off = {name: np.abs(ends / found[BASE] - 1).max(0) for name, ends in found.items()}
     for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares"):
         assert off[name].max() < 0.01, off
+
+
+def coded(x, dtype):
+    """Values that codes of one scale a tensor stand for, in float64."""
+    x = np.asarray(x, np.float64)
+    scale = np.abs(x).max() / float(ml_dtypes.finfo(dtype).max)
+    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("operand", ["x", "w", "dy"])
+def test_one_operand_alone_is_rounded(operand):
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.normal(size=(6, 32)), "w": rng.normal(size=(32, 8)), "dy": rng.normal(size=(6, 8))}
+    arrays = {name: jnp.asarray(a, jnp.float32) for name, a in arrays.items()}
+    name, dtype = ("e5m2", ml_dtypes.float8_e5m2) if operand == "dy" else ("e4m3", ml_dtypes.float8_e4m3fn)
+    multiply = parity_runs.product_of(parity_runs.Rounding(**{operand: name}))
+    y, back = jax.vjp(multiply, arrays["x"], arrays["w"])
+    exact = {name: np.asarray(a, np.float64) for name, a in arrays.items()}
+    exact[operand] = coded(exact[operand], dtype)
+    want = exact["x"] @ exact["w"], exact["dy"] @ exact["w"].T, exact["x"].T @ exact["dy"]
+    for got, right in zip((y, *back(arrays["dy"])), want, strict=True):
+        assert np.linalg.norm(np.asarray(got) - right) < 1e-3 * np.linalg.norm(right)
+
+
+TINY_BATCH = FixedBatch(64, 64, 2, 4, 2, 128, batch=2, length=32, steps=6)
+
+
+def test_a_seed_has_one_start_in_all_arms_and_learns_the_batch():
+    losses = {}
+    for name in ("bf16", "dy alone in e5m2"):
+        run = parity_runs.fixed_batch_run(parity.ARMS[name], TINY_BATCH)
+        losses[name] = [run(seed) for seed in (0, 1)]
+    first = [[run[0] for run in runs] for runs in losses.values()]
+    assert first[0] == first[1]  # the forward pass of this arm rounds nothing
+    assert first[0][0] != first[0][1]
+    assert all(run[-1] < run[0] - 0.5 for runs in losses.values() for run in runs)
+    assert losses["bf16"][0][-1] != losses["dy alone in e5m2"][0][-1]
+
+
+def test_older_files_of_the_fixed_batch_are_continued(tmp_path, monkeypatch):
+    path = tmp_path / "coat.json"
+    old = {"arm": "coat", "device": jax.devices()[0].device_kind, "commit": "abc", "losses": {"0": [4.0, 2.0]}}
+    path.write_text(json.dumps(old))
+    monkeypatch.setattr(parity_runs, "fixed_batch_run", lambda arm, setting: lambda seed: [3.0, float(seed)])
+    parity_runs.train_arm("coat", parity.ARMS["coat"], range(3), TINY_BATCH, path)
+    runs = parity_runs.runs_of(json.loads(path.read_text()))
+    assert [run["losses"] for run in runs.values()] == [[4.0, 2.0], [3.0, 1.0], [3.0, 2.0]]
+    assert runs["0"]["commit"] == "abc"
