@@ -106,7 +106,12 @@ def test_details_are_in_the_log_and_seen_where_that_is_asked_for(tmp_path, is_ve
     assert log.startswith("a line of [brackets]\n")
     assert "3.9 KiB" in log
     shown = stream.getvalue()
-    assert shown.count("before there is a file") == shown.count("[brackets]") == shown.count("memory estimate") == is_verbose
+    assert (
+        shown.count("before there is a file")
+        == shown.count("[brackets]")
+        == shown.count("memory estimate")
+        == is_verbose
+    )
 
 
 def test_a_terminal_gets_a_bar_that_ends_with_the_validation(tmp_path):
