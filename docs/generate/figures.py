@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.results import first_screen, lookup, quotes, report
+from experiments.results import figures, first_screen, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.
-LAYER = {"coat": "COAT, lean", "coat_fast": lookup.BOUNDED}
+LAYER = {"coat": "COAT, lean", "coat_fast": "COAT, lean, bounded scales, weights held"}
 KEPT = {"coat": "COAT, lean"}
 
 
@@ -21,54 +21,42 @@ def results() -> Mapping[str, Mapping[str, Any]]:
 
 
 class Look(NamedTuple):
-    """A figure of a recipe.
+    """A ratio that is measured of recipes.
 
     Attributes:
         what: what was measured, against what.
         bench: the results file.
-        look: the recipe's name to the figure, of the file's content; None where it has none.
+        rows: its rows: a selector of `experiments.results.figures`, with {} for the name of the recipe's arm.
+        names: of arms that are not called as their recipe.
         form: how it is written.
     """
 
     what: str
     bench: str
-    look: Callable[[str, Mapping[str, Any]], float | None]
+    rows: str
+    names: Mapping[str, str] = {}
     form: str = "{:.2f}x bf16"
 
 
-def _row(impl: str, metric: str, field: str, baseline: str | None = None, case: str = "") -> quotes.Look:
-    return quotes.one(impl, metric, field, baseline, case)
-
-
-def _step(case: str, metric: str = "step") -> Callable[[str, Mapping[str, Any]], float | None]:
-    return lambda name, result: _row(name, metric, "ratio", lookup.AGAIN, case)(result)
-
-
-def _layer(name: str, result: Mapping[str, Any]) -> float | None:
-    return _row(LAYER.get(name, name), "time", "ratio", "bf16", "batch 4")(result)
-
-
-def _kept(name: str, result: Mapping[str, Any]) -> float | None:
-    return _row(KEPT.get(name, name), "total, recomputed", "ratio")(result)
-
-
-LESS = "{:.2f}x less than bf16"
+STEP, LESS = "{} > step > bf16, recomputed", "{:.2f}x less than bf16"
 LOOKS = {
-    "step": Look("Training step, Llama 1.1B: speed", "step", _step(lookup.ONE)),
-    "memory": Look("Training step, Llama 1.1B: memory", "step", _step(lookup.ONE, "memory"), LESS),
-    "more": Look("Training step, Llama 1.1B: speed", "step_more", _step(lookup.ONE)),
-    "data": Look("The same step on two GPUs, data parallel: speed", "step_two", _step(lookup.DATA)),
-    "fsdp": Look("The same step on two GPUs, FSDP: speed", "step_two", _step(lookup.FSDP)),
-    "7b": Look("Training step, Llama 7B, two GPUs, FSDP: speed", "step_7b", _step(lookup.FSDP_7B)),
-    "layer": Look("One Llama-7B layer, forward and backward: speed", "layer", _layer),
-    "kept": Look("Residuals of one layer: bytes", "coat_memory", _kept, LESS),
-}
+    "step": Look("Training step, Llama 1.1B: speed", "step", f"{STEP} > 1b, one GPU"),
+    "memory": Look("Training step, Llama 1.1B: memory", "step", "{} > memory > bf16, recomputed > 1b, one GPU",
+                   form=LESS),
+    "more": Look("Training step, Llama 1.1B: speed", "step_more", f"{STEP} > 1b, one GPU"),
+    "data": Look("The same step on two GPUs, data parallel: speed", "step_two", f"{STEP} > 1b, data parallel over 2"),
+    "fsdp": Look("The same step on two GPUs, FSDP: speed", "step_two", f"{STEP} > 1b, FSDP over 2"),
+    "7b": Look("Training step, Llama 7B, two GPUs, FSDP: speed", "step_7b", f"{STEP} > 7b, FSDP over 2, 4 x"),
+    "layer": Look("One Llama-7B layer, forward and backward: speed", "layer", "{} > time > bf16 > batch 4", LAYER),
+    "kept": Look("Residuals of one layer: bytes", "coat_memory", "{} > total, recomputed", KEPT, LESS),
+}  # fmt: skip
 
 
 def by_card(look: Look, recipe: str) -> dict[str, float]:
     """The figure on each card that has it."""
-    found = {card: look.look(recipe, result) for card, result in results().get(look.bench, {}).items()}
-    return {card: figure for card, figure in found.items() if figure is not None}
+    selector = look.rows.format(look.names.get(recipe, recipe))
+    found = {card: figures.rows(result, "ratio", selector) for card, result in results().get(look.bench, {}).items()}
+    return {card: float(ratios[0]) for card, ratios in found.items() if len(ratios) == 1}
 
 
 def label(card: str) -> str:

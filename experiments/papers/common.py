@@ -82,7 +82,7 @@ def write(
         title: headline in RESULTS.md.
         rows: the figures.
         notes: what was measured on what, and why it differs from the paper's.
-        figure: to be drawn beside them.
+        figure: saved beside them, if there is one.
         results: folder, made where missing.
         arguments: of the command that regenerates it.
         module: name of the module in `experiments.papers`, where it is not `bench`.
@@ -104,7 +104,9 @@ def write(
         complete=not os.environ.get("FP8JAX_DRY"),
         date=date,
     )
-    if figure is not None:
+    if figure is None:
+        path.with_suffix(".png").unlink(missing_ok=True)  # of an older command, which drew one
+    else:
         figure.savefig(path.with_suffix(".png"))
     print(f"wrote {path}")
     return path

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-from experiments.results import claims, lookup
+from experiments.results import figures
 
 Result = Mapping[str, Any]
 BASE, OURS = "bf16", ("coat", "coat_fast")
@@ -48,9 +48,10 @@ LINES = (
 
 def _figures(line: Headline, results: Mapping[str, Mapping[str, Result]]) -> dict[str, dict[str, str | None]]:
     """Return the cells of a line by card and column, for cards with bf16 and ours."""
-    looks = [lookup.value(name, line.metric, line.unit, line.digits, line.case) for name in COLUMNS]
-    cards = {card: dict(zip(COLUMNS, (look(result) for look in looks), strict=True))
-             for card, result in results.get(line.bench, {}).items()}  # fmt: skip
+    cards = {}
+    for card, result in results.get(line.bench, {}).items():
+        form = f"{{{{[value {{}} > {line.metric} > > {line.case}]:.{line.digits}f}}}} {line.unit}"
+        cards[card] = {name: figures.filled(form.format(name), result) for name in COLUMNS}
     return {card: cells for card, cells in cards.items() if cells[BASE] and any(cells[name] for name in OURS)}
 
 
@@ -82,7 +83,7 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
         rows[line.label], result = cards[card], results[line.bench][card]
         commits = list(dict.fromkeys(row["commit"] for row in result["rows"]))
         by = commits[0] if len(commits) == 1 else "several commits"
-        sources[f"`{claims.short(result['command'])}`, {card.upper()}, {by}"] = None
+        sources[f"`{figures.short(result['command'])}`, {card.upper()}, {by}"] = None
     shown = [name for name in COLUMNS if any(of[name] for of in rows.values())]
     head = [f"| | {' | '.join(COLUMNS[name] for name in shown)} |", f"|---|{'---:|' * len(shown)}"]
     body = [f"| {label} | {' | '.join(of[name] or '-' for name in shown)} |" for label, of in rows.items()]

@@ -148,17 +148,15 @@ CPU = (
     table("moss_snr", 400),
     table("fp8_lm_gradients", 200),
     table("fp8_lm_reductions", 200),
-    table("moss_scaling", 300),
-    table("int8_fallback", 900),
     table("finetuning", 1500),
-    table("fp8_lm_masters", 1800),
-    table("moss_accuracy", 1200),
 )
+# Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
+SETTLED = ("coat_expansion", "fp8_lm_masters", "int8_diverges", "int8_fallback", "int8_leak", "int8_outliers",
+           "moss_accuracy", "moss_scaling", "release_clipping", "second_moment", "training_parity")  # fmt: skip
 # From other files, without measuring: after the others.
 DERIVED = (
-    table("moss_speed", 20),
-    table("coat_efficiency", 5),
-    table("int8_limit", 5),
+    *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
+      for page in ("moss_speed", "coat_efficiency", "int8_limit")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("fixed_batch", "fixed_batch"))),

@@ -1,32 +1,11 @@
-"""Tables of INT8 training: what decides whether a block falls back, and speeds beside bf16."""
+"""The table of INT8 layers: speeds beside bf16."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from experiments.models.llama import LlamaConfig
-from experiments.papers import int8_fallback, int8_speed
+from experiments.papers import int8_speed
 from fp8jax.ops.dispatch import choice
-
-BLOCK, FACTOR = 32, 64.0
-
-
-def test_criteria_measure_what_the_paper_says():
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((256, 384)).astype(np.float32)
-    x[:128, :128] = 0
-    base = x + rng.uniform(-0.1, 0.1, x.shape).astype(np.float32) * (x != 0)
-    found = np.asarray(int8_fallback.measures(jnp.asarray(x), jnp.asarray(base), (128, 128)))
-    for i, j in np.ndindex(2, 3):
-        at = np.s_[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
-        error, size = np.abs(x[at] - base[at]).sum(dtype=float), np.abs(x[at]).sum(dtype=float)
-        want = [np.abs(x[at]).max(), error, error / size if size else 0]
-        np.testing.assert_allclose(found[:, i, j], want, rtol=1e-5)
-    for measured in found:
-        share = np.asarray(int8_fallback.top_share(jnp.asarray(measured), 1 / 3))
-        assert share.sum() == 2
-        assert measured[share].min() >= measured[~share].max()
 
 
 def test_speeds_are_ratios_to_bf16_and_a_backward_pass_is_the_rest(monkeypatch):
