@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from experiments.results.lookup import find
+from experiments.results.figures import rows
 from experiments.train.report import size
 from experiments.train.result import RECENT, Result
 
@@ -75,9 +75,9 @@ def sentences(
     return lines
 
 
-def spread(rows: Sequence[Mapping[str, Any]]) -> float:
+def spread(metrics: Sequence[Mapping[str, Any]]) -> float:
     """The range of the middle half of the newest steps' speeds, as a share of their median; 0 for few steps."""
-    speeds = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row][-RECENT:]
+    speeds = [row["tokens_per_s"] for row in metrics if "tokens_per_s" in row][-RECENT:]
     if len(speeds) < 4:
         return 0.0
     low, middle, high = statistics.quantiles(speeds, n=4)
@@ -111,8 +111,8 @@ def _h100_factor(recipe: str) -> float | None:
     """How many times as fast a step on an H100 is as in bf16; None if it was not measured."""
     path = _RESULTS_PATH / _H100_PATH
     measured = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    ours, theirs = (find(measured, name, "step", "value") for name in (recipe, "bf16"))
-    return theirs[0] / ours[0] if ours and theirs else None
+    ours, theirs = (rows(measured, "value", f"{name} > step") for name in (recipe, "bf16"))
+    return float(theirs[0] / ours[0]) if len(ours) and len(theirs) else None
 
 
 def _moments(result: Result) -> int:
