@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, 
 # What takes longer than to try the code once: arms that differ in their recipe alone.
 FEWER = {
     "step": ["--arm", "coat", "--torch"],
-    "models": ["--models", "gpt350m", "--arm", "bf16", "coat"],
+    "models": ["--models", "gpt350m", "--torch", "--arm", "bf16", "coat"],
     "layer": ["--only", "te_current"],
     "release": ["--arm", "coat, released, offloaded, bf16+int8 masters", "bf16"],
 }

@@ -68,6 +68,8 @@ def test_adapters_are_compared_with_those_of_16_bits(monkeypatch):
         def __call__(self):
             return 1.0
 
+        def prepare(self): ...
+
         def stop(self): ...
 
         def needs(self):
@@ -133,7 +135,7 @@ def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
 
 def test_an_optimizer_is_compared_with_the_fastest_way_to_move_its_bytes(monkeypatch):
     pytest.importorskip("jax_triton")
-    from experiments.bench import optimizer
+    from experiments.bench import optimizer_arms as optimizer
 
     times = {"four warps": (3.0, None), "eight warps": (2.0, 2.5), "bytes only": (None, 2.5), "ours": (4.0, 5.0),
              "optax": (8.0, 4.0)}  # fmt: skip
