@@ -120,7 +120,8 @@ def _moments(result: Result) -> int:
 
 
 def _percent(result: Result, baseline: Result) -> str:
-    return f"{100 * (result.valid_loss / baseline.valid_loss - 1):+.2f} %"
+    # Without a negative zero.
+    return f"{round(100 * (result.valid_loss / baseline.valid_loss - 1), 2) + 0.0:+.2f} %"
 
 
 def _times(factor: float, unit: str) -> str:

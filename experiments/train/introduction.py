@@ -43,7 +43,7 @@ def print_header(
     source = " ".join(config.data.data) or _LIBRARY
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
     unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
-    counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} for validation"
+    counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} to validate"
     report.told(console, f"  text   {corpus.files} files of {source}{skipped}: {counts}", 9)
     parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     name = config.model.init or config.model.model
