@@ -3,14 +3,13 @@
     python -m experiments.papers.coat_optimizer     COAT: Tables 1 and 9, Figures 2 and 3, group sizes of moments
     python -m experiments.papers.coat_activations   COAT: Table 10, Figure 4(a)
     python -m experiments.papers.coat_memory        COAT: Tables 2 and 14, what a layer keeps for its backward pass
-    python -m experiments.papers.coat_speed         COAT: Tables 7 and 12, Figure 4(b), on a GPU
+    python -m experiments.papers.coat_speed         COAT: Table 12, Figure 4(b), on a GPU
     python -m experiments.papers.fp8_lm_precision   FP8-LM: Table 6, Figure 8
     python -m experiments.papers.fp8_lm_gradients   FP8-LM: Figure 7, sums of gradients in 8 bits
     python -m experiments.papers.fp8_lm_reductions  FP8-LM: Figure 7 by fp8jax.dist on the devices of this host
     python -m experiments.papers.plans              FP8-LM: Tables 5 and 8; COAT: Table 11; MOSS: Table 5, on paper
     python -m experiments.papers.finetuning         losses of fine-tuning a checkpoint, of all weights and of adapters
     python -m experiments.papers.parity             COAT: Table 13; MOSS: Tables 9, 11; seeds of recipes beside bf16
-    python -m experiments.papers.int8_speed         INT8 fallback: Table 3, Figures 1(b), 6(b), on a GPU
     python -m experiments.papers.speeds             tables of speeds that are made of other results files
     python -m experiments.results.report            RESULTS.md
 

@@ -3,6 +3,7 @@
 It measures nothing. It writes results/CARD/NAME.json of each card that has the files that NAME is made of:
 
     moss_speed       MOSS: Tables 6 and 10, Figure 8, from gemm, step, step_scaling and results/cpu/moss_snr.json
+    coat_layer       COAT: Table 7, from layer
     coat_efficiency  COAT: Table 11, from step_7b_fit, step_7b_fit_four and step_7b_fit_eight
     int8_limit       INT8 fallback: the limit on Hopper, from gemm, gemm_int8, linear, quantize, layer and steps
 """
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.bench import cases
-from experiments.bench.arms import AGAIN
+from experiments.bench.arms import AGAIN, FAITHFUL, LEAN
 from experiments.bench.cases import Gemm
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
@@ -116,6 +117,28 @@ def moss_scalings(step: Result) -> list[Row]:
                 Row(case, "scaling above automatic, share of the step", 100 * (ours - automatic) / ours, "%",
                     paper=share, table=table),
             ]  # fmt: skip
+    return rows
+
+
+# COAT, Table 7, hidden size 4096, batch 4: milliseconds forward and backward, and MB of activations, by length.
+TABLE_7 = {
+    2048: {"bf16": (26.55, 2914), "te_current": (17.98, 2420), FAITHFUL: (16.85, 1766)},
+    4096: {"bf16": (54.80, 5828), "te_current": (37.24, 4840), FAITHFUL: (35.6, 3533)},
+}
+
+
+def coat_layer(layer: Result) -> list[Row]:
+    """Table 7: time of a Llama-7B layer and what it keeps, and both over bf16, beside the paper's."""
+    rows = []
+    for length, paper in TABLE_7.items():
+        case, table = f"batch 4, length {length}", f"Table 7: hidden size 4096, batch 4, length {length}"
+        for name in ("bf16", "te_current", FAITHFUL, LEAN):
+            for i, (metric, unit) in enumerate((("time", "ms"), ("kept", "U"))):
+                ours, base = value(layer, name, metric, case), value(layer, "bf16", metric, case)
+                if ours and base:
+                    ratio = paper["bf16"][i] / paper[name][i] if name in paper else None
+                    theirs = paper[name][i] if name in paper and metric == "time" else None
+                    rows.append(Row(name, metric, ours, unit, "bf16", base / ours, theirs, ratio, table))
     return rows
 
 
@@ -275,6 +298,10 @@ NOTES = {
         "of weights are made in all three; just in time their largest magnitudes are read first, delayed they are "
         "counted on the way and used later.",
     ),
+    "coat_layer": (
+        "A layer of `experiments.models.llama` in bf16, as `fp8jax.nnx.quantize` leaves it. Our bf16 is XLA's with "
+        "cuDNN's attention; the paper's is an implementation in PyTorch on an H100 that is slower. TE is `te_current`.",
+    ),
     "coat_efficiency": (
         "The paper's baseline is PyTorch's FSDP in bf16, which keeps more than our bf16: it recomputes norms and "
         "activations. Batches are those that `experiments.plan` says fit in 80 GB a GPU; where none is given it is "
@@ -294,6 +321,7 @@ NOTES = {
 }
 TITLES = {
     "moss_speed": "MOSS: products, weights' scales, and the trade of speed for fidelity (Tables 6, 10, Figure 8)",
+    "coat_layer": "COAT: a layer's speed and what it keeps (Table 7)",
     "coat_efficiency": "COAT: memory and throughput of Llama-2-7B by what is in 8 bits (Table 11)",
     "int8_limit": "INT8 fallback: the limit on Hopper, and what was measured",
 }
@@ -316,6 +344,8 @@ def tables(card: Path, snr: Result | None) -> dict[str, tuple[list[Sourced], str
         if "step_scaling" in files:
             rows += sourced(moss_scalings(files["step_scaling"]), files["step_scaling"])
         found["moss_speed"] = rows, files["step"]["date"]
+    if "layer" in files:
+        found["coat_layer"] = sourced(coat_layer(files["layer"]), files["layer"]), files["layer"]["date"]
     fits = {count: files[name] for count, name in EFFICIENCY_FILES.items()
             if name in files and files[name].get("complete", True)}  # fmt: skip
     if rows := [row for count, file in fits.items() for row in sourced(efficiency(count, file), file)]:
