@@ -195,13 +195,16 @@ def measure(
 def rows(
     case: str, times: dict[str, timing.Seconds], needs: dict[str, float], arrays: dict[str, int]
 ) -> list[timing.Row]:
-    """Milliseconds of a step and GB of temporaries, against JAX's bf16 of the same kind, and arrays of the state."""
+    """Return milliseconds of a step, GB of temporaries and arrays of the state; ratios to JAX's bf16 if it ran."""
     table = []
+    baseline = BASE if BASE in needs else None
     for recipe, size in needs.items():
         for end in KINDS:
-            time_, base = times[f"{recipe}{end}"], times[f"{BASE}{end}"]
-            table.append(driver.time_row(case, recipe, f"step{end}", time_, BASE, base / time_))
-        table.append(timing.row(case, recipe, "temporaries", size, "GB", BASE, needs[BASE] / size))
+            time_ = times[f"{recipe}{end}"]
+            ratio = times[f"{BASE}{end}"] / time_ if baseline else None
+            table.append(driver.time_row(case, recipe, f"step{end}", time_, baseline, ratio))
+        size_ratio = needs[BASE] / size if baseline else None
+        table.append(timing.row(case, recipe, "temporaries", size, "GB", baseline, size_ratio))
         if recipe in arrays:
             table.append(timing.row(case, recipe, "arrays", arrays[recipe], ""))
     return table

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -82,7 +81,7 @@ class ProductOperation:
     canonical_data: Value
     saved_data: Value | None = None
     use: WeightUse | None = None
-    params: Mapping[str, Any] = MappingProxyType({})
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bias: Value | None = None
     is_transposed: bool = False
     split_sizes: tuple[int, ...] | None = None

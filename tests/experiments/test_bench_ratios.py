@@ -127,6 +127,10 @@ def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
     assert found["coat", "temporaries"] == (4, 2)
     assert (found["bf16", "arrays"], found["coat", "arrays"]) == ((7, None), (9, None))
     assert all(math.isclose(found["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))
+    alone = models.rows("c", times, {"coat": 4.0}, {"coat": 9})  # bf16 did not run
+    assert [(r["value"], r["baseline"], r["ratio"]) for r in alone] == [
+        (value, None, None) for value in (2000, 5000, 4, 9)
+    ]
 
 
 def test_an_optimizer_is_compared_with_the_fastest_way_to_move_its_bytes(monkeypatch):

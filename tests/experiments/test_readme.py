@@ -10,7 +10,7 @@ from experiments.results.figures import Quote
 
 ROOT = Path(__file__).parents[2]
 # What a measurement looks like: a number and what it is of.
-MEASURED = re.compile(r"[+-]?\d[\d.,]*(?= (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|MB\b|TFLOP|bytes a parameter))")
+MEASURED = re.compile(r"[+-]?\d[\d.,]*(?=x\b| (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|MB\b|TFLOP|bytes a parameter))")
 # Sizes, limits and definitions, which no run gives: the words around them.
 STATED = (
     "moments take 2.1 bytes a parameter instead of 8",
@@ -57,6 +57,7 @@ def test_the_search_for_figures_finds_what_is_not_quoted():
     assert MEASURED.findall("it is 1.32 times as fast, takes 158 ms and 35.2 GB, and is +0.5 % off: 31 dB") == [
         "1.32", "158", "35.2", "+0.5", "31",
     ]  # fmt: skip
+    assert MEASURED.findall("1.32x bf16, in groups of 1x128") == ["1.32"]
     assert not MEASURED.search("groups of 128, H200, three seeds, bf16")
 
 
