@@ -60,6 +60,7 @@ from fp8jax.optim.weight_bounds import max_adam_step as max_adam_step
 from fp8jax.optim.weight_bounds import reset_weight_amax_bounds as reset_weight_amax_bounds
 from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
 from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
+from fp8jax.rewrite.rules import GroupedProduct as GroupedProduct
 from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
@@ -76,6 +77,7 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "FrozenWeight",
     "FusedBlockState",
+    "GroupedProduct",
     "MissingKernelsWarning",
     "QTensor",
     "QuantSpec",

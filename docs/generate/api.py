@@ -33,7 +33,7 @@ FIRST = """
 TASKS = {
     "Quantize a model": """
         nnx.quantize nnx.unquantize linen.quantize linen.unquantize linen.make_dot_general_cls transform
-        filter_transform Rule explain UnquantizedWarning MissingKernelsWarning""",
+        filter_transform Rule GroupedProduct explain UnquantizedWarning MissingKernelsWarning""",
     "Train a Flax model": """
         nnx.Optimizer nnx.value_and_grad nnx.grad linen.TrainState nnx.quantize_weights
         nnx.QuantizedWeightVariable""",

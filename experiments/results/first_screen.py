@@ -39,8 +39,8 @@ class Headline(NamedTuple):
 
 LINES = (
     Headline("Llama 1.1B, 8 x 2,048 tokens", "models", "Llama 1.1B"),
-    Headline("the same, each loss read at once", "models", "Llama 1.1B", "step, synchronised"),
-    Headline("the same, temporary memory", "models", "Llama 1.1B", "temporaries", "GB", 1),
+    Headline("Llama 1.1B, each loss read at once", "models", "Llama 1.1B", "step, synchronised"),
+    Headline("Llama 1.1B, temporary memory", "models", "Llama 1.1B", "temporaries", "GB", 1),
     Headline("GPT-2 350M, 16 x 1,024 tokens", "models_gpt350m", "GPT-2 350M"),
     Headline("ViT-L/16, 256 images", "models_vitl", "ViT-L/16"),
 )

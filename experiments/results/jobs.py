@@ -78,6 +78,7 @@ ONE_GPU = (
     bench("gemm", 125, "--limit", "100"),
     table("coat_speed", 40, gpus=1),
     bench("peers", 160),
+    bench("grouped", 260),
     bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
           "te_current, none of our kernels", file="step_more"),
     bench("step", 125, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "bf16", "coat",

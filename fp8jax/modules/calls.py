@@ -161,6 +161,7 @@ def transform_call(
     requires_product: bool,
     is_module_method: bool = False,
     checks_rules: bool,
+    has_expert_states: bool,
 ) -> Transformed:
     """A call as a function of parameters and other arrays.
 
@@ -169,7 +170,7 @@ def transform_call(
         original: the method, which gives the function its name.
         leaves: their kinds.
         rules: on the paths of layers.
-        names, requires_product, is_module_method, checks_rules: as of `CallInfo`.
+        names, requires_product, is_module_method, checks_rules, has_expert_states: as of `CallInfo`.
     """
 
     def function(params: dict[str, Any], other_arrays: list[Any]) -> Results:
@@ -195,6 +196,7 @@ def transform_call(
             adapter_paths,
             requires_product,
             checks_rules,
+            has_expert_states,
         )
 
     return Transformed(function, rules, (0,), (), call_info)

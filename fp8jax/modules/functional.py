@@ -261,6 +261,7 @@ def _transform_method(
         names=names,
         requires_product=method.requires_product,
         checks_rules=False,
+        has_expert_states=False,  # a module's states are made before its products are known
     )
 
 

@@ -247,7 +247,8 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     in
     `dot_general` or `einsum_op` of a Flax layer. In other classes they are in `fp8jax_NAME` for each parameter NAME of
     two
-    axes or more; such modules must not be stacked by `nnx.vmap`. No matmul may have batch axes with these scalings.
+    axes or more; such modules must not be stacked by `nnx.vmap`. Matmuls with batch axes run as written with these
+    scalings, and so do grouped products.
 
     A recipe, unlike a rule, does not quantize embeddings, output heads and routers. They are found by name, or by a
     result
@@ -269,8 +270,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
         TypeError: the model is no NNX module, or the rules are of another type.
         ValueError: a rule matches no layer, the model has none or is quantized already, or no module has one of
             `methods`.
-            From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul has, or has
-            batch axes under a scaling that collects statistics.
+            From a call: nothing can be quantized. Or a matmul asks for a precision that no quantized matmul has.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(wrong_model_message("fp8jax.nnx.quantize takes an NNX module", model))

@@ -39,6 +39,8 @@ class PlanEntry(NamedTuple):
         unquantized_residual_bytes: the same without a recipe, at least.
         flops: of a product in a forward pass, in all iterations of scans; 0 if unknown.
         is_unsupported: whether it is left as written although the rules ask for a recipe.
+        may_be_grouped: whether it may be a product of experts that is left as written: a ragged product, one in a
+            custom derivative or kernel, or one with a gathered matrix.
         concatenated: the layers of further parameters in a product's matrix.
         source_layers: the layers whose parameters a product left as written reads, or is computed from.
         dtype: of the operands that are not quantized; None if the inputs decide.
@@ -67,6 +69,7 @@ class PlanEntry(NamedTuple):
     unquantized_residual_bytes: int | None = None
     flops: float = 0
     is_unsupported: bool = False
+    may_be_grouped: bool = False
     concatenated: tuple[str, ...] = ()
     source_layers: tuple[str, ...] = ()
     dtype: str | None = None
@@ -146,7 +149,8 @@ class WeightMatmul:
     enclosing: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
     operation_node: Node | None = None  # where the operation stands, if not in the product's own place
-    has_unsupported_precision: bool = False  # it asks for a precision that a quantized product cannot give
+    is_unsupported: bool = False  # the rules ask for a recipe that this product cannot have
+    is_stacked: bool = False  # the matrices of experts are side by side, along the first axis of the operand
     concatenated: tuple[str, ...] = ()  # the layers of further parameters in the matrix
 
     @property

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from fp8jax.rewrite import primitives
+from fp8jax.rewrite import grouped, primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
 from fp8jax.rewrite.primitives import (
     CASTS,
     CONCAT_PRIMITIVES,
+    GATHER_PRIMITIVES,
     IDENTITY_PRIMITIVES,
     LAYOUTS,
     PRODUCTS,
@@ -21,6 +22,7 @@ from fp8jax.rewrite.primitives import (
     SLICING_PRIMITIVES,
     SubJaxpr,
 )
+from fp8jax.rewrite.rules import GroupedProduct
 
 
 def find_model_constants(graph: Graph) -> frozenset[int]:
@@ -70,7 +72,12 @@ def _depends_on_product(value: Value) -> bool:
 _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
 
 
-def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] = ()) -> Graph:
+def read(
+    closed_jaxpr: Any,
+    paths: Sequence[str | None],
+    frozen: Sequence[Any] = (),
+    grouped_products: Sequence[GroupedProduct] = (),
+) -> Graph:
     """The graph of a program.
 
     A closed-over array is data, as it may be a batch. If it is multiplied with data of the call, it is a constant of
@@ -81,6 +88,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
         closed_jaxpr: the program, with its constants.
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
+        grouped_products: the functions that the rules name as grouped products.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -95,6 +103,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
         graph = _build_graph(SubJaxpr(jaxpr, closed_jaxpr.consts, range(0)), inputs, "", model_constants)
         found = find_model_constants(graph)
         if not found:
+            grouped.annotate(graph, grouped_products)
             return graph
         model_constants |= found
 
@@ -174,7 +183,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
         node.results[0].constant = _folded_constant(node)
     if node.kind in ("mul", "div") and all(value.is_closure_data or not value.is_data for value in operands):
         node.results[0].weight = _scaled_weight(node)
-    elif node.kind in CONCAT_PRIMITIVES:
+    elif node.kind in (*CONCAT_PRIMITIVES, *GATHER_PRIMITIVES):
         node.results[0].weight = _concatenated_weight(node)
     elif operands and operands[0].weight is not None:
         for result in node.results:
@@ -270,7 +279,7 @@ def _scaled_weight(node: Node) -> Weight | None:
 
 
 def _concatenated_weight(node: Node) -> Weight | None:
-    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins.
+    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins, or of one that devices gather.
 
     Frozen parameters have codes of their own, and cannot be joined.
     """

@@ -29,11 +29,11 @@ from fp8jax.rewrite.graph import Graph, Node, Value
 
 
 class LoopLevel(NamedTuple):
-    """A loop or a mesh around a product.
+    """A loop or a mesh around a product, or its axis of experts, which is the innermost level.
 
     Attributes:
-        has_layer_axis: whether each iteration has its own weight, and so its own state.
-        size: the number of iterations or devices.
+        has_layer_axis: whether each iteration or expert has its own weight, and so its own state.
+        size: the number of iterations, devices or experts.
     """
 
     has_layer_axis: bool
@@ -46,7 +46,7 @@ class WeightUse(NamedTuple):
     Attributes:
         path: of the parameter.
         number: of the use, among those of this parameter.
-        levels: the loops and meshes around it, outermost first.
+        levels: the loops and meshes around it, outermost first, then its axis of experts.
     """
 
     path: str

@@ -134,7 +134,7 @@ class Transformed:
                 "fp8jax.lora.merge"
             )
         paths = self._param_paths(call.places)
-        original, planned = (read(call.program, paths) for _ in range(2))
+        original, planned = (read(call.program, paths, grouped_products=self._rules.grouped_products) for _ in range(2))
         entries, uses, *_ = plan(planned, self._rules, self._make_call_info(call.shapes))
         use_inputs: dict[tuple[str, int], UseInputs] = {}
         if states is not None:
@@ -234,7 +234,8 @@ class Transformed:
     def _make_plan(
         self, program: Any, paths: Sequence[str | None], shapes: Any, frozen_infos: Sequence[Any]
     ) -> CallPlan:
-        graph, call_info = read(program, paths, frozen_infos), self._make_call_info(shapes)
+        graph = read(program, paths, frozen_infos, self._rules.grouped_products)
+        call_info = self._make_call_info(shapes)
         try:
             entries, uses, message, unquantized = plan(graph, self._rules, call_info)
         except ValueError as error:
@@ -362,7 +363,8 @@ def transform(
             parameter's
             path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of a head is
             returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A recipe that
-            quantizes no matmul, such as "bf16", changes nothing.
+            quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules names a
+            function with a custom derivative that computes a grouped product.
         params: the arguments with parameters, by position or name. If there are several, paths begin with these.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
             numbers, such as booleans, strings and functions, always are.

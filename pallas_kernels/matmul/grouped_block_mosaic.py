@@ -24,6 +24,7 @@ def grouped_block_matmul(
     b_scale: jax.Array,
     group_sizes: jax.Array,
     *,
+    first_row: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
     interpret: hopper.Interpret = None,
@@ -37,7 +38,7 @@ def grouped_block_matmul(
         a: (T, K) float8_e4m3fn or float8_e5m2. b: (G, N, K), likewise, K-major. The two types may differ.
         a_scale: (T, ceil(K / 128)) float32, one per row and 128 of K (1x128).
         b_scale: (G, ceil(N / 128), ceil(K / 128)) float32, one per block of 128x128.
-        group_sizes, out_dtype, tile, interpret: as in `grouped_mosaic.grouped_matmul`.
+        group_sizes, first_row, out_dtype, tile, interpret: as in `grouped_mosaic.grouped_matmul`.
 
     Returns:
         (T, N) in `out_dtype`. Rows of no group are not initialized.
@@ -63,7 +64,7 @@ def grouped_block_matmul(
     return hopper.pipelined_matmul(
         make_compute(tile, False, interpret is not None), a, b.reshape(-1, k), streams, name="fp8_grouped_block",
         tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True,
-        schedule=row_schedule(a, b, n, group_sizes, tile), interpret=interpret,
+        schedule=row_schedule(a, b, n, group_sizes, tile, first_row), interpret=interpret,
     )  # fmt: skip
 
 

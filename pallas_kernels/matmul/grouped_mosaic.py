@@ -26,6 +26,7 @@ def grouped_matmul(
     b: jax.Array,
     group_sizes: jax.Array,
     *,
+    first_row: jax.Array | None = None,
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
@@ -36,13 +37,14 @@ def grouped_matmul(
 ) -> jax.Array:
     """Return `a[t] @ b[g].T * scale[g] * row_scale[t] * column_scale[g]` for each row t of each group g.
 
-    The first `group_sizes[0]` rows are group 0, the next `group_sizes[1]` rows group 1, and so on. Accumulation,
-    transformations and errors are those of `matmul_mosaic.matmul`.
+    From `first_row` on, `group_sizes[0]` rows are group 0, the next `group_sizes[1]` rows group 1, and so on.
+    Accumulation, transformations and errors are those of `matmul_mosaic.matmul`.
 
     Args:
         a: (T, K) float8_e4m3fn, float8_e5m2, int8 or bfloat16.
         b: (G, N, K), likewise, K-major. The two FP8 types may differ; otherwise both operands have the same type.
         group_sizes: (G,) integers, at least 0. Rows after the T-th belong to no group.
+        first_row: int32 scalar, the first row of group 0; None for 0. Rows before it belong to no group.
         scale: (G,) float32. row_scale: (T,) float32. column_scale: (G, N) float32.
         out_dtype: bfloat16 or float32.
         fast: whether FP8 products use fast accumulation.
@@ -65,12 +67,14 @@ def grouped_matmul(
     b = hopper.pad_axis(b, 1, hopper.round_up(n, ROW_MULTIPLE))
     return hopper.pipelined_matmul(
         make_compute(tile, _accumulator_dtype(a), fast), a, b.reshape(-1, k), name=f"{_prefix(a, fast)}_grouped",
-        tile=tile, epilogue=epilogue, out_dtype=out_dtype, schedule=row_schedule(a, b, n, group_sizes, tile),
+        tile=tile, epilogue=epilogue, out_dtype=out_dtype, schedule=row_schedule(a, b, n, group_sizes, tile, first_row),
         interpret=interpret,
     )  # fmt: skip
 
 
-def row_schedule(a: jax.Array, b: jax.Array, n: int, group_sizes: jax.Array, tile: hopper.Tile) -> hopper.Schedule:
+def row_schedule(
+    a: jax.Array, b: jax.Array, n: int, group_sizes: jax.Array, tile: hopper.Tile, first_row: jax.Array | None = None
+) -> hopper.Schedule:
     """Return the tiles of a (T, K) by b (G, rows, K), of which N rows are used, for groups of these sizes."""
     num_tokens, (_, b_rows, k) = a.shape[0], b.shape
     num_slices = hopper.ceil_div(k, hopper.K_STEP // a.dtype.itemsize)
@@ -87,10 +91,14 @@ def row_schedule(a: jax.Array, b: jax.Array, n: int, group_sizes: jax.Array, til
         row, col = row * ROW_MULTIPLE, tile_n * tile.block_cols
         return hopper.TilePosition(row, col, row, matrix * b_rows + col, num_slices, 0, matrix, (begin, end))
 
-    return hopper.Schedule((num_tokens, n), _row_tiles(group_sizes, num_tokens, tile.block_rows), num_tiles, position)
+    return hopper.Schedule(
+        (num_tokens, n), _row_tiles(group_sizes, first_row, num_tokens, tile.block_rows), num_tiles, position
+    )
 
 
-def _row_tiles(group_sizes: jax.Array, num_tokens: int, block_rows: int) -> tuple[jax.Array, jax.Array]:
+def _row_tiles(
+    group_sizes: jax.Array, first_row: jax.Array | None, num_tokens: int, block_rows: int
+) -> tuple[jax.Array, jax.Array]:
     """Return the rows of tiles of all groups, and their number.
 
     Returns:
@@ -101,8 +109,10 @@ def _row_tiles(group_sizes: jax.Array, num_tokens: int, block_rows: int) -> tupl
     # Each group has at most one tile more than its share. The rounding of its first row does not add up: a group that
     # gains rows by it takes them from the last tile of the previous one.
     maximum = num_tokens // block_rows + num_groups
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), dtype=jnp.int32), num_tokens)
-    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    first_row = jnp.zeros((), jnp.int32) if first_row is None else first_row
+    ends = first_row + jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), dtype=jnp.int32)
+    ends = jnp.minimum(ends, num_tokens)
+    begins = jnp.concatenate([first_row[None], ends[:-1]])
     first_rows = begins // ROW_MULTIPLE * ROW_MULTIPLE
     counts = jnp.where(ends > begins, -(-(ends - first_rows) // block_rows), 0)
     count_ends = jnp.cumsum(counts, dtype=jnp.int32)

@@ -52,7 +52,9 @@ from fp8jax.ops.autodiff.residuals import (
     from_bytes,
     to_bytes,
 )
+from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.sharding import reshape_to_matrix
+from fp8jax.ops.matmul.grouped import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor
@@ -384,7 +386,7 @@ def encode(
     """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
     Args:
-        x: the matrix.
+        x: the matrix; or a stack of matrices, which gives an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
         spec: of the codes, or None.
         strategy: of per-tensor scales.
         key: PRNG key for stochastic rounding.
@@ -394,6 +396,12 @@ def encode(
         fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
     """
+    if x.ndim > 2:
+        return _encode_stack(
+            jnp.swapaxes(x, -1, -2) if x_is_transposed else x,
+            scale,
+            MatrixEncoder(spec, strategy, transposed != x_is_transposed, is_scale_clamped),
+        )
     if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
     if spec is None:
@@ -407,6 +415,39 @@ def encode(
     )[int(transposed)]
     assert q is not None
     return q
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixEncoder:
+    """`encode` of a matrix, rounded to nearest. Attributes as of `encode`."""
+
+    spec: QuantSpec
+    strategy: Scaling
+    transposed: bool
+    is_scale_clamped: bool
+
+    def __call__(self, *parts: Any) -> QTensor:
+        x, scale = parts
+        operand = encode(
+            x,
+            self.spec,
+            self.strategy,
+            scale=scale,
+            is_scale_clamped=self.is_scale_clamped,
+            transposed=self.transposed,
+        )
+        assert isinstance(operand, QTensor)
+        return operand
+
+
+def _encode_stack(x: Array, scale: Array | None, encoder: MatrixEncoder) -> Any:
+    """The operands of a stack of matrices."""
+    if encoder.spec is None:
+        return jnp.swapaxes(x, -1, -2) if encoder.transposed else x
+    if on_cuda():
+        return jax.vmap(encoder)(x, scale)
+    # XLA on CPUs computes codes of all matrices at the start of a program, by way of fp32 copies of them.
+    return DeferredMatrices(x, scale, encoder)
 
 
 class Input(NamedTuple):

@@ -266,7 +266,7 @@ class StepWeight:
             return self
         if not on_cuda() or not on_one_device() or not w.size:
             return self
-        quantized = quantize_in_one_pass(w.T if self.transposed else w, recipe)
+        quantized = quantize_in_one_pass(jnp.swapaxes(w, -1, -2) if self.transposed else w, recipe)
         if quantized is None:
             return self
         if self.transposed:
@@ -366,9 +366,11 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
 
     Args:
-        w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
+        w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with scales
+            of its own. Gradients flow to the `w` that `linear` is given, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
-        scale: fp32 scalar, for granularity "tensor" and the format of the forward product; None takes it from `w`.
+        scale: fp32 scalar (with leading axes: of their shape), for granularity "tensor" and the format of the forward
+            product; None takes it from `w`.
 
     Returns:
         Codes with their scales, rounded to nearest. They are valid while `w` stays the same.
@@ -377,6 +379,9 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         ValueError: a product of the recipe reads the weight unquantized.
     """
     linear_recipe = linear_part(recipe)
+    if w.ndim > 2:
+        quantize_matrix = functools.partial(quantize_weight, recipe=linear_recipe)
+        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)  # type: ignore[no-any-return]
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(
@@ -396,7 +401,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
 
 
 def quantize_in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
-    """`quantize_weight` of a matrix (inputs, outputs); None if it takes more than one pass over the matrix."""
+    """`quantize_weight`; None if it takes more than one pass over the matrix."""
     spec = recipe.spec("w")
     if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
         return None
