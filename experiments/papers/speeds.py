@@ -143,7 +143,7 @@ def coat_layer(layer: Result) -> list[Row]:
 
 
 class Efficiency(NamedTuple):
-    """What COAT's Table 11 has: GB at most, sequences a GPU, tokens a second and over bf16's."""
+    """A line of COAT's Table 11: peak GB, sequences a GPU, tokens a second, and speed over bf16."""
 
     peak: float | None
     batch: int
@@ -190,7 +190,7 @@ EIGHT = {"int8": ("gemm_int8", "ours int8 block"), "fp8": ("gemm", "ours tensor"
 
 
 class CardRates(NamedTuple):
-    """What was measured on a card.
+    """Rates measured on one card.
 
     Attributes:
         plain: operations a second of bf16's three products of a linear layer, by (inputs, outputs).
@@ -214,7 +214,7 @@ class CardRates(NamedTuple):
 
 
 def rates(files: Mapping[str, Result]) -> CardRates:
-    """What a card's files say, shape by shape; of copies the fastest."""
+    """The rates in a card's files, by shape, and the fastest copy."""
 
     def of(name: str, impl: str, metric: str) -> list[tuple[tuple[int, ...], float]]:
         rows = (row for row in files[name]["rows"] if row["impl"] == impl and row["metric"] == metric)
@@ -259,7 +259,7 @@ def limit(shapes: Sequence[Shape], kind: str, rates: CardRates) -> tuple[float, 
 
 def limits(files: Mapping[str, Result]) -> list[Row]:
     """The limit of INT8 with fallback and of FP8, and what was measured: linear layers, a layer of 7B, a step of 1b."""
-    rows, speed = [], rates(files)
+    rows, speed = list[Row](), rates(files)
 
     def put(table: str, case: str, bf16: float, parts: tuple[float, float], rest: float, measured: float) -> None:
         whole = sum(parts) + rest
@@ -270,11 +270,12 @@ def limits(files: Mapping[str, Result]) -> list[Row]:
         rows.extend(Row(case, name, number, unit, table=table, pivot=(case, name)) for name, number, unit in columns)
 
     for k, n in cases.LINEARS_7B:
-        case, shapes = f"{TOKENS} x {k} -> {n}", (Shape(k, (n,)),)
+        case = f"{TOKENS} x {k} -> {n}"
+        alone: tuple[Shape, ...] = (Shape(k, (n,)),)
         ratios = figures.rows(files["linear"], "ratio", f"int8_fallback, {100 * SHARE:.0f} % > rate > > {case}")
         if (k, n) in speed.plain and len(ratios):
-            bf16 = plain_products(shapes, speed)
-            put("Linear layers", case, bf16, limit(shapes, "int8", speed), 0.0, float(ratios[0]))
+            bf16 = plain_products(alone, speed)
+            put("Linear layers", case, bf16, limit(alone, "int8", speed), 0.0, float(ratios[0]))
     one_b = sizes.get("1b", 32000)
     for label, shapes, name, base, metric, case in (
         ("a layer of 7B", linears(sizes.get("7b", 256)), "layer", "bf16", "time", ""),
@@ -309,8 +310,8 @@ NOTES = {
     ),
     "int8_limit": (
         "The limit of a layer is that of its products, each at the rate of its shape, of the bytes that its quantizers "
-        "must read and write at a copy's speed, and of everything else as bf16 has it. Where a shape was not measured "
-        "an 8-bit product has the highest rate of its kind, and bf16 the lowest.",
+        "must read and write at a copy's speed, and of everything else as bf16 has it. If a shape was not measured, an "
+        "8-bit product has the highest rate of its kind, and bf16 the lowest.",
         f"INT8's products: a forward one of 1 + {SHARE} for blocks that fall back, and two backward. Bytes an element "
         f"of quantizers: inputs {BYTES['int8'][0]:g}, gradients and weights {BYTES['int8'][1]:g}; an input that "
         "several layers read counts once, where `int8_fallback` reads it once a layer, each with its threshold. Norms "

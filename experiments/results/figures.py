@@ -67,7 +67,7 @@ def written(values: np.ndarray, form: str) -> str:
 
 
 def filled(template: str, result: Result) -> str | None:
-    """A template with its figures. Of parts between semicolons those that lack a figure are left out; None without any.
+    """A template with its figures. Parts between semicolons that lack a figure are left out; None if all are.
 
     Args:
         template: as the module says.
@@ -83,7 +83,7 @@ def filled(template: str, result: Result) -> str | None:
 
 
 def headlines(bench: str, result: Result) -> list[dict[str, str]]:
-    """What RESULTS.md says of a results file: "label", "ours", and where there are such "paper" and "peer"."""
+    """The lines of RESULTS.md about a results file: "label", "ours", "paper" and "peer", the last two may be empty."""
     found = []
     for headline in read("headlines.toml")["headline"]:
         if headline["bench"] == bench and (ours := filled(headline["ours"], result)):
@@ -119,7 +119,7 @@ class Quote(NamedTuple):
         return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
 
     def figures(self, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
-        """What stands in the groups of `pattern`.
+        """The figures and cards for the groups of `pattern`.
 
         Raises:
             ValueError: a figure is in no file or in several rows, or figures are of several cards.
