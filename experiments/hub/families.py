@@ -134,7 +134,9 @@ def _expert_tensors(module: str, gate: str, up: str, down: str) -> Iterator[Tens
         yield Tensor(f"{layer}experts.{{}}.{name}.weight", (f"{ours}{path}.kernel",), True, linear=True, part=part)
 
 
-def _llama_tensors(config: LlamaConfig, experts: Sequence[str] = ("mlp", "gate_proj", "up_proj", "down_proj")) -> Iterator[Tensor]:
+def _llama_tensors(
+    config: LlamaConfig, experts: Sequence[str] = ("mlp", "gate_proj", "up_proj", "down_proj")
+) -> Iterator[Tensor]:
     yield Tensor("model.embed_tokens.weight", ("embed.embedding",))
     layer, ours = "model.layers.{}.", "layers."
     for name in ("q", "k", "v"):

@@ -95,7 +95,14 @@ def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     storage = quantized.read(path, content.get("quantization_config"))
     weights = None if storage is None else dataclasses.asdict(storage)
     ends = content.get("eos_token_id")
-    return {"family": family.name, **dataclasses.asdict(config), "weights": weights, "eos_token_id": ends}
+    shape = dataclasses.asdict(config)
+    if not config.experts:
+        # Folders that were written before there were experts do not have them.
+        shape = {name: value for name, value in shape.items() if name not in _OF_EXPERTS}
+    return {"family": family.name, **shape, "weights": weights, "eos_token_id": ends}
+
+
+_OF_EXPERTS = ("experts", "experts_per_token", "normalize_choices")
 
 
 def abstract_params(config: LlamaConfig) -> Any:

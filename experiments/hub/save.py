@@ -183,7 +183,9 @@ def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], 
         group = next((group for group in FUSED if own in group), (own,))
         return [f"{block}.{other}" for other in group]
 
-    routers = [name.removesuffix(".weight") for tensor in tensors if tensor.router for name in load.names(tensor, config)]
+    routers = [
+        name.removesuffix(".weight") for tensor in tensors if tensor.router for name in load.names(tensor, config)
+    ]
     return routers + [name for name in linear if not all(linear[other] for other in fused(name))]
 
 

@@ -1,8 +1,8 @@
 """A plain Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
 Its relatives are settings of it: OLMo, whose norms are LayerNorms without parameters (Groeneveld et al., 2024, section
-2.1), OLMo 2, Mistral, Qwen2.5, Qwen3 and GPT-2, and with experts Mixtral and Qwen3-MoE. experiments/hub has the settings
-of each.
+2.1), OLMo 2, Mistral, Qwen2.5, Qwen3 and GPT-2, and with experts Mixtral and Qwen3-MoE. experiments/hub has the
+settings of each.
 
 Layers are Flax's own, stacked along a leading axis by `nnx.vmap` and run by `nnx.scan`, so that one block is compiled
 whatever the depth. Shapes stand in the names: B sequences, T positions, N = B x T tokens, D width, H query heads, K key
@@ -44,7 +44,6 @@ def products_saveable(primitive: Any, *operands: Any, **how: Any) -> bool:
     if primitive.name == "name":
         return str(how["name"]).endswith("product")
     product = primitive.name == "dot_general" and all(x.ndim == 2 for x in operands)
-    product = product or primitive.name == "ragged_dot_general"
     return product or "attention" in primitive.name
 
 

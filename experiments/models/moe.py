@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from experiments.models.parts import linear
 from experiments.models.shape import LlamaConfig
@@ -57,7 +58,9 @@ class Routes(NamedTuple):
         choices_R = experts_NxK.reshape(-1)
         order_R = jnp.argsort(choices_R, stable=True).astype(jnp.int32)
         rows_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(order_R.size, dtype=jnp.int32), unique_indices=True)
-        return cls(order_R, rows_R.reshape(experts_NxK.shape), jnp.bincount(choices_R, length=experts).astype(jnp.int32))
+        return cls(
+            order_R, rows_R.reshape(experts_NxK.shape), jnp.bincount(choices_R, length=experts).astype(jnp.int32)
+        )
 
     def permute(self, x_NxD: jax.Array) -> jax.Array:
         """The token of each row, (R, D)."""
@@ -92,34 +95,46 @@ _permute.defvjp(functools.partial(_forward, _permute), lambda indices, ct: (_com
 _combine.defvjp(functools.partial(_forward, _combine), lambda indices, ct: (_permute(ct, *indices), None, None))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def recomputed(function: Callable[..., jax.Array], products: ExpertProducts, x: jax.Array, *operands: Any) -> jax.Array:
-    """function(products, x, *operands), recomputed in the backward pass from what `products` keeps of x.
+def recomputed(
+    function: Callable[..., jax.Array], products: ExpertProducts, x: jax.Array, kept: Any, *operands: Any
+) -> jax.Array:
+    """function(products, x, *operands), recomputed in the backward pass with `products.decode(kept)` in place of x.
 
-    It is `jax.checkpoint` of the function, but for x, of which `products.encode(x)` is kept. The result has the dtype
-    of x.
+    It is `jax.checkpoint` of the function, but for x, of which an encoding without gradient is kept.
     """
-    return function(products, x, *operands)
+    result: jax.Array = _recomputed(function, products, x.dtype, x, kept, operands)
+    return result
 
 
-def _recomputed_fwd(function: Any, products: ExpertProducts, x: jax.Array, *operands: Any) -> tuple[jax.Array, Any]:
-    return function(products, x, *operands), (products.encode(x), operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _recomputed(function: Any, products: Any, dtype: Any, x: jax.Array, kept: Any, operands: Any) -> jax.Array:
+    result: jax.Array = function(products, x, *operands)
+    return result
 
 
-def _recomputed_bwd(function: Any, products: ExpertProducts, residuals: Any, ct: jax.Array) -> tuple[Any, ...]:
+def _recomputed_fwd(function: Any, products: Any, dtype: Any, x: jax.Array, kept: Any, operands: Any) -> Any:
+    return function(products, x, *operands), (kept, operands)
+
+
+def _recomputed_bwd(function: Any, products: Any, dtype: Any, residuals: Any, ct: jax.Array) -> Any:
     # Without the barrier XLA takes results of the forward pass, and keeps them until here.
     kept, operands = jax.lax.optimization_barrier(residuals)
-    x = products.decode(kept, ct.dtype)
-    gradients: tuple[Any, ...] = jax.vjp(functools.partial(function, products), x, *operands)[1](ct)
-    return gradients
+    back = jax.vjp(functools.partial(function, products), products.decode(kept, dtype), *operands)[1]
+    dx, *gradients = back(ct)
+    return dx, None, tuple(gradients)
 
 
-recomputed.defvjp(_recomputed_fwd, _recomputed_bwd)
+_recomputed.defvjp(_recomputed_fwd, _recomputed_bwd)
+
+
+def router_logits(products: ExpertProducts, x_NxD: jax.Array, router_DxE: jax.Array) -> jax.Array:
+    """The logits of experts, fp32 (N, E), in the products of x's dtype."""
+    return jnp.matmul(x_NxD, router_DxE.astype(x_NxD.dtype), preferred_element_type=jnp.float32)
 
 
 def gate_and_up(products: ExpertProducts, x_NxD: jax.Array, w_ExDx2F: jax.Array, routes: Routes) -> jax.Array:
-    """Gate and up of each row, side by side: (R, 2 F)."""
-    return products.multiply(routes.permute(x_NxD), w_ExDx2F, routes.sizes_E)
+    """Gate and up of each row, side by side: (R, 2 F). Policies of `jax.checkpoint` find it by its name."""
+    return checkpoint_name(products.multiply(routes.permute(x_NxD), w_ExDx2F, routes.sizes_E), "experts_product")
 
 
 def down_and_combine(
@@ -136,12 +151,17 @@ def route(logits_NxE: jax.Array, count: int, *, normalized: bool) -> tuple[jax.A
 
     The weights are softmax probabilities over all experts, divided by the sum of the chosen ones if `normalized`.
     """
-    weights_NxK, experts_NxK = jax.lax.top_k(jax.nn.softmax(logits_NxE.astype(jnp.float32)), count)
-    if normalized:
-        weights_NxK = weights_NxK / weights_NxK.sum(-1, keepdims=True)
-    return weights_NxK, experts_NxK
+    experts_NxK = jax.lax.top_k(jax.lax.stop_gradient(logits_NxE), count)[1]
+
+    @jax.checkpoint
+    def weigh(logits_NxE: jax.Array, experts_NxK: jax.Array) -> jax.Array:
+        weights_NxK = jnp.take_along_axis(jax.nn.softmax(logits_NxE), experts_NxK, -1)
+        return weights_NxK / weights_NxK.sum(-1, keepdims=True) if normalized else weights_NxK
+
+    return weigh(logits_NxE.astype(jnp.float32), experts_NxK), experts_NxK
 
 
+@jax.checkpoint
 def balance_loss(logits_NxE: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """The load-balancing loss, E sum_i f_i P_i, fp32: Switch Transformer (Fedus et al., 2022), eq. 4 without alpha.
 
@@ -153,6 +173,7 @@ def balance_loss(logits_NxE: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return experts * jnp.sum(sizes_E.astype(jnp.float32) / tokens * mean_E)
 
 
+@jax.checkpoint
 def z_loss(logits_NxE: jax.Array) -> jax.Array:
     """The router z-loss, the mean of (log sum_i exp logit_i)^2, fp32: ST-MoE (Zoph et al., 2022), eq. 5."""
     return jnp.mean(jax.nn.logsumexp(logits_NxE.astype(jnp.float32), -1) ** 2)
@@ -213,20 +234,26 @@ class MoE(nnx.Module):
         products: ExpertProducts | None = None,
         has_losses: bool = False,
     ) -> None:
-        self.config, self.dtype, self.products, self.has_losses = config, dtype, products or ExpertProducts(), has_losses
+        self.config, self.dtype, self.products, self.has_losses = (
+            config,
+            dtype,
+            products or ExpertProducts(),
+            has_losses,
+        )
         self.router = linear(config.dim, config.experts, 0.02, dtype, param_dtype, rngs)
         self.experts = ExpertMLPs(config, param_dtype=param_dtype, rngs=rngs)
         if has_losses:
             self.balance_loss, self.z_loss = RouterLoss(jnp.zeros([])), RouterLoss(jnp.zeros([]))
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
-        config, x_NxD = self.config, x_NxD.astype(self.dtype)
-        router_DxE = self.router.kernel[...].astype(self.dtype)
-        logits_NxE = jnp.matmul(x_NxD, router_DxE, preferred_element_type=jnp.float32)
+        config, products, x_NxD = self.config, self.products, x_NxD.astype(self.dtype)
+        tokens = jax.lax.stop_gradient(products.encode(x_NxD))
+        logits_NxE = recomputed(router_logits, products, x_NxD, tokens, self.router.kernel[...])
         weights_NxK, experts_NxK = route(logits_NxE, config.experts_per_token, normalized=config.normalize_choices)
         routes = Routes.from_choices(experts_NxK, config.experts)
         if self.has_losses:
             self.balance_loss[...], self.z_loss[...] = balance_loss(logits_NxE, routes.sizes_E), z_loss(logits_NxE)
         gate_up, down = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
-        gate_up_Rx2F = recomputed(gate_and_up, self.products, x_NxD, gate_up, routes)
-        return recomputed(down_and_combine, self.products, gate_up_Rx2F, down, weights_NxK, routes)
+        gate_up_Rx2F = recomputed(gate_and_up, products, x_NxD, tokens, gate_up, routes)
+        rows = jax.lax.stop_gradient(products.encode(gate_up_Rx2F))
+        return recomputed(down_and_combine, products, gate_up_Rx2F, rows, down, weights_NxK, routes)

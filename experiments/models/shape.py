@@ -89,7 +89,9 @@ class LlamaConfig:
             raise ValueError(f"experts must be 0, for one MLP, or at least 2, got {self.experts}")
         most = self.experts
         if not min(1, most) <= self.experts_per_token <= most:
-            raise ValueError(f"experts_per_token must be from {min(1, most)} to experts {most}, got {self.experts_per_token}")
+            raise ValueError(
+                f"experts_per_token must be from {min(1, most)} to experts {most}, got {self.experts_per_token}"
+            )
         if self.experts and (self.mlp != "swiglu" or self.bias == "all"):
             raise ValueError(f"experts are SwiGLUs without biases, got mlp {self.mlp!r} and bias {self.bias!r}")
 

@@ -5,9 +5,9 @@ Llamas; 7b and 13b are Llama 2's, 8b is Llama 3's, 30b is the first Llama's, and
 5m and 15m are for machines without an accelerator. Names that start with olmo- have OLMo's norms; olmo-1b and olmo-7b
 are OLMo's own (Groeneveld et al., 2024, Table 1), of which the first has a tied head.
 
-Names that start with moe- have experts. moe-mixtral-8x7b and -8x22b are Mixtral's (Jiang et al., 2024, Table 1, and its
-config.json), moe-qwen3-30b-a3b and -235b-a22b are Qwen3's (Yang et al., 2025, Table 2, and its config.json). moe-tiny is
-for tests. moe-50m computes each token with 48 M parameters of its layers.
+Names that start with moe- have experts. moe-mixtral-8x7b and moe-mixtral-8x22b are Mixtral's (Jiang et al., 2024, and
+its config.json), moe-qwen3-30b-a3b and moe-qwen3-235b-a22b are Qwen3's (Yang et al., 2025, Table 2, and its
+config.json). moe-tiny is for tests. moe-50m computes each token with 44 M parameters of its layers.
 """
 
 import dataclasses

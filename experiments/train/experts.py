@@ -33,9 +33,11 @@ class RecipeProducts(ExpertProducts):
 
 def check(recipe: fp8jax.Recipe) -> None:
     """Raises ValueError for a recipe whose products have a state, which those of experts do not have."""
-    names = sorted({recipe.linear.scaling_name(operand) for operand, s in recipe.linear.states.items() if s.collects_stats})
+    names = sorted(
+        {recipe.linear.scaling_name(operand) for operand, s in recipe.linear.states.items() if s.collects_stats}
+    )
     if names:
         raise ValueError(
-            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, and products of experts have "
-            "none; take coat, coat_fast, deepseek or another recipe without it"
+            f"{recipe.name}: {' and '.join(names)} scaling keeps a state for each product, and products of experts "
+            "have none; take coat, coat_fast, deepseek or another recipe without it"
         )

@@ -201,8 +201,8 @@ def gradients(
     "tensor" layers are computed in parts; what lies outside of them is gathered before the step.
 
     Args:
-        own: `own(params, model_state, tokens, whole, axes)`, a device's own losses and gradients, and the model state of
-            all, whose observations are merged over the mesh axes.
+        own: `own(params, model_state, tokens, whole, axes)`, a device's own losses and gradients, and the model state
+            of all, whose observations are merged over the mesh axes.
         recipe: its part `comm` says in what gradients travel.
         mesh: the devices.
         params, model_state, tokens_BxT: as of `own`, of all devices.

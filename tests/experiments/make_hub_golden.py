@@ -48,8 +48,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             named = shapes(Path(folder))
+        config = json.loads(model.config.to_json_string())
+        config.pop("dtype")
         content = {
-            "config": json.loads(model.config.to_json_string()),
+            "config": config,
             "shapes": named,
             "tokens": tokens.tolist(),
             "logits": [[[float(f"{x:.7g}") for x in row] for row in rows] for rows in logits.tolist()],
