@@ -110,7 +110,7 @@ class Block(nnx.Module):
         self.attention_norm = _norm(config, **kinds)
         self.attention = Attention(config, rows=rows, **kinds)
         self.mlp_norm = _norm(config, **kinds)
-        self.mlp: Callable[[jax.Array], jax.Array]
+        self.mlp: Any
         if config.experts:
             self.mlp = MoE(config, products=expert_products, has_losses=router_losses, **kinds)
         else:
@@ -124,6 +124,8 @@ class Block(nnx.Module):
             x_NxD = x_NxD + self.attention_norm(attention(x_NxD))
             return x_NxD + self.mlp_norm(mlp(x_NxD))
         x_NxD = x_NxD + attention(rows_on(self.attention_norm(x_NxD), self.rows))
+        if isinstance(self.mlp, MoE):
+            return x_NxD + self.mlp(x_NxD, self.mlp_norm)
         return x_NxD + mlp(rows_on(self.mlp_norm(x_NxD), self.rows))
 
     def _shared(self, part: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -141,6 +143,8 @@ class Block(nnx.Module):
             return x_NxD + self.mlp_norm(self.mlp(x_NxD)), keys, values
         mixed_NxD, keys, values = self.attention.extend(self.attention_norm(x_NxD), cos_TxC, sin_TxC, cache)
         x_NxD = x_NxD + mixed_NxD
+        if isinstance(self.mlp, MoE):
+            return x_NxD + self.mlp(x_NxD, self.mlp_norm), keys, values
         return x_NxD + self.mlp(self.mlp_norm(x_NxD)), keys, values
 
 

@@ -127,13 +127,37 @@ def _recomputed_bwd(function: Any, products: Any, dtype: Any, residuals: Any, ct
 _recomputed.defvjp(_recomputed_fwd, _recomputed_bwd)
 
 
-def router_logits(products: ExpertProducts, x_NxD: jax.Array, router_DxE: jax.Array) -> jax.Array:
-    """The logits of experts, fp32 (N, E), in the products of x's dtype."""
+class Norm(NamedTuple):
+    """An RMSNorm of the tokens, which the backward pass computes again.
+
+    Attributes:
+        scale_D: its scale.
+        eps: added to the mean square.
+    """
+
+    scale_D: jax.Array
+    eps: float
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        """The norm, computed in fp32, in the dtype of x."""
+        x = x_NxD.astype(jnp.float32)
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.scale_D.astype(jnp.float32)
+        return y.astype(x_NxD.dtype)
+
+
+def router_logits(
+    products: ExpertProducts, x_NxD: jax.Array, router_DxE: jax.Array, norm: Norm | None = None
+) -> jax.Array:
+    """The logits of experts, fp32 (N, E), of a product of numbers in x's dtype."""
+    x_NxD = x_NxD if norm is None else norm(x_NxD)
     return jnp.matmul(x_NxD, router_DxE.astype(x_NxD.dtype), preferred_element_type=jnp.float32)
 
 
-def gate_and_up(products: ExpertProducts, x_NxD: jax.Array, w_ExDx2F: jax.Array, routes: Routes) -> jax.Array:
+def gate_and_up(
+    products: ExpertProducts, x_NxD: jax.Array, w_ExDx2F: jax.Array, routes: Routes, norm: Norm | None = None
+) -> jax.Array:
     """Gate and up of each row, side by side: (R, 2 F). Policies of `jax.checkpoint` find it by its name."""
+    x_NxD = x_NxD if norm is None else norm(x_NxD)
     return checkpoint_name(products.multiply(routes.permute(x_NxD), w_ExDx2F, routes.sizes_E), "experts_product")
 
 
@@ -245,15 +269,17 @@ class MoE(nnx.Module):
         if has_losses:
             self.balance_loss, self.z_loss = RouterLoss(jnp.zeros([])), RouterLoss(jnp.zeros([]))
 
-    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+    def __call__(self, x_NxD: jax.Array, norm: nnx.RMSNorm | None = None) -> jax.Array:
+        """The layer, of the norm of x if there is one; then x before the norm is what is kept."""
         config, products, x_NxD = self.config, self.products, x_NxD.astype(self.dtype)
         tokens = jax.lax.stop_gradient(products.encode(x_NxD))
-        logits_NxE = recomputed(router_logits, products, x_NxD, tokens, self.router.kernel[...])
+        of_norm = None if norm is None else Norm(norm.scale[...], norm.epsilon)
+        logits_NxE = recomputed(router_logits, products, x_NxD, tokens, self.router.kernel[...], of_norm)
         weights_NxK, experts_NxK = route(logits_NxE, config.experts_per_token, normalized=config.normalize_choices)
         routes = Routes.from_choices(experts_NxK, config.experts)
         if self.has_losses:
             self.balance_loss[...], self.z_loss[...] = balance_loss(logits_NxE, routes.sizes_E), z_loss(logits_NxE)
         gate_up, down = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
-        gate_up_Rx2F = recomputed(gate_and_up, products, x_NxD, tokens, gate_up, routes)
+        gate_up_Rx2F = recomputed(gate_and_up, products, x_NxD, tokens, gate_up, routes, of_norm)
         rows = jax.lax.stop_gradient(products.encode(gate_up_Rx2F))
         return recomputed(down_and_combine, products, gate_up_Rx2F, rows, down, weights_NxK, routes)

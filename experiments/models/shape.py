@@ -92,6 +92,10 @@ class LlamaConfig:
             raise ValueError(
                 f"experts_per_token must be from {min(1, most)} to experts {most}, got {self.experts_per_token}"
             )
+        if self.experts and (self.norm != "rms" or self.norm_after):
+            raise ValueError(
+                f"experts need an RMSNorm before them, got norm {self.norm!r}, norm_after {self.norm_after}"
+            )
         if self.experts and (self.mlp != "swiglu" or self.bias == "all"):
             raise ValueError(f"experts are SwiGLUs without biases, got mlp {self.mlp!r} and bias {self.bias!r}")
 
