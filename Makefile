@@ -34,13 +34,8 @@ results: .venv/test.stamp ## measure what README and RESULTS quote on this host'
 	$(BIN)/python -m experiments.results $(ARGS)
 
 pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of README and docs/ from the files in results/
-	$(BIN)/python -m experiments.papers.moss_speed
-	$(BIN)/python -m experiments.papers.coat_efficiency
-	$(BIN)/python -m experiments.papers.int8_limit
-	$(BIN)/python -m experiments.papers.training_parity --judge
-	$(BIN)/python -m experiments.papers.recipe_parity --judge
-	$(BIN)/python -m experiments.papers.recipe_parity --study intervals --judge
-	$(BIN)/python -m experiments.papers.fixed_batch --judge
+	$(BIN)/python -m experiments.papers.speeds
+	for study in recipes intervals fixed_batch; do $(BIN)/python -m experiments.papers.parity --study $$study --judge || exit; done
 	$(BIN)/python -m experiments.results.report
 
 docs: .venv/docs.stamp ## build the site into docs/_build/html: no warnings, and no link within it leads nowhere

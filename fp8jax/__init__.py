@@ -18,7 +18,7 @@ from fp8jax.core.spec import QuantSpec as QuantSpec
 from fp8jax.from_recipe import optimizer as optimizer
 from fp8jax.ops.autodiff.checkpointing import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from fp8jax.ops.autodiff.checkpointing import save_quantized as save_quantized
-from fp8jax.ops.dispatch.missing_kernels import MissingKernelsWarning as MissingKernelsWarning
+from fp8jax.ops.dispatch.choice import MissingKernelsWarning as MissingKernelsWarning
 from fp8jax.ops.losses.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from fp8jax.ops.nonlinear.activation import activation as activation
 from fp8jax.ops.nonlinear.activation import glu as glu
@@ -29,12 +29,12 @@ from fp8jax.ops.nonlinear.transformer import glu_linear as glu_linear
 from fp8jax.ops.nonlinear.transformer import norm_linear as norm_linear
 from fp8jax.ops.products.linear import dot_general as dot_general
 from fp8jax.ops.products.linear import einsum as einsum
+from fp8jax.ops.products.linear import init_scaling as init_scaling
 from fp8jax.ops.products.linear import linear as linear
+from fp8jax.ops.products.linear import scaled_linear as scaled_linear
+from fp8jax.ops.products.linear import update_scaling as update_scaling
+from fp8jax.ops.products.linear import weight_scale as weight_scale
 from fp8jax.ops.products.ragged import ragged_dot as ragged_dot
-from fp8jax.ops.products.scaled_linear import init_scaling as init_scaling
-from fp8jax.ops.products.scaled_linear import scaled_linear as scaled_linear
-from fp8jax.ops.products.scaled_linear import update_scaling as update_scaling
-from fp8jax.ops.products.scaled_linear import weight_scale as weight_scale
 from fp8jax.ops.products.weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.products.weights import freeze as freeze
@@ -48,22 +48,23 @@ from fp8jax.optim.convert_state import convert_state as convert_state
 from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
 from fp8jax.optim.fp8lm_adamw import params_from_master as params_from_master
 from fp8jax.optim.fused_backward import FusedBlockState as FusedBlockState
+from fp8jax.optim.fused_backward import compute_grad_norm as compute_grad_norm
 from fp8jax.optim.fused_backward import fused_backward as fused_backward
+from fp8jax.optim.fused_backward import grad_norm_from_states as grad_norm_from_states
+from fp8jax.optim.fused_backward import value_and_step as value_and_step
 from fp8jax.optim.master_weights import master_weights as master_weights
 from fp8jax.optim.master_weights import split_master_weights as split_master_weights
-from fp8jax.optim.max_adam_step import max_adam_step as max_adam_step
 from fp8jax.optim.moments import state_bytes as state_bytes
-from fp8jax.optim.value_and_step import compute_grad_norm as compute_grad_norm
-from fp8jax.optim.value_and_step import grad_norm_from_states as grad_norm_from_states
-from fp8jax.optim.value_and_step import value_and_step as value_and_step
 from fp8jax.optim.weight_bounds import get_weight_amax_bounds as get_weight_amax_bounds
+from fp8jax.optim.weight_bounds import max_adam_step as max_adam_step
 from fp8jax.optim.weight_bounds import reset_weight_amax_bounds as reset_weight_amax_bounds
 from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
 from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
+from fp8jax.rewrite.rules import GroupedProduct as GroupedProduct
 from fp8jax.rewrite.rules import Rule as Rule
-from fp8jax.rewrite.shares import UnquantizedWarning as UnquantizedWarning
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
+from fp8jax.rewrite.unplanned import UnquantizedWarning as UnquantizedWarning
 
 if _TYPE_CHECKING:
     from fp8jax import linen as linen
@@ -76,6 +77,7 @@ __all__ = [
     "CHECKPOINT_NAMES",
     "FrozenWeight",
     "FusedBlockState",
+    "GroupedProduct",
     "MissingKernelsWarning",
     "QTensor",
     "QuantSpec",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import optax
-from flax import errors, nnx
+from flax import errors, linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.struct import field
 from flax.training import train_state
@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import scaled_linen
+from fp8jax.modules.calls import wrong_model_message
 from fp8jax.modules.scaled import advance_scaling, get_scalings, update_trained_bounds
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
@@ -126,6 +127,9 @@ class FusedOptimizer(nnx.Optimizer):
             `fp8jax.with_clipping`, have a step.
         wrt: filter of the variables that are trained, as of `nnx.grad`.
 
+    Raises:
+        TypeError: `model` is a Linen module.
+
     Examples:
         >>> import fp8jax
         >>> from flax import nnx
@@ -134,6 +138,8 @@ class FusedOptimizer(nnx.Optimizer):
     """
 
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **options: Any) -> None:
+        if isinstance(model, linen.Module):
+            raise TypeError(wrong_model_message("fp8jax.nnx.Optimizer takes an NNX module", model))
         super().__init__(model, tx, wrt=wrt, **options)
         # Weights may have been loaded since they were measured. In a trace without the model, such as one for the
         # optimizer's shapes, variables of the model cannot change; the first update sets the bounds then.

@@ -8,14 +8,12 @@ import optax
 from jax import Array
 
 from fp8jax import recipes
-from fp8jax.core.recipe import Recipe
-from fp8jax.core.weights import SCALED_MASTER
+from fp8jax.core.recipe import SCALED_MASTER, Recipe
 from fp8jax.optim.clipping import with_clipping
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NO_LAYER_AXES, fp8lm_adamw
 from fp8jax.optim.fused import FusedTransformation
-from fp8jax.optim.max_adam_step import max_adam_step
-from fp8jax.optim.weight_bounds import with_weight_bounds
+from fp8jax.optim.weight_bounds import max_adam_step, with_weight_bounds
 
 # A parameter with quantized moments has four more arrays (scales and exponents): about 20 us of host time per step. At
 # this size codes save a GPU 7 us and 13 MB. Steps of small models wait for the host.

@@ -2,8 +2,7 @@
 
 from fp8jax.flax_optimizers import FusedOptimizer as _FusedOptimizer
 from fp8jax.flax_optimizers import end_nnx_step as _end_step
-from fp8jax.modules.gradients_nnx import grad as grad
-from fp8jax.modules.gradients_nnx import value_and_grad as value_and_grad
+from fp8jax.modules.functional import FrozenParam as FrozenParam
 from fp8jax.modules.lora_nnx import adapters as adapters
 from fp8jax.modules.lora_nnx import lora as lora
 from fp8jax.modules.lora_nnx import merge_lora as merge_lora
@@ -13,9 +12,10 @@ from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
 from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
 from fp8jax.modules.scaled import advance_scaling as advance_scaling
+from fp8jax.modules.scaled import grad as grad
 from fp8jax.modules.scaled import reset_weight_amax_bounds as reset_weight_amax_bounds
 from fp8jax.modules.scaled import update_weight_amax_bounds as update_weight_amax_bounds
-from fp8jax.modules.untrained import FrozenParam as FrozenParam
+from fp8jax.modules.scaled import value_and_grad as value_and_grad
 from fp8jax.modules.weights import quantize_weights as quantize_weights
 
 Optimizer = _FusedOptimizer

@@ -121,8 +121,8 @@ def deepseek() -> Recipe:
 
     wgrad multiplies groups by groups, which is the slowest product. Two faster forms are `dataclasses.replace(linear,
     dy_wgrad="e4m3:block128")`, and rows for both operands, `x_wgrad="e4m3:token", dy_wgrad="e4m3:token"`. Both raise
-    the error of wgrad if gradients differ in size between tokens, or with outlier channels
-    (`experiments.papers.deepseek_wgrad`). This preset uses the published groups.
+    the error of wgrad if gradients differ in size between tokens, or with outlier channels. This preset uses the
+    published groups.
     """
     group = "e4m3:group128"
     linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)

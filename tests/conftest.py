@@ -43,7 +43,7 @@ gc.set_threshold(50_000, 20, 50)
 import jax
 import pytest
 
-from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.dispatch import choice
 from fp8jax.rewrite import training
 from tests.kernels import h200
 
@@ -69,9 +69,9 @@ def young_heap() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_traces() -> Iterator[None]:
     """What a test puts in place of a part of a kernel's call is in no trace of an earlier test, nor of a later one."""
-    trace_cache.clear_cache()
+    choice.clear_trace_cache()
     yield
-    trace_cache.clear_cache()
+    choice.clear_trace_cache()
 
 
 def pytest_configure() -> None:

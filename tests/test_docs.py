@@ -34,7 +34,7 @@ WITH_CODE = [
     for path in WRITTEN if blocks.blocks(path.read_text())
 ]  # fmt: skip
 EXAMPLES = names.examples()
-HEADINGS = ("Numerics", "What is stored where", "Cost and loss", "When not to use it", "Source")
+HEADINGS = ("Numerics", "Storage", "Measurements", "When not to use it", "Source")
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,18 @@ def test_every_public_name_has_an_example_and_a_page(monkeypatch):
         assert page.startswith(f"# {name.path}\n"), name
         assert EXAMPLES[name.path].code.strip() in page
         assert f"{name.name} <{name.path}>" in made[f"api/{name.space}.md"]
+    index = made["api/index.md"]
+    first = {f"fp8jax.{path}" for path in api.FIRST.split()}
+    assert len(first) == 10
+    assert {path: index.count(f"`{path} <{path}>`") for path in public} == {
+        path: 1 + (path in first) for path in public
+    }
+    with monkeypatch.context() as patch:
+        patch.setitem(api.TASKS, "Rematerialization", "save_quantized quantize unheard")
+        with pytest.raises(
+            ValueError, match=r"CHECKPOINT_NAMES.*policies.with_products.*fp8jax\.quantize, fp8jax\.unheard$"
+        ):
+            api.written()
     monkeypatch.setattr(fp8jax, "unheard", lambda: None, raising=False)
     monkeypatch.setattr(fp8jax, "__all__", [*fp8jax.__all__, "unheard"])
     with pytest.raises(ValueError, match=r"without an example in docs/examples: fp8jax\.unheard"):
@@ -123,13 +135,20 @@ def test_every_recipe_has_a_page_with_all_its_parts():
     assert {path.stem for path in (DOCS / "recipes").glob("*.md")} == {*fp8jax.recipes.NAMES, "index"}
 
 
+def step_ratio(recipe):
+    """Speed of a training step on one H200 over bf16, from the results file."""
+    (ratio,) = (row["ratio"] for row in figures.results()["step"]["h200"]["rows"]
+                if (row["impl"], row["metric"], row["baseline"]) == (recipe, "step", "bf16, recomputed")
+                and row["case"].startswith("1b, one GPU"))  # fmt: skip
+    return ratio
+
+
 def test_places_are_filled_with_what_the_files_give():
     filled = {path: pages.filled(path.read_text()) for path in WRITTEN}
     assert not [path for path, text in filled.items() if "<!-- made:" in text]
     coat = filled[DOCS / "recipes" / "coat.md"]
     assert fp8jax.recipes.coat().explain() in coat
-    ratio = figures.LOOKS["step"].look("coat", figures.results()["step"]["h200"])
-    assert f"[{ratio:.2f} x (H200)](/results/step.md)" in coat
+    assert f"[{step_ratio('coat'):.2f}x bf16 (H200)](/results/step.md)" in coat
     assert "| `coat_fast`" not in coat
     with pytest.raises(KeyError, match="nothing is made under 'nothing'"):
         pages.filled("<!-- made: nothing -->")
@@ -140,6 +159,9 @@ def test_recipes_of_the_table_exist_and_their_figures_are_theirs():
         assert choice.recipe in fp8jax.recipes.NAMES
         for figure in choice.figures:
             assert list(figures.cards(figures.LOOKS[figure], choice.recipe)), (choice.recipe, figure)
+    (line,) = [line for line in figures.chosen().split("\n") if line.startswith("| `moss` |")]
+    assert line.split(" | ")[3].startswith(f"[{step_ratio('moss'):.2f}x bf16](/results/step.md)")
+    assert figures.chosen().startswith("| recipe | figure | H100 | H200 |")
 
 
 def test_roles_and_paths_in_pages_lead_somewhere():

@@ -168,3 +168,16 @@ def test_code_in_the_readme_runs():
     namespace: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_defaults_of_dataclasses_can_be_hashed_by_python_3_11():
+    """A mapping proxy cannot: Python 3.11 refuses the class, and with it the import of fp8jax."""
+    wrong = [
+        f"{path}:{field.lineno}"
+        for path in FILES
+        for owner in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(owner, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in owner.decorator_list)
+        for field in owner.body
+        if isinstance(field, ast.AnnAssign) and field.value and "MappingProxyType(" in ast.unparse(field.value)
+    ]
+    assert not wrong

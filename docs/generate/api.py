@@ -1,6 +1,7 @@
 """The API reference: a page for each public name, made of its signature, its docstring and its example."""
 
 import ast
+import collections
 import dataclasses
 import inspect
 import pathlib
@@ -24,6 +25,51 @@ RETURNED = {
     "fp8jax.compressed_adamw": FusedTransformation,
     "fp8jax.explain": Explanation,
     "fp8jax.fused_backward": FusedBackwardBlock,
+}
+# What the first page of the reference lists: the names that most users need, then all others by task.
+FIRST = """
+    nnx.quantize nnx.Optimizer nnx.value_and_grad linen.quantize transform optimizer compressed_adamw compress_state
+    Rule explain"""
+TASKS = {
+    "Quantize a model": """
+        nnx.quantize nnx.unquantize linen.quantize linen.unquantize linen.make_dot_general_cls transform
+        filter_transform Rule GroupedProduct explain UnquantizedWarning MissingKernelsWarning""",
+    "Train a Flax model": """
+        nnx.Optimizer nnx.value_and_grad nnx.grad linen.TrainState nnx.quantize_weights
+        nnx.QuantizedWeightVariable""",
+    "Optimizers with 8-bit states": """
+        compressed_adamw scale_by_compressed_adam compress_state fp8lm_adamw optimizer with_clipping
+        clip_by_global_norm convert_state state_bytes""",
+    "Master weights and the optimizer in the backward pass": """
+        master_weights split_master_weights params_from_master fused_backward FusedBlockState value_and_step
+        compute_grad_norm grad_norm_from_states""",
+    "Recipes": """
+        Recipe recipes.Recipe recipes.Linear recipes.Context recipes.Optimizer recipes.Weights recipes.Comm
+        recipes.HEAD recipes.get recipes.NAMES recipes.for_device recipes.for_shapes recipes.device
+        recipes.Device recipes.DEVICES""",
+    "Presets": " ".join(f"recipes.{name}" for name in fp8jax.recipes.NAMES),
+    "Scaling states": """
+        nnx.end_step nnx.advance_scaling nnx.ScalingVariable nnx.GradientStatistic
+        nnx.update_weight_amax_bounds nnx.reset_weight_amax_bounds linen.end_step linen.advance_scaling
+        linen.update_weight_amax_bounds linen.reset_weight_amax_bounds track_weight_amax with_weight_bounds
+        max_adam_step get_weight_amax_bounds reset_weight_amax_bounds init_scaling update_scaling weight_scale""",
+    "Layers and losses": """
+        linear scaled_linear dot_general einsum ragged_dot rms_norm layer_norm glu activation norm_linear
+        glu_linear attention_output linear_cross_entropy quantize_weight QuantizedWeight""",
+    "Rematerialization": "save_quantized checkpoint_policies.with_products CHECKPOINT_NAMES",
+    "LoRA and frozen weights": """
+        freeze FrozenWeight nnx.lora nnx.adapters nnx.merge_lora nnx.FrozenParam lora.init lora.linear
+        lora.adapt lora.freeze lora.merge lora.save lora.load lora.Adapter lora.AdaptedWeight
+        lora.init_adapter lora.merge_adapter""",
+    "Several devices": """
+        dist.all_reduce_gradients dist.reduce_scatter_gradients dist.init_factors dist.Factors
+        dist.gather_weights dist.gather_quantized dist.fsdp_gather_weight dist.regather_policy
+        dist.gather_linear dist.gather_sequence dist.scatter_sequence dist.sequence_collectives dist.partition
+        dist.Partition dist.slices dist.plan dist.Plan""",
+    "Quantized tensors and formats": """
+        quantize QuantSpec QTensor formats.get formats.ALL formats.Format formats.E4M3 formats.E5M2
+        formats.INT8 formats.INT10 formats.E8M0 formats.DE8 formats.UDE8 formats.FP16 formats.BF16
+        formats.FP32""",
 }
 _SECTIONS = {"Args": "param", "Attributes": "attribute", "Returns": "returns", "Raises": "raises", "Yields": "yields"}
 _PLAIN = {"Warns": "Warns", "Examples": "Examples", "Example": "Examples", "References": "References"}
@@ -196,16 +242,35 @@ def written() -> dict[str, str]:
         rows = [f"| {{doc}}`{name.name} <{name.path}>` | {_first(name)} |" for name in own]
         tree = ["```{toctree}", ":hidden:", "", *(f"{name.name} <{name.path}>" for name in own), "```"]
         pages[f"api/{space}.md"] = "\n".join([f"# {space}", "", words, "", "| | |", "|---|---|", *rows, "", *tree, ""])
-    spaces = list[str]()
-    for space, module in names.SPACES.items():
-        words = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        spaces.append(f"| {{doc}}`{space}` | {words} |")
-    every = [f"- {{doc}}`{name.path}`: {_first(name)}" for name in sorted(listed, key=lambda name: name.name.lower())]
-    tree = ["```{toctree}", ":hidden:", "", *names.SPACES, "```"]
-    intro = "Each public name has a page with its arguments, errors, source and an example that runs."
-    lines = ["# API reference", "", intro, "", "| | |", "|---|---|", *spaces, "", "## Every name", "", *every, ""]
-    pages["api/index.md"] = "\n".join([*lines, *tree, ""])
+    pages["api/index.md"] = _index(listed)
     return pages
+
+
+def _index(listed: list[names.Name]) -> str:
+    """The first page of the reference: names by task.
+
+    Raises:
+        ValueError: a public name has no task or several, or a task names what is not public.
+    """
+    paths = {name.path: name for name in listed}
+    counts = collections.Counter(f"fp8jax.{path}" for text in TASKS.values() for path in text.split())
+    if wrong := sorted(path for path in paths.keys() | counts.keys() if counts[path] != 1 or path not in paths):
+        raise ValueError(
+            f"not in exactly one group of TASKS in docs/generate/api.py, or not public: {', '.join(wrong)}"
+        )
+    lines = [
+        "# API reference",
+        "",
+        "Each name has a page with its arguments, errors, source and an example that runs.",
+        "",
+    ]
+    for task, text in {"Ten names to start with": FIRST, **TASKS}.items():
+        group = [f"fp8jax.{path}" for path in text.split()]
+        rows = [f"| {{doc}}`{path} <{path}>` | {_first(paths[path])} |" for path in group]
+        lines += [f"## {task}", "", "| | |", "|---|---|", *rows, ""]
+    links = ", ".join(f"{{doc}}`{space}`" for space in names.SPACES)
+    tree = ["```{toctree}", ":hidden:", "", *names.SPACES, "```"]
+    return "\n".join([*lines, "## By module", "", f"{links}.", "", *tree, ""])
 
 
 def _first(name: names.Name) -> str:

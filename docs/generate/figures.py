@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.results import first_screen, lookup, quotes, report
+from experiments.results import figures, first_screen, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.
-LAYER = {"coat": "COAT, lean", "coat_fast": lookup.BOUNDED}
+LAYER = {"coat": "COAT, lean", "coat_fast": "COAT, lean, bounded scales, weights held"}
 KEPT = {"coat": "COAT, lean"}
 
 
@@ -21,56 +21,55 @@ def results() -> Mapping[str, Mapping[str, Any]]:
 
 
 class Look(NamedTuple):
-    """A figure of a recipe.
+    """A ratio that is measured of recipes.
 
     Attributes:
         what: what was measured, against what.
         bench: the results file.
-        look: the recipe's name to the figure, of the file's content; None where it has none.
+        rows: its rows: a selector of `experiments.results.figures`, with {} for the name of the recipe's arm.
+        names: of arms that are not called as their recipe.
         form: how it is written.
     """
 
     what: str
     bench: str
-    look: Callable[[str, Mapping[str, Any]], float | None]
-    form: str = "{:.2f} x"
+    rows: str
+    names: Mapping[str, str] = {}
+    form: str = "{:.2f}x bf16"
 
 
-def _row(impl: str, metric: str, field: str, baseline: str | None = None, case: str = "") -> quotes.Look:
-    return quotes.one(impl, metric, field, baseline, case)
-
-
-def _step(case: str, metric: str = "step") -> Callable[[str, Mapping[str, Any]], float | None]:
-    return lambda name, result: _row(name, metric, "ratio", lookup.AGAIN, case)(result)
-
-
-def _layer(name: str, result: Mapping[str, Any]) -> float | None:
-    return _row(LAYER.get(name, name), "time", "ratio", "bf16", "batch 4")(result)
-
-
-def _kept(name: str, result: Mapping[str, Any]) -> float | None:
-    return _row(KEPT.get(name, name), "total, recomputed", "ratio")(result)
-
-
+STEP, LESS = "{} > step > bf16, recomputed", "{:.2f}x less than bf16"
 LOOKS = {
-    "step": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step", _step(lookup.ONE)),
-    "memory": Look("Its memory, times fewer bytes", "step", _step(lookup.ONE, "memory")),
-    "more": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step_more", _step(lookup.ONE)),
-    "data": Look("That step on two GPUs, data parallel", "step_two", _step(lookup.DATA)),
-    "fsdp": Look("That step on two GPUs, FSDP", "step_two", _step(lookup.FSDP)),
-    "7b": Look("A 7 B Llama on two GPUs, FSDP, speed over bf16", "step_7b", _step(lookup.FSDP_7B)),
-    "layer": Look("A Llama-7B layer, forward and backward, speed over bf16 as Flax writes it", "layer", _layer),
-    "kept": Look("What a layer keeps, times fewer bytes than bf16 that recomputes", "coat_memory", _kept),
-}
+    "step": Look("Training step, Llama 1.1B: speed", "step", f"{STEP} > 1b, one GPU"),
+    "memory": Look("Training step, Llama 1.1B: memory", "step", "{} > memory > bf16, recomputed > 1b, one GPU",
+                   form=LESS),
+    "more": Look("Training step, Llama 1.1B: speed", "step_more", f"{STEP} > 1b, one GPU"),
+    "data": Look("The same step on two GPUs, data parallel: speed", "step_two", f"{STEP} > 1b, data parallel over 2"),
+    "fsdp": Look("The same step on two GPUs, FSDP: speed", "step_two", f"{STEP} > 1b, FSDP over 2"),
+    "7b": Look("Training step, Llama 7B, two GPUs, FSDP: speed", "step_7b", f"{STEP} > 7b, FSDP over 2, 4 x"),
+    "layer": Look("One Llama-7B layer, forward and backward: speed", "layer", "{} > time > bf16 > batch 4", LAYER),
+    "kept": Look("Residuals of one layer: bytes", "coat_memory", "{} > total, recomputed", KEPT, LESS),
+}  # fmt: skip
+
+
+def by_card(look: Look, recipe: str) -> dict[str, float]:
+    """The figure on each card that has it."""
+    selector = look.rows.format(look.names.get(recipe, recipe))
+    found = {card: figures.rows(result, "ratio", selector) for card, result in results().get(look.bench, {}).items()}
+    return {card: float(ratios[0]) for card, ratios in found.items() if len(ratios) == 1}
+
+
+def label(card: str) -> str:
+    """The name of a card, with the number of GPUs if there are several."""
+    name, _, count = card.upper().partition("X")
+    return f"{count} x {name}" if count else name
 
 
 def cards(look: Look, recipe: str) -> Iterator[str]:
     """The figure on each card that has it, with a link to its page."""
-    for card, result in results().get(look.bench, {}).items():
-        found = look.look(recipe, result)
-        if found is not None:
-            of = "" if card == "cpu" else f" ({card.upper()})"
-            yield f"[{look.form.format(found)}{of}](/results/{look.bench}.md)"
+    for card, figure in by_card(look, recipe).items():
+        device = "" if card == "cpu" else f" ({label(card)})"
+        yield f"[{look.form.format(figure)}{device}](/results/{look.bench}.md)"
 
 
 def _losses(recipe: str) -> Iterator[tuple[str, str]]:
@@ -83,7 +82,7 @@ def _losses(recipe: str) -> Iterator[tuple[str, str]]:
                 told.append(f"{above:+.2f} ± {half:.2f} % ({loss.split()[0]})")
         if told:
             yield (
-                f"Loss from bf16's, 95 % interval of all recipes together, 65 M, {rows[recipe, 'seeds']:.0f} seeds",
+                f"Loss relative to bf16, 65 M, {rows[recipe, 'seeds']:.0f} seeds, simultaneous 95 % interval",
                 f"[{', '.join(told)} ({card.upper()})](/results/recipe_parity.md)",
             )
 
@@ -94,8 +93,8 @@ def measured(recipe: str) -> str:
     lines = [f"| {what} | {', '.join(found)} |" for what, found in rows if found]
     lines += [f"| {what} | {found} |" for what, found in _losses(recipe)]
     if not lines:
-        return "Nothing of this preset alone is measured on a GPU yet; {doc}`/results/index` lists what is."
-    return "\n".join(["| measured | |", "|---|---:|", *lines])
+        return "This preset has not been measured on a GPU. {doc}`/results/index` lists what has been."
+    return "\n".join(["| measurement | figure (card) |", "|---|---:|", *lines])
 
 
 def stored(recipe: str) -> str:
@@ -121,28 +120,36 @@ class Choice(NamedTuple):
 
 HOPPER = "Hopper: H100, H200"
 CHOICES = (
-    Choice(HOPPER, "nothing in particular", "fast", ("step", "memory"), "no scale of an input spans tokens, no state"),
-    Choice(HOPPER, "memory", "coat", ("step", "memory", "kept"), "keeps fewest bytes for the backward pass"),
+    Choice(HOPPER, "nothing in particular", "fast", ("step", "memory"), "no input scale spans tokens; no state"),
+    Choice(HOPPER, "memory", "coat", ("step", "memory"), "fewest bytes of residuals"),
     Choice(HOPPER, "time", "coat_fast", ("step", "layer"), "fewest passes over memory"),
-    Choice(HOPPER, "communication", "fp8_lm_two_phase", ("7b",), "weights and gradients travel as codes"),
-    Choice(HOPPER, "trust: nothing but products changes", "moss", ("step",), "norms and activations stay in bf16"),
-    Choice("Blackwell: B200, RTX PRO 6000", "memory or time", "fast", (), "our kernels are Hopper's: XLA computes"),
-    Choice("Ada: L4, L40S, RTX 40", "memory or time", "coat", (), "products with one scale a tensor, by cuBLASLt"),
+    Choice(HOPPER, "communication", "fp8_lm_two_phase", ("7b",), "weights and gradients are exchanged in 8 bits"),
+    Choice(HOPPER, "time, but only matmuls may change", "moss", ("step",), "norms and activations stay in bf16"),
+    Choice("Blackwell: B200, RTX PRO 6000", "memory or time", "fast", (), "no kernels of ours; XLA runs it"),
+    Choice("Ada: L4, L40S, RTX 40", "memory or time", "coat", (), "per-tensor FP8 matmuls in cuBLASLt"),
     Choice("Ampere: RTX 30, A10", "time", "int8_fallback", (), "int8 blocks, outliers in 16 bits"),
-    Choice("Ampere: A100", "memory", "coat_optimizer", (), "no FP8 there; optimizer states alone"),
-    Choice("any other, and TPU or CPU", "memory", "coat_optimizer", (), "optimizer states alone"),
+    Choice("Ampere: A100", "memory", "coat_optimizer", (), "no FP8 there; only 8-bit optimizer states"),
+    Choice("any other, TPU, CPU", "memory", "coat_optimizer", (), "only 8-bit optimizer states"),
 )  # fmt: skip
 
 
 def choose() -> str:
-    """The table GPU by what is short to recipe, with our figures."""
+    """The table of recipes by GPU and limiting resource."""
+    lines = [f"| {c.gpu} | {c.short} | [`{c.recipe}`](/recipes/{c.recipe}.md) | {c.why} |" for c in CHOICES]
+    return "\n".join(["| GPU | limited by | recipe | why |", "|---|---|---|---|", *lines])
+
+
+def chosen() -> str:
+    """The figures of the recipes of `choose`, a column for each card."""
+    rows = [(c.recipe, LOOKS[name], by_card(LOOKS[name], c.recipe)) for c in CHOICES for name in c.figures]
+    shown = sorted({card for _, _, found in rows for card in found if card != "cpu"})
     lines = []
-    for choice in CHOICES:
-        found = [f"{name}: {figure}" for name in choice.figures for figure in cards(LOOKS[name], choice.recipe)]
-        told = "<br>".join(found) or "not measured by us"
-        link = f"[`{choice.recipe}`](/recipes/{choice.recipe}.md)"
-        lines.append(f"| {choice.gpu} | {choice.short} | {link} | {told} | {choice.why} |")
-    return "\n".join(["| GPU | what is short | recipe | measured | why |", "|---|---|---|---|---|", *lines])
+    for recipe, look, found in rows:
+        cells = [f"[{look.form.format(found[c])}](/results/{look.bench}.md)" if c in found else "-" for c in shown]
+        if any(cell != "-" for cell in cells):
+            lines.append(f"| `{recipe}` | {look.what} | {' | '.join(cells)} |")
+    head = f"| recipe | figure | {' | '.join(map(label, shown))} |"
+    return "\n".join([head, f"|---|---|{'---:|' * len(shown)}", *lines])
 
 
 def first() -> str:
@@ -163,10 +170,10 @@ def presets() -> str:
     for name in fp8jax.recipes.NAMES:
         doc = (getattr(fp8jax.recipes, name).__doc__ or "").strip().split("\n\n")[0]
         lines.append(f"| [`{name}`](/recipes/{name}.md) | {' '.join(doc.split())} |")
-    return "\n".join(["| preset | |", "|---|---|", *lines])
+    return "\n".join(["| preset | summary |", "|---|---|", *lines])
 
 
 MADE: dict[str, Callable[..., str]] = {
-    "measured": measured, "stored": stored, "device": device, "choose": choose, "first": first, "peers": peers,
-    "presets": presets,
+    "measured": measured, "stored": stored, "device": device, "choose": choose, "chosen": chosen, "first": first,
+    "peers": peers, "presets": presets,
 }  # fmt: skip

@@ -20,6 +20,7 @@ BENCHES = (
     "optimizer",
     "gemm",
     "gemm_int8",
+    "grouped",
     "quantize",
     "linear",
     "scaling",

@@ -1,7 +1,6 @@
 """A whole Llama's step by a recipe, with its state in as few bytes as the arm's name says, on one GPU or more."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
 from experiments import mesh
-from experiments.bench import timing
+from experiments.bench import driver, timing
 from experiments.bench.card_plan import CardPlan
 from experiments.models.llama import Block
 from experiments.models.parts import rows_on
@@ -73,7 +72,7 @@ def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[
     return jax.checkpoint(named, policy=policy)
 
 
-class CardArm:
+class CardArm(driver.Arm):
     """A step over a whole model, and the state that it updates.
 
     Args:
@@ -104,9 +103,8 @@ class CardArm:
             where = {"in_shardings": (placed, self.rows), "out_shardings": (placed, None)}
         ids = jax.random.randint(jax.random.key(1), (batch * gpus, length + 1), 0, model.vocab, jnp.int32)
         self.tokens = ids if self.rows is None else jax.device_put(ids, self.rows)
-        self.begin = jax.jit(self._begun, out_shardings=placed)
+        self.inputs, self.begin = (self.tokens,), jax.jit(self._begun, out_shardings=placed)
         self._shapes, self._where = shapes, where
-        self.state: Any = None
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
         """A layer as a function of its parameters, whose products are the recipe's."""
@@ -193,26 +191,12 @@ class CardArm:
         """Of products and causal attention of a step, none that is computed again."""
         return self.count * speed.operations(self.config, self.weights, {}, self.length)
 
-    @functools.cached_property
-    def program(self) -> Any:
-        """The compiled step."""
+    def build(self) -> Any:
+        """Compiles the step."""
         step = self._released_step if self.settings.released else self._plain_step
         return timing.traced(step, self._shapes, self.tokens, donate_argnums=0, **self._where)
 
     @property
     def needs(self) -> float:
         """GB on each GPU of the program and its arguments."""
-        found = self.program.memory_analysis()
-        parts = (found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes)
-        return float(sum(parts) - found.alias_size_in_bytes) / 1e9
-
-    def __call__(self) -> Any:
-        if self.state is None:
-            self.state = self.begin()
-        self.state, value = self.program(self.state, self.tokens)
-        return value
-
-    def stop(self) -> None:
-        """Frees the state."""
-        jax.tree.map(lambda x: x.delete(), self.state)
-        self.state = None
+        return driver.memory(self.program)[1]

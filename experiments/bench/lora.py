@@ -7,11 +7,9 @@ do not depend on what they say. "needs" are arguments and temporaries of the com
 """
 
 import argparse
-import concurrent.futures
 import functools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
@@ -20,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import fp8jax
-from experiments.bench import timing
+from experiments.bench import driver, timing
 from experiments.models.llama import LlamaConfig
 from experiments.train import cli, config
 from experiments.train.adapters import of_base
@@ -32,7 +30,7 @@ BASELINE = "bf16 on bf16"
 ARMS = (BASELINE, "te_current on e4m3", "fast on e4m3", "deepseek on e4m3:block128", "bf16 on e4m3")
 
 
-class LoraArm:
+class LoraArm(driver.Arm):
     """A step of adapters, and the arrays that it reads and updates."""
 
     def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int, rank: int, unroll: int) -> None:
@@ -47,33 +45,32 @@ class LoraArm:
         self.build = timing.lowered(
             self.task.step, self.shapes[0], self.tokens, self.shapes[1], donate_argnums=0, keep_unused=True
         )
-        self.arrays: Any = None
+        self.begin = jax.jit(self._begun)
 
-    @functools.cached_property
-    def program(self) -> Any:
-        """The compiled step."""
-        return self.build()
+    def _begun(self) -> Any:
+        """The first state, of random weights."""
+        state = jax.tree.map(_drawn, self.shapes[0])
+        moments = jax.tree.map(jnp.zeros_like, state.opt_state)
+        return state._replace(opt_state=moments, healthy=jnp.array(True))
+
+    def start(self) -> None:
+        """Makes the state and the base."""
+        super().start()
+        self.inputs = self.tokens, jax.tree.map(_drawn, self.shapes[1])
 
     def __call__(self) -> jax.Array:
         """One step; its loss."""
-        if self.arrays is None:
-            self.arrays = [jax.tree.map(_drawn, each) for each in self.shapes]
-            self.arrays[0] = self.arrays[0]._replace(
-                opt_state=jax.tree.map(jnp.zeros_like, self.arrays[0].opt_state), healthy=jnp.array(True)
-            )
-        self.arrays[0], metrics = self.program(self.arrays[0], self.tokens, self.arrays[1])
-        return metrics["loss"]  # type: ignore[no-any-return]
+        return super().__call__()["loss"]  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """Frees the arrays."""
-        jax.tree.map(lambda x: x.delete(), self.arrays)
-        self.arrays = None
+        """Frees the state and the base."""
+        super().stop()
+        jax.tree.map(lambda x: x.delete(), self.inputs[1:])
+        self.inputs = ()
 
     def needs(self) -> float:
         """GB of arguments and temporaries."""
-        found = self.program.memory_analysis()
-        fresh = found.output_size_in_bytes - found.alias_size_in_bytes
-        return float(found.argument_size_in_bytes + found.temp_size_in_bytes + fresh) / 1e9
+        return driver.memory(self.program)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -94,23 +91,22 @@ def _drawn(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="lora", description=__doc__)
+    parser = driver.parser("lora", __doc__, rounds=3, steps=4)
     parser.add_argument("--arm", nargs="+", default=list(ARMS), help=f'RECIPE on BASE, "{BASELINE}" among them')
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--unroll", type=int, default=1, help="layers in a turn of the loop over them")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of a round, untimed and then as many timed")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    notes = driver.notes_of(__doc__)
     notes.append(
         f"Layers in a turn of the loop: {options.unroll}. Arms run in turns, each from arrays made anew; medians."
     )
     table = measure(options)
-    timing.write("lora", "Training steps of adapters on a base that is not trained", table, notes, {}, options.out)
+    timing.write(
+        options.name, "Training steps of adapters on a base that is not trained", table, notes, {}, options.out
+    )
 
 
 def measure(options: argparse.Namespace) -> list[timing.Row]:
@@ -118,23 +114,11 @@ def measure(options: argparse.Namespace) -> list[timing.Row]:
     names: Sequence[str] = list(dict.fromkeys([BASELINE, *options.arm]))
     llama, length = (SMALL, 32) if timing.dry() else (LLAMA, options.length)
     how = options.batch, length, options.rank, options.unroll
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # One is compiled while the next one is traced.
-        arms, waiting = {}, list[Any]()
-        for name in names:
-            arm = arms[name] = LoraArm(name, llama, *how)
-            waiting.append(pool.submit(getattr, arm, "program"))
-        for done in waiting:
-            done.result()
-    for name, arm in arms.items():
-        print(f"  {name}: loss {float(arm()):.4f}", flush=True)
-        arm.stop()
-    calls = {name: timing.late(arm) for name, arm in arms.items()}
-    times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda n: arms[n].stop())
+    arms = driver.built(names, lambda name: LoraArm(name, llama, *how))
+    times = driver.timed(arms, options.rounds, options.steps)
     case, table = f"Llama 3.1 8B, {options.batch} x {options.length:,} tokens", list[timing.Row]()
     needs = {name: arm.needs() for name, arm in arms.items()}
     for name, time_ in times.items():
-        spread = time_.quartiles(lambda t: 1e3 * t)
-        base = times[BASELINE]
-        table.append(timing.row(case, name, "step", 1e3 * time_, "ms", BASELINE, base / time_, spread))
+        table.append(driver.time_row(case, name, "step", time_, BASELINE, times[BASELINE] / time_))
         table.append(timing.row(case, name, "needs", needs[name], "GB", BASELINE, needs[BASELINE] / needs[name]))
     return table

@@ -23,7 +23,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
@@ -31,7 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 import jax
 
 import fp8jax
-from experiments.bench import step_torch, timing, writings
+from experiments.bench import driver, step_torch, timing, writings
 from experiments.bench.writings import BASE, Training
 from experiments.models import plain
 from experiments.models.llama import LlamaConfig
@@ -109,7 +108,7 @@ MODELS = {
 }  # fmt: skip
 
 
-class UserArm:
+class UserArm(driver.Arm):
     """A model's training step by a recipe, and the state that it updates; on several GPUs each has a batch."""
 
     def __init__(self, user: UserModel, arm: str, gpus: int = 1) -> None:
@@ -117,64 +116,32 @@ class UserArm:
         if timing.dry():
             size, length, outputs = 1, 32, 64
         training = user.training(arm, length, outputs, timing.dry())
-        shapes, self.data = jax.eval_shape(training.begin), plain.batch(user.kind, gpus * size, length, outputs)
+        shapes, inputs = jax.eval_shape(training.begin), plain.batch(user.kind, gpus * size, length, outputs)
         self.arrays = len(jax.tree.leaves(shapes))
         options: dict[str, Any] = {}
         if gpus > 1:
             mesh = jax.make_mesh((gpus,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
             rows, whole = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in (("data",), ()))
-            self.data = jax.device_put(self.data, rows)
+            inputs = jax.device_put(inputs, rows)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
             options["out_shardings"] = whole
-        self.begin: Any = jax.jit(training.begin, **options)
-        self.build = timing.lowered(training.step, shapes, *self.data, donate_argnums=0, **options)
-        self.state: Any = None
-
-    @functools.cached_property
-    def program(self) -> Any:
-        """The compiled step."""
-        return self.build()
-
-    def prepare(self) -> None:
-        """Compiles the step, and what makes its state."""
-        self.program  # noqa: B018
-        if not timing.dry():
-            self.begin = self.begin.lower().compile()
-
-    def __call__(self) -> jax.Array:
-        """One step; its loss."""
-        if self.state is None:
-            self.state = self.begin()
-        self.state, value = self.program(self.state, *self.data)
-        return value
-
-    def synchronised(self) -> jax.Array:
-        """One step, and the host reads its loss."""
-        return jax.block_until_ready(self())
-
-    def stop(self) -> None:
-        """Frees the state."""
-        jax.tree.map(lambda x: x.delete(), self.state)
-        self.state = None
+        self.inputs, self.begin = inputs, jax.jit(training.begin, **options)
+        self.build = timing.lowered(training.step, shapes, *inputs, donate_argnums=0, **options)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="models", description=__doc__)
+    parser = driver.parser("models", __doc__, rounds=5, steps=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: each model's own)")
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=[], help="arms of torch.compile (Llama)")
     parser.add_argument("--gpus", type=int, default=1, help="each has such a batch and all weights (data parallel)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
-    parser.add_argument("--name", default="models", help="of the results file")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     for arm in options.arm or ():
         writings.recipe_of(arm)
     torch = _torch(options, parser)
     timing.need_gpu()
-    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    notes = driver.notes_of(__doc__)
     notes.append("Arms run in turns, in another order in each round, each from a state made anew; medians.")
     save = functools.partial(timing.write, options.name, "Training steps of models as users write them", notes=notes,
                              versions={}, out=options.out, devices=options.gpus)  # fmt: skip
@@ -206,41 +173,18 @@ def _torch(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict
     return found
 
 
-def ready(user: UserModel, recipes: Sequence[str], gpus: int = 1) -> dict[str, UserArm]:
-    """The arms of a model, compiled."""
-    start = time.perf_counter()
-
-    def prepared(recipe: str, arm: UserArm, traced: float) -> None:
-        begin = time.perf_counter()
-        arm.prepare()
-        print(f"  {recipe}: traced in {traced:.0f} s, compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # One is compiled while the next one is traced.
-        arms, waiting = {}, list[Any]()
-        for recipe in recipes:
-            begin = time.perf_counter()
-            arms[recipe] = UserArm(user, recipe, gpus)
-            waiting.append(pool.submit(prepared, recipe, arms[recipe], time.perf_counter() - begin))
-        for done in waiting:
-            done.result()
-    print(f"  ready after {time.perf_counter() - start:.0f} s", flush=True)
-    return arms
-
-
 def measure(
     user: UserModel, recipes: Sequence[str], options: argparse.Namespace, torch: Callable[[], TorchArms]
 ) -> list[timing.Row]:
     """Rows of one model, and of torch's arms, for which it waits."""
-    arms = ready(user, recipes, options.gpus)
+    arms = driver.built(recipes, lambda recipe: UserArm(user, recipe, options.gpus))
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():
-        print(f"  {recipe}: loss {float(arm()):.4f}", flush=True)
-        arm.stop()
         kinds: tuple[Callable[[], Any], ...] = (timing.late(arm), arm.synchronised)
         calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, kinds, strict=True)}
     stop = lambda name: next(arm for each, arm in arms.items() if name in {each + end for end in KINDS}).stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
-    needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
+    needs = {recipe: driver.memory(arm.program)[0] for recipe, arm in arms.items()}
     case = user.text + (f", each of {options.gpus} GPUs" if options.gpus > 1 else "")
     for name, of in torch().items():
         times |= dict(zip([name + end for end in KINDS], of[:2], strict=True))
@@ -251,14 +195,16 @@ def measure(
 def rows(
     case: str, times: dict[str, timing.Seconds], needs: dict[str, float], arrays: dict[str, int]
 ) -> list[timing.Row]:
-    """Milliseconds of a step and GB of temporaries, against JAX's bf16 of the same kind, and arrays of the state."""
+    """Return milliseconds of a step, GB of temporaries and arrays of the state; ratios to JAX's bf16 if it ran."""
     table = []
+    baseline = BASE if BASE in needs else None
     for recipe, size in needs.items():
         for end in KINDS:
-            time_, base = times[f"{recipe}{end}"], times[f"{BASE}{end}"]
-            spread = time_.quartiles(lambda t: 1e3 * t)
-            table.append(timing.row(case, recipe, f"step{end}", 1e3 * time_, "ms", BASE, base / time_, spread))
-        table.append(timing.row(case, recipe, "temporaries", size, "GB", BASE, needs[BASE] / size))
+            time_ = times[f"{recipe}{end}"]
+            ratio = times[f"{BASE}{end}"] / time_ if baseline else None
+            table.append(driver.time_row(case, recipe, f"step{end}", time_, baseline, ratio))
+        size_ratio = needs[BASE] / size if baseline else None
+        table.append(timing.row(case, recipe, "temporaries", size, "GB", baseline, size_ratio))
         if recipe in arrays:
             table.append(timing.row(case, recipe, "arrays", arrays[recipe], ""))
     return table

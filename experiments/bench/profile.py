@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import ProfileData
 
-from experiments.bench import layer, models, peaks, timing, writings
+from experiments.bench import driver, layer, models, peaks, timing, writings
 from experiments.bench.peaks import EIGHT, OURS, SIXTEEN, XLA
 
 ARMS = ("int8_fallback", "int8_block", "fast")
@@ -152,7 +152,7 @@ def of_layer(length: int, names: list[str]) -> list[timing.Row]:
 def of_model(user: models.UserModel, names: list[str]) -> list[timing.Row]:
     """Rows of a model's training step."""
     found, least = {}, {}
-    for name, arm in models.ready(user, names).items():
+    for name, arm in driver.built(names, lambda name: models.UserArm(user, name)).items():
         found[name] = profile(arm)
         arm.stop()
         least[name] = peaks.least(arm.program.as_text())

@@ -17,7 +17,7 @@ from jax import lax
 import fp8jax
 from experiments.bench import timing
 from fp8jax.ops.matmul.matmul import matmul
-from fp8jax.ops.products import cost_model
+from fp8jax.rewrite import cost_model
 
 CHAIN = 256
 

@@ -10,12 +10,10 @@ it is compiled, "peak" the most that the device had in use, where an arm was the
 fit is not run.
 """
 
-import argparse
 import itertools
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
@@ -23,7 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.96")
 
 import jax
 
-from experiments.bench import timing
+from experiments.bench import driver, timing
 from experiments.bench.card import CardArm
 from experiments.models import sizes
 from experiments.models.shape import LlamaConfig
@@ -85,9 +83,8 @@ def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str,
     taken, arm, first = times[name], arms[name], times.get(base)
     faster = first and (arm.count / taken) / (arms[base].count / first)
     alike = faster if base in arms and arms[base].batch == arm.batch else None
-    spread = taken.quartiles(lambda t: 1e3 * t)
     rows = [
-        timing.row(case, name, "step", 1e3 * taken, "ms", base, alike, spread),
+        driver.time_row(case, name, "step", taken, base, alike),
         timing.row(case, name, "tokens", arm.count / taken / arm.gpus, "tokens/s a GPU", base, faster),
         timing.row(case, name, "batch", arm.batch, "sequences a GPU"),
     ]
@@ -102,17 +99,13 @@ def _peak() -> float:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="release", description=__doc__)
+    parser = driver.parser("release", __doc__, rounds=3, steps=3)
     parser.add_argument("--model", choices=sizes.NAMES, default="7b", help="8b has a vocabulary of 128,256")
     parser.add_argument("--arm", nargs="+", default=list(ARMS))
     parser.add_argument("--batch", type=int, default=1, help="sequences on each GPU; 0: as many as fit")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--gpus", type=int, default=1, help="state and batches are cut over them (FSDP)")
     parser.add_argument("--fit", type=float, default=float("inf"), help="GB of a smaller card")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="of a round, untimed and then as many timed")
-    parser.add_argument("--name", default="release", help="of the results file")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
     model, length = sizes.get(options.model, VOCAB.get(options.model, 32_000)), options.length
@@ -151,11 +144,10 @@ def main(argv: list[str]) -> None:
         if _peak() > before:
             told(name, "peak", _peak(), "GB")
         arm.stop()
-    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    notes = driver.notes_of(__doc__)
     title = "A Llama of billions of parameters"
     timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus, complete=False)
-    calls = {name: timing.late(arm) for name, arm in arms.items()}
-    times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda name: arms[name].stop())
+    times = driver.timed(arms, options.rounds, options.steps)
     one = speed.peak(jax.devices()[0].device_kind)
     for name in times:
         table += rates(case, name, arms, times, base, one)

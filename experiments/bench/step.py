@@ -10,14 +10,11 @@ the same model by torch.compile stands beside it (`experiments.bench.step_torch`
 
 import argparse
 import collections
-import concurrent.futures
 import functools
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 # A pool that grows piece by piece can't hold the largest steps in one piece.
@@ -29,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import mesh, plan
-from experiments.bench import step_torch, timing
+from experiments.bench import driver, step_torch, timing
 from experiments.bench.arms import AGAIN, BF16, LOGITS, LOOP, PLAIN, parsed, settings
+from experiments.bench.driver import built, memory
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.train import cli, config
@@ -84,7 +82,7 @@ def place(where: str) -> str:
     return MESHES[where].format(jax.device_count()) if where in MESHES else f"mesh {where}"
 
 
-class StepArm:
+class StepArm(driver.Arm):
     """A recipe's step on a mesh, and the state that it updates."""
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
@@ -107,26 +105,15 @@ class StepArm:
         self.tokens = jax.device_put(
             jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, model.vocab, jnp.int32), rows
         )
-        self.begin: Any = jax.jit(self.task.init, out_shardings=placed)
+        self.inputs = (self.tokens,)
+        self.begin = jax.jit(self.task.init, out_shardings=placed)
         places = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
         with choice.target(kernels=kernels):
             self.build = timing.lowered(self.task.step, self.shapes, self.tokens, donate_argnums=0, **places)
-        self.state: Any = None
-
-    @functools.cached_property
-    def program(self) -> Any:
-        """The compiled step."""
-        return self.build()
-
-    def prepare(self) -> None:
-        """Compiles the step, and what makes its state."""
-        self.program  # noqa: B018
-        if not timing.dry():
-            self.begin = self.begin.lower().compile()
 
     def start(self) -> None:
         """Makes the state; thresholds by which blocks fall back are those that steps before have settled on."""
-        self.state = self.begin()
+        super().start()
         if not self.decides or timing.dry():
             return
         if self.settled is None:
@@ -137,17 +124,6 @@ class StepArm:
             self.state = self.begin()
         states = jax.device_put(self.settled, self.placed.model_state)
         self.state = self.state._replace(model_state=states)
-
-    def stop(self) -> None:
-        """Frees the state."""
-        jax.tree.map(lambda x: x.delete(), self.state)
-        self.state = None
-
-    def __call__(self) -> Any:
-        if self.state is None:
-            self.start()
-        self.state, metrics = self.program(self.state, self.tokens)
-        return metrics
 
     @property
     def tokens_per_step(self) -> int:
@@ -180,7 +156,7 @@ class StepArm:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="step", description=__doc__)
+    parser = driver.parser("step", __doc__, rounds=5, steps=5)
     parser.add_argument("--model", default="1b", choices=sizes.NAMES)
     parser.add_argument("--vocab", type=int, default=VOCAB, help="entries of the vocabulary")
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
@@ -204,11 +180,7 @@ def main(argv: list[str]) -> None:
         help=f"{', '.join(MESHES)} (default: those that this host has GPUs for), or sizes of several axes, as in "
         "fsdp=2,tensor=2; along tensor GPUs share the sequences of all",
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further arm is compiled")
-    parser.add_argument("--name", default="step", help="of the file")
-    parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
         for arm in options.arm:
@@ -233,7 +205,7 @@ def measure(
     """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, with what was found of torch's."""
     table: list[timing.Row] = []
     notes = [
-        " ".join((__doc__ or "").split("\n\n")[1].split()),
+        *driver.notes_of(__doc__),
         "The optimizer is `step` of `fp8jax.with_clipping`: one pass, none for the clipped gradients. Arms run in "
         "turns, in another order in each round, each from a state made anew, but for thresholds of blocks that fall "
         f"back, which {SETTLING} steps have settled; steps follow each other without waiting; medians. "
@@ -279,57 +251,6 @@ def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str)
     return StepArm(name, llama, batch, options.length, where)
 
 
-def built(names: Sequence[str], make: Callable[[str], StepArm], limit: float = math.inf) -> dict[str, StepArm]:
-    """The arms that compile and run a step; others are told of, as those not started within so many seconds.
-
-    One is compiled while the next one is traced; nothing runs then, for XLA measures which products are fastest.
-
-    Raises:
-        RuntimeError: the first, which all are compared with, does not run.
-    """
-    arms: dict[str, StepArm] = {}
-    waiting: tuple[str, StepArm, Any] | None = None
-    begin = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        for name in [*names, None]:
-            start, arm = time.perf_counter(), None
-            late = start - begin > limit
-            if late and name is not None:
-                print(f"  {name}: left out, the time limit is reached", flush=True)
-            try:
-                arm = None if name is None or late else make(name)
-            except Exception as problem:
-                _failed(str(name), problem)
-            if waiting is not None:
-                before, ready, compiling = waiting
-                try:
-                    compiling.result()
-                    jax.block_until_ready(ready())
-                    ready.stop()
-                    arms[before] = ready
-                except Exception as problem:
-                    _failed(before, problem)
-            waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
-            if arm is not None:
-                print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
-    if names[0] not in arms:
-        raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
-    return arms
-
-
-def _failed(name: str, problem: Exception) -> None:
-    if timing.dry():
-        raise problem
-    print(f"  {name} failed: {type(problem).__name__} {str(problem)[:400]}".replace("\n", " "), flush=True)
-
-
-def memory(program: Any) -> tuple[float, float]:
-    """GB of temporaries, and of everything, while a compiled step runs, on each GPU."""
-    told = program.memory_analysis()
-    results = told.output_size_in_bytes - told.alias_size_in_bytes
-    return told.temp_size_in_bytes / 1e9, (told.argument_size_in_bytes + told.temp_size_in_bytes + results) / 1e9
-
-
 def rows(
     case: str,
     name: str,
@@ -358,10 +279,10 @@ def common(
 ) -> list[timing.Row]:
     """Time, speed and memory of an arm that computes what `arm` does, against `again`, bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
-    spread = median.quartiles(lambda t: 1e3 * t)
     speed, base_speed = arm.tokens_per_step / median, again.tokens_per_step / base
     same = arm.batch == again.batch  # Else only tokens/s compare.
-    table = [row("step", 1e3 * median, "ms", AGAIN if same else None, base / median if same else None, spread)]
+    compared = (AGAIN, base / median) if same else (None, None)
+    table = [driver.time_row(case, name, "step", median, *compared)]
     table.append(row("tokens/s", speed, "", None if same else AGAIN, None if same else speed / base_speed))
     table.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):

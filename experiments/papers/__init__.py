@@ -4,25 +4,14 @@
     python -m experiments.papers.coat_activations   COAT: Table 10, Figure 4(a)
     python -m experiments.papers.coat_memory        COAT: Tables 2 and 14, what a layer keeps for its backward pass
     python -m experiments.papers.coat_speed         COAT: Tables 7 and 12, Figure 4(b), on a GPU
-    python -m experiments.papers.coat_efficiency    COAT: Table 11, from steps of Llama-2-7B on several GPUs
     python -m experiments.papers.fp8_lm_precision   FP8-LM: Table 6, Figure 8
-    python -m experiments.papers.fp8_lm_masters     FP8-LM: Table 6, Figure 8, of master weights over a longer run
     python -m experiments.papers.fp8_lm_gradients   FP8-LM: Figure 7, sums of gradients in 8 bits
     python -m experiments.papers.fp8_lm_reductions  FP8-LM: Figure 7 by fp8jax.dist on the devices of this host
     python -m experiments.papers.plans              FP8-LM: Tables 5 and 8; COAT: Table 11; MOSS: Table 5, on paper
-    python -m experiments.papers.deepseek_wgrad     errors of deepseek's weight gradient by the scales of its operands
-    python -m experiments.papers.second_moment      second moments in 8 bits, to nearest and stochastically, by b2
-    python -m experiments.papers.coat_expansion     our range expansion and the paper's on the moments of a training
-    python -m experiments.papers.release_clipping   clipping where layers are updated in the backward pass
     python -m experiments.papers.finetuning         losses of fine-tuning a checkpoint, of all weights and of adapters
-    python -m experiments.papers.moss_scaling       MOSS: Figure 4, equations 8 and 10
-    python -m experiments.papers.moss_accuracy      MOSS: Tables 3, 4, 11, on small models and made-up problems
-    python -m experiments.papers.training_parity    COAT: Table 13, many seeds of a small model and a larger one
-    python -m experiments.papers.recipe_parity      COAT: Table 13, five seeds of each recipe at 65 M parameters
-    python -m experiments.papers.fixed_batch        learning of one fixed batch at 1.1 B parameters, part by part
-    python -m experiments.papers.int8_outliers      INT8 fallback: Figures 3(b), 3(c), 4(b), by how large outliers are
-    python -m experiments.papers.int8_limit         INT8 fallback: the limit on Hopper, from measured rates
+    python -m experiments.papers.parity             COAT: Table 13; MOSS: Tables 9, 11; seeds of recipes beside bf16
     python -m experiments.papers.int8_speed         INT8 fallback: Table 3, Figures 1(b), 6(b), on a GPU
+    python -m experiments.papers.speeds             tables of speeds that are made of other results files
     python -m experiments.results.report            RESULTS.md
 
 The first to need it trains a small model (`common.FLAGS`), which stays under runs/ for the others.

@@ -6,12 +6,11 @@ ICLR 2025.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 import fp8jax
 from experiments.errors import UserError
@@ -156,38 +155,6 @@ def entropy(shares: np.ndarray) -> float:
     return float(-np.sum(used * np.log2(used)))
 
 
-def draw(
-    errors: dict[str, float], ranges: dict[str, dict[str, np.ndarray]], shares: dict[str, dict[str, np.ndarray]]
-) -> Figure:
-    """The errors as a map, and the histograms of dynamic ranges, exponents and codes."""
-    figure = Figure(figsize=(17, 4.2), dpi=110, layout="constrained")
-    left, middle, right, last = figure.subplots(1, 4, width_ratios=(1.3, 1, 1, 1))
-    labels = [label(name, expand) for name in FORMATS for expand in (False, True)]
-    grid = np.array([[errors[f"{a} | {b}"] / errors[BASE] for b in labels] for a in labels])
-    left.imshow(np.log10(grid), cmap="viridis_r")
-    for (i, j), value in np.ndenumerate(grid):
-        left.text(j, i, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.7 else "black", fontsize=8)
-    left.set_xticks(range(6), labels, rotation=40, ha="right", fontsize=8)
-    left.set_yticks(range(6), labels, fontsize=8)
-    left.set(title="MSE of m/sqrt(v), over that of E4M3 | E4M3", xlabel="second order", ylabel="first order")
-    for i, (name, values) in enumerate(ranges.items()):
-        for when, style in (("before", "-"), ("after", ":")):
-            middle.hist(
-                np.log10(values[when]), bins=60, histtype="step", color=f"C{i}", ls=style, label=f"{name}, {when}"
-            )
-        right.hist(values["k"], bins=60, range=(0, 16), histtype="step", color=f"C{i}", label=name)
-    middle.axvline(np.log10(448 * 512), color="grey", lw=1)
-    middle.set(title="dynamic range of groups of 128", xlabel="log10(largest / smallest)", ylabel="groups")
-    right.set(title="exponent k of groups", xlabel="k")
-    for i, (name, of) in enumerate(shares.items()):
-        for when, style in (("before", "-"), ("after", ":")):
-            last.step(np.arange(127), 100 * of[when], color=f"C{i}", ls=style, label=f"{name}, {when}", lw=1)
-    last.set(title="codes of magnitudes (Figure 3)", xlabel="code, from smallest to largest", ylabel="% of values")
-    for axes in (middle, right, last):
-        axes.legend(fontsize=8)
-    return figure
-
-
 def rows(
     errors: dict[str, dict[str, float]],
     ranges: dict[str, dict[str, np.ndarray]],
@@ -230,27 +197,18 @@ def rows(
     return entries
 
 
-def notes(pairs: dict[str, Pairs], errors: dict[str, dict[str, float]], ranges: Mapping[str, Any]) -> list[str]:
+def notes(pairs: dict[str, Pairs]) -> list[str]:
     """What was measured, and how it differs from the paper."""
-    median = float(np.median(ranges["second order"]["before"]))
-    wider = "ours are wider" if median > 10 else "so do ours"
-    layers = errors[LAYERS]
-    best, paper_best = (min(table, key=lambda case: table[case]) for table in (layers, PAPER))
-    expanded = "E4M3 + Expand | E4M3 + Expand"
     counts = {part: sum(m.size for m, _ in of_part) for part, of_part in pairs.items()}
     return [
         f"Moments of the {counts[LAYERS]:,} parameters in matrices of the layers of the 5m Llama after {common.STEPS} "
         f"steps of AdamW (b1 0.9, b2 0.95) on the standard library's sources; groups of {GROUP}, stored as "
         "`compressed_adamw` stores them.",
         "The paper gives neither the unit of its errors nor the model and step they were taken from; ratios to "
-        f"E4M3 | E4M3 are what can be compared. Expansion of both moments lowers the error "
-        f"{layers[BASE] / layers[expanded]:.2f} times here, {PAPER[BASE] / PAPER[expanded]:.2f} times in the paper. "
-        f"Lowest here: {best}; in the paper: {paper_best}.",
-        f"Of second moments half of the groups span more than {median:,.0f} here (Figure 2), in the paper usually "
-        f"less than 10: {wider}, and the wider they are the more expansion wins. Few steps on small batches "
-        "are a likely reason for wide ones; we have not shown it. By design expansion maps a group onto a range of "
-        "57344 (the paper's text: 229376), statistics leave out zeros, a second moment that would round to zero takes "
-        "the smallest code, and DE8 of the second moment is the unsigned code book.",
+        "E4M3 | E4M3 are what can be compared.",
+        "By design expansion maps a group onto a range of 57344 (the paper's text: 229376), statistics leave out "
+        "zeros, a second moment that would round to zero takes the smallest code, and DE8 of the second moment is the "
+        "unsigned code book.",
         f"The {counts[OUTER]:,} parameters of embedding and head are apart: groups of the head run along a vocabulary "
         "of bytes, of which many never occur in the text, so that one group spans far more than 8 bits hold.",
         "Our copy of the paper has no images, so Figures 2 and 3 have no figures to compare; its text says that ranges "
@@ -261,7 +219,7 @@ def notes(pairs: dict[str, Pairs], errors: dict[str, dict[str, float]], ranges: 
 
 
 def main() -> int:
-    """Regenerates results/coat_optimizer.json and .png."""
+    """Regenerates results/coat_optimizer.json."""
     arguments = common.parse(__doc__)
     try:
         pairs = matrices(*common.dump(arguments.out).moments)
@@ -281,8 +239,8 @@ def main() -> int:
         "coat_optimizer",
         "COAT: quantization error of optimizer states (Tables 1 and 9, Figures 2 and 3)",
         rows(errors, ranges, shares, group_size_table(pairs[LAYERS])),
-        notes(pairs, errors, ranges),
-        draw(errors[LAYERS], ranges, shares),
+        notes(pairs),
+        None,
         arguments.results,
     )
     return 0

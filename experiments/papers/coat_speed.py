@@ -120,32 +120,6 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     return rows
 
 
-def over_norm(rows: Sequence[Row]) -> str:
-    """How the norm that keeps codes stands beside the plain one, and the paper's beside its own."""
-    coded = [r for r in rows if r.case.startswith(f"{NORM_CODES},")]
-    pairs = [(r.ratio, r.paper_ratio) for r in coded if r.ratio and r.paper_ratio]
-    if not pairs:
-        return "Neither was timed."
-    ours, paper = zip(*pairs, strict=True)
-    more = sum(a > b for a, b in pairs)
-    return (
-        f"Over the plain norm ours takes {min(ours):.2f} to {max(ours):.2f} times as long, the paper's "
-        f"{min(paper):.2f} to {max(paper):.2f} times: ours costs more at {more} of {len(pairs)} sizes."
-    )
-
-
-def over_just_in_time(rows: Sequence[Row]) -> str:
-    """Whether group scaling gains over a pass over the result."""
-    ratios = [r.ratio for r in rows if r.case.startswith(f"{GROUP},") and r.ratio]
-    if not ratios:
-        return "They were not timed."
-    told = f"takes {min(ratios):.2f} to {max(ratios):.2f} times the time of just in time at these sizes"
-    if max(ratios) < 0.98:
-        return f"Group scaling {told}: it gains, as the paper says."
-    where = "nothing" if min(ratios) >= 0.98 else "at some sizes alone"
-    return f"Group scaling {told}: it gains {where}; a pass over a result just written may find it in the L2 cache."
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Regenerates results/coat_speed.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -168,10 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Table 12: RMSNorm of a bf16 matrix, and the same with what `coat` keeps of it: codes of its input in "
         "groups of 1x16, and where the kernel is at hand the largest magnitude of its result. The paper's times are "
         "of no plausible unit; ratios compare. A result that is also wanted in 16 bits is computed by the kernel that "
-        "keeps codes and again by XLA; in a layer whose products read codes it is not written. " + over_norm(rows),
+        "keeps codes and again by XLA; in a layer whose products read codes it is not written.",
         "Figure 4(b) has no values in our copy of the paper. The norm with quantization, then e4m3 codes of its "
         "result with one scale: just in time, from a pass over the result, by group scaling, from what the norm "
-        "found, and with a given scale, as delayed scaling has. " + over_just_in_time(rows),
+        "found, and with a given scale, as delayed scaling has.",
     ]
     arguments = f"--rounds {options.rounds} --burst {options.burst:g} --hidden {' '.join(map(str, options.hidden))}"
     title = "COAT: a layer's speed, and what scales cost (Tables 7, 12, Figure 4(b))"

@@ -70,7 +70,7 @@ def write(
     results: Path = RESULTS,
     *,
     arguments: str = "",
-    suffix: str = "",
+    module: str = "",
     device: str | None = None,
     sources: Sequence[tuple[str, str]] | None = None,
     date: str | None = None,
@@ -78,14 +78,14 @@ def write(
     """Writes RESULTS/CARD/BENCH.json, and BENCH.png where there is a figure.
 
     Args:
-        bench: name of the module in `experiments.papers`.
+        bench: name of the file, and of the module in `experiments.papers`.
         title: headline in RESULTS.md.
         rows: the figures.
         notes: what was measured on what, and why it differs from the paper's.
-        figure: to be drawn beside them.
+        figure: saved beside them, if there is one.
         results: folder, made where missing.
         arguments: of the command that regenerates it.
-        suffix: of the files' name, where a table has several.
+        module: name of the module in `experiments.papers`, where it is not `bench`.
         device: what was measured on; None for this process's first device.
         sources: of each row the commit and the device, where figures come from other files; None for this process's.
         date: of what was measured; None for today.
@@ -95,16 +95,18 @@ def write(
         listed = [row | {"commit": of, "device": on} for row, (of, on) in zip(listed, sources, strict=True)]
     path = record.write(
         results,
-        bench + suffix,
+        bench,
         title=title,
-        command=f"python -m experiments.papers.{bench} {arguments}".strip(),
+        command=f"python -m experiments.papers.{module or bench} {arguments}".strip(),
         device=device or jax.devices()[0].device_kind,
         rows=listed,
         notes=notes,
         complete=not os.environ.get("FP8JAX_DRY"),
         date=date,
     )
-    if figure is not None:
+    if figure is None:
+        path.with_suffix(".png").unlink(missing_ok=True)  # of an older command, which drew one
+    else:
         figure.savefig(path.with_suffix(".png"))
     print(f"wrote {path}")
     return path

@@ -20,9 +20,8 @@ from experiments.errors import UserError
 from experiments.papers import common, fp8_lm_gradients
 from experiments.papers.common import Row
 from experiments.papers.fp8_lm_gradients import Reduced
-from fp8jax.core.comm import Comm
-from fp8jax.dist.auto_scale import MAX_SATURATED_FRACTION, Factors
-from fp8jax.dist.reduce import all_reduce_gradients
+from fp8jax.core.recipe import Comm
+from fp8jax.dist.reduce import MAX_SATURATED_FRACTION, Factors, all_reduce_gradients
 
 VIRTUAL = 8
 ONE = Comm("e4m3", "one_phase")
@@ -111,8 +110,8 @@ def main() -> int:
     ]
     title = "FP8-LM: sums of gradients in 8 bits by fp8jax.dist (Figure 7)"
     device = jax.devices()[0].device_kind
-    common.write("fp8_lm_reductions", title, rows, notes, None, options.results, suffix="_gpus" if gpu else "",
-                 device=f"{have} x {device}" if gpu else None)  # fmt: skip
+    common.write("fp8_lm_reductions_gpus" if gpu else "fp8_lm_reductions", title, rows, notes, None, options.results,
+                 module="fp8_lm_reductions", device=f"{have} x {device}" if gpu else None)  # fmt: skip
     return 0
 
 

@@ -6,13 +6,12 @@ products that read them. Zhang et al., MOSS, sections 3.1 and 4.5.2.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 import fp8jax
 from experiments.bench import arms as bench_arms
@@ -193,27 +192,25 @@ def memory() -> list[Row]:
     return figures
 
 
-def draw(ratios: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Table 7 as bars, late in training, with the paper's figures as marks."""
-    figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
-    axes, names = figure.subplots(), list(ratios["late"])
-    shown = [scheme for scheme in (*SPECS, CEILING)]
-    width = 0.8 / len(shown)
-    for i, scheme in enumerate(shown):
-        at = np.arange(len(names)) + width * (i - len(shown) / 2)
-        axes.bar(at, [ratios["late"][name][scheme] for name in names], width, label=scheme)
-        place = {TENSOR: 0, GROUP: 1, TWO_ROW: 2}.get(scheme)
-        if place is not None:
-            theirs = [PAPER[name][place][1] for name in PAPER]
-            axes.plot(at[: len(theirs)], theirs, "k_", label="the paper's" if not place else None)
-    axes.set_xticks(np.arange(len(names)), names, fontsize=8)
-    axes.set(ylabel="SNR, dB", ylim=(22, 40), title=f"e4m3 after {STEPS} steps")
-    axes.legend(fontsize=7, ncols=4)
-    return figure
+NOTES = [
+    f"The 5m Llama in bf16, {SEQUENCES} validation sequences of 128 bytes: activations and gradients of the mean "
+    f"cross-entropy after {EARLY} and {STEPS} steps, means over layers of each layer's SNR (equation 4).",
+    "e4m3 keeps four significant bits whatever the scale is, so its SNR is that of rounding alone, about 31.5 dB, as "
+    "long as values lie within 2^-14.8 of the largest. In the paper two-level scales reach 35 to 39 dB and one scale a "
+    "tensor 24 to 31.",
+    "The largest value of each row or group, which an fp32 scale takes to 448, is exact: it counts where few values "
+    "carry the energy, as in the FFN. Powers of two do not do that, and OCP's, which are rounded down, saturate the "
+    "largest values.",
+    "Theorem 1 takes the noise to be uniform with the scale as its step, as int8's is; rounding powers of two up, "
+    "which equation 7 leaves out, costs what smaller groups gain.",
+    "Bytes kept are of a layer of width 768, counted as in coat_memory. `moss` keeps what Flax's norms and activations "
+    "keep; `fast` keeps codes of COAT's contexts, and no input of a linear layer that can be made again. The paper's "
+    "ratios are of peak memory of a 7B model and say nothing of what is kept.",
+]
 
 
 def main() -> int:
-    """Regenerates results/moss_snr.json and .png."""
+    """Regenerates results/moss_snr.json."""
     arguments = common.parse(__doc__)
     ratios, operands = {}, {}
     try:
@@ -232,43 +229,8 @@ def main() -> int:
         return 2
     table = rows(ratios, operands["late"], operands["early"])
     title = "MOSS: signal to noise of its operands (Tables 5, 7, Theorem 1)"
-    common.write("moss_snr", title, table, notes(ratios, operands), draw(ratios), arguments.results)
+    common.write("moss_snr", title, table, NOTES, None, arguments.results)
     return 0
-
-
-def notes(ratios: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
-    """What was measured, and why it differs from the paper's."""
-    late: Callable[[str, str], float] = lambda name, scheme: ratios["late"][name][scheme]  # noqa: E731
-    spread = [late(name, TWO_ROW) - late(name, TENSOR) for name in PAPER]
-    of = operands["late"]
-    dx, dw = (float(of[SHIFTED][i] - of[E5M2][i]) for i in (1, 2))
-    again = [float(of[SHIFTED][2] - of[name][2]) for name in AGAIN]
-    two, one = ([late(name, scheme) for name in PAPER] for scheme in (TWO_ROW, TENSOR))
-    reached = f"{min(two):.1f} to {max(two):.1f} and {min(one):.1f} to {max(one):.1f}"
-    ordered = sum(late(name, TWO_ROW) > late(name, GROUP) > late(name, TENSOR) for name in ratios["late"])
-    apart = max(abs(late(name, TWO_TENSOR) - late(name, TENSOR)) for name in ratios["late"])
-    return [
-        f"The 5m Llama in bf16, {SEQUENCES} validation sequences of 128 bytes: activations and gradients of the mean "
-        f"cross-entropy after {EARLY} and {STEPS} steps, means over layers of each layer's SNR (equation 4).",
-        "e4m3 keeps four significant bits whatever the scale is, so its SNR is that of rounding alone, about 31.5 dB, "
-        "as long as values lie within 2^-14.8 of the largest. In the paper two-level scales reach 35 to 39 dB and one "
-        f"scale a tensor 24 to 31; here {reached}. Two-level scales of rows here: "
-        f"{min(spread):+.1f} to {max(spread):+.1f} dB over one scale a tensor.",
-        "What lifts scales of rows and of groups over rounding alone is that the largest value of each, which an fp32 "
-        "scale takes to 448, is exact: it counts where few values carry the energy, as in the FFN. Powers of two do "
-        "not do that, and OCP's, which are rounded down, saturate the largest values.",
-        "Theorem 1 takes the noise to be uniform with the scale as its step, as int8's is; rounding powers of two up, "
-        f"which equation 7 leaves out, costs what smaller groups gain. For e4m3 its order (two-level, groups, tensor) "
-        f"holds on {ordered} of {len(ratios['late'])} of these data late in the run: what a scale of the tensor takes "
-        "to subnormal codes carries no energy, so two-level scales under the tensor's are within "
-        f"{apart:.2f} dB of it.",
-        f"Of the operands, microscaled e4m3 gradients less e5m2: {dx:+.1f} dB in dx and {dw:+.1f} dB in dw late in the "
-        "run, of three mantissa bits and two. For the weight's gradient codes that are only shifted, and so rounded "
-        f"once, less those quantized again: {again[0]:+.1f} dB per tensor, {again[1]:+.1f} dB along tokens.",
-        "Bytes kept are of a layer of width 768, counted as in coat_memory. `moss` keeps what Flax's norms and "
-        "activations keep; `fast` keeps codes of COAT's contexts, and no input of a linear layer that can be made "
-        "again. The paper's ratios are of peak memory of a 7B model and say nothing of what is kept.",
-    ]
 
 
 if __name__ == "__main__":

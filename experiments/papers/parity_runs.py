@@ -1,4 +1,4 @@
-"""Trains the arms of `training_parity` in one process: many seeds of a small Llama, each compiled once.
+"""Trains the arms of `parity` in one process: many seeds of a model, each arm compiled once.
 
 Every seed has its own initial parameters and its own batches, and every arm sees those of each seed: what two arms
 differ by in a seed is the recipe, and the chaos of training, but not the text.
@@ -7,21 +7,26 @@ differ by in a seed is the recipe, and the chaos of training, but not the text.
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 import fp8jax
 from experiments import mesh
+from experiments.bench.writings import CLIP, DECAY, RATE, cross_entropy
 from experiments.errors import UserError
 from experiments.files import write_json
+from experiments.models import plain
 from experiments.models.llama import LlamaConfig
 from experiments.results import record
 from experiments.text import data
@@ -57,11 +62,6 @@ class Setting:
         """The model, of bytes."""
         return LlamaConfig(256, self.dim, self.layers, self.heads, self.heads, self.mlp_dim)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a run."""
-        return self.steps * self.batch * self.length
-
 
 # Formats of the operands of each product of `coat`, by which they are told apart.
 PRODUCTS = {("e4m3", "e4m3"): "forward", ("e5m2", "e4m3"): "dgrad", ("e4m3", "e5m2"): "wgrad"}
@@ -76,6 +76,7 @@ class ParityArm:
         product: "forward", "dgrad" or "wgrad": one that is damaged on purpose, of a recipe with `coat`'s formats.
         lost_bits: mantissa bits that the codes lose that this product reads.
         master, release: as the settings of `experiments.train` of these names.
+        rounding: operands that are rounded in a model in bf16, of the fixed batch.
     """
 
     recipe: fp8jax.Recipe
@@ -83,6 +84,7 @@ class ParityArm:
     lost_bits: int = 0
     master: str = ""
     release: Literal["", "previous", "twice"] = ""
+    rounding: "Rounding | None" = None
 
 
 @contextlib.contextmanager
@@ -203,14 +205,131 @@ def read_settings(stored: Mapping[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in config.with_new_names(stored).items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Operands of linear layers that are rounded to 8 bits and decoded, with one scale each; products are in bf16.
+
+    Attributes:
+        x, w, dy: a `QuantSpec` as text, or None for an operand that is not rounded.
+    """
+
+    x: str | None = None
+    w: str | None = None
+    dy: str | None = None
+
+
+class FixedBatch(NamedTuple):
+    """A plain Llama, as users write it, and one batch that it learns by heart."""
+
+    vocab: int = 32_000
+    dim: int = 2048
+    layers: int = 22
+    heads: int = 32
+    kv_heads: int = 4
+    mlp_dim: int = 5632
+    batch: int = 8
+    length: int = 2048
+    steps: int = 21
+
+
+def rounded(x: jax.Array, spec: str | None) -> jax.Array:
+    """An array quantized by a spec and decoded, in its own dtype; unchanged without a spec."""
+    if spec is None:
+        return x
+    key = jax.random.key(jnp.sum(jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)))
+    return fp8jax.quantize(x, spec, key=key if "stochastic" in spec else None).dequantize(x.dtype)
+
+
+def product_of(rounding: Rounding) -> Callable[..., jax.Array]:
+    """A `dot_general` for `nnx.Linear` that rounds the operands of its three products."""
+
+    @jax.custom_vjp
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return rounded(x, rounding.x) @ rounded(w, rounding.w)
+
+    def forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        x, w = rounded(x, rounding.x), rounded(w, rounding.w)
+        return x @ w, (x, w)
+
+    def backward(residuals: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (x, w), dy = residuals, rounded(dy, rounding.dy)
+        return dy @ w.T, jnp.einsum("...i,...o->io", x, dy)
+
+    multiply.defvjp(forward, backward)
+
+    def dot_general(x: jax.Array, w: jax.Array, *_: Any, **__: Any) -> jax.Array:
+        return multiply(x, w)
+
+    return dot_general
+
+
+def fixed_batch_run(arm: ParityArm, setting: FixedBatch) -> Callable[[int], list[float]]:
+    """A function from a seed to the losses of all steps; it compiles once for all seeds."""
+    recipe, rounding = arm.recipe, arm.rounding
+
+    def begun(key: jax.Array) -> tuple[nnx.Module, nnx.Optimizer]:
+        network: Any = plain.PlainLlama(*setting[:6], nnx.Rngs(key))
+        if rounding is not None:
+            for path, layer in nnx.iter_graph(network):
+                if isinstance(layer, nnx.Linear) and "head" not in path:
+                    layer.dot_general = product_of(rounding)
+        elif recipe.linear.is_quantized or recipe.context.residual is not None:
+            network = fp8jax.nnx.quantize(network, recipe)
+        if rounding is not None or recipe == fp8jax.recipes.bf16():
+            tx = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
+            return network, nnx.Optimizer(network, tx, wrt=nnx.Param)
+        tx = fp8jax.optimizer(recipe, RATE, weight_decay=DECAY, clip=CLIP)
+        return network, fp8jax.nnx.Optimizer(network, tx, wrt=nnx.Param)
+
+    key = functools.partial(jax.random.key, impl="rbg")
+    graph, _ = nnx.split(nnx.eval_shape(begun, key(0)))
+    begin = jax.jit(lambda key: nnx.state(begun(key)))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        network, optimizer = nnx.merge(graph, state)
+        value, grads = nnx.value_and_grad(lambda network: cross_entropy(network(inputs), labels))(network)
+        optimizer.update(network, grads)
+        return nnx.state((network, optimizer)), value
+
+    inputs, labels = plain.batch("text", setting.batch, setting.length, setting.vocab)
+
+    def run(seed: int) -> list[float]:
+        state, losses = begin(key(seed)), []
+        for _ in range(setting.steps):
+            state, value = step(state, inputs, labels)
+            losses.append(value)
+        return [float(value) for value in losses]
+
+    return run
+
+
+def text_run(arm: ParityArm, setting: Setting, text: Text) -> tuple[Callable[[int], dict[str, Any]], dict[str, Any]]:
+    """A function from a seed to losses, each the mean of `STRIDE` steps, and the validation loss; and facts."""
+    run, validate, parameters = programs(arm, setting)
+    train_N = jax.device_put(text.train)
+    facts: dict[str, Any] = {"parameters": parameters, "replicas": replicas(arm)}
+
+    def of_seed(seed: int) -> dict[str, Any]:
+        state, losses = run(jnp.int32(seed), train_N, text.starts(seed, setting))
+        valid = float(np.mean(validate(state, text.valid)))
+        sizes = fp8jax.state_bytes(state.opt_state)
+        facts["moments"] = (sizes["mu"] + sizes["nu"]) / parameters
+        curve = np.asarray(losses, np.float64).reshape(-1, STRIDE).mean(1)
+        return {"valid_loss": round(valid, 6), "losses": [round(x, 5) for x in curve.tolist()]}
+
+    return of_seed, facts
+
+
 def train_arm(
     name: str,
     arm: ParityArm,
     seeds: Sequence[int],
-    text: Text,
-    setting: Setting,
+    setting: Setting | FixedBatch,
     path: Path,
-    room: Callable[[float], bool] = lambda _: True,
+    *,
+    text: Text | None = None,
+    has_time: Callable[[float], bool] = lambda _: True,
 ) -> None:
     """Trains the seeds of an arm that a file lacks, and writes the file after each.
 
@@ -218,47 +337,51 @@ def train_arm(
         name: of the arm.
         arm: what is trained.
         seeds: one run each.
-        text: what is read.
         setting: the model and its schedule.
         path: JSON file.
-        room: told how many seconds the last run took (0 before the first); False ends the work.
+        text: what is read; None with a `FixedBatch`.
+        has_time: called with the seconds of the last run (0 before the first). False ends the work.
 
     Raises:
         UserError: the file is of another recipe, setting, text or device.
     """
-    header = {"arm": name, "recipe": settings(arm.recipe), "setting": dataclasses.asdict(setting),
-              "text": text.fingerprint, "device": jax.devices()[0].device_kind}  # fmt: skip
+    header = {"arm": name, "recipe": settings(arm.recipe), "text": "" if text is None else text.fingerprint,
+              "setting": setting._asdict() if isinstance(setting, FixedBatch) else dataclasses.asdict(setting),
+              "device": jax.devices()[0].device_kind}  # fmt: skip
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else header | {"runs": {}}
-    # Files of before recipes were written have none.
+    # Older files lack some of these.
     if "recipe" in content:
         content["recipe"] = read_settings(content["recipe"])
-    changed = [key for key, value in header.items() if content.get(key, value if key == "recipe" else None) != value]
+    changed = [key for key, value in header.items() if content.get(key, value) != value]
     if changed:
         raise UserError(f"{path} was made with another {', '.join(changed)}: delete it, or give other --results")
+    content["runs"] = runs_of(content)
     missing = [seed for seed in seeds if str(seed) not in content["runs"]]
-    if not missing or not room(0):
+    if not missing or not has_time(0):
         return
-    begin = time.perf_counter()
-    run, validate, parameters = programs(arm, setting)
-    held = jax.device_put(text.train)
-    took = 0.0
+    facts: dict[str, Any] = {}
+    if isinstance(setting, FixedBatch):
+        losses_of = fixed_batch_run(arm, setting)
+        run: Callable[[int], dict[str, Any]] = lambda seed: {"losses": losses_of(seed)}  # noqa: E731
+    else:
+        assert text is not None
+        run, facts = text_run(arm, setting, text)
+    seconds = 0.0
     for seed in missing:
-        if not room(took):
+        if not has_time(seconds):
             return
         start = time.perf_counter()
-        state, losses = run(jnp.int32(seed), held, text.starts(seed, setting))
-        valid = float(np.mean(validate(state, text.valid)))
-        curve = np.asarray(losses, np.float64).reshape(-1, STRIDE).mean(1)
-        if not took:
-            print(f"{name}: compiled and ran in {time.perf_counter() - begin:.0f} s", flush=True)
-        took = time.perf_counter() - start
-        sizes = fp8jax.state_bytes(state.opt_state)
-        content |= {"parameters": parameters, "moments": (sizes["mu"] + sizes["nu"]) / parameters,
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat()}  # fmt: skip
-        content["replicas"] = replicas(arm)
-        content["runs"][str(seed)] = {"commit": record.commit(), "valid_loss": round(valid, 6),
-                                      "losses": [round(x, 5) for x in curve.tolist()],
-                                      "seconds": round(took, 2)}  # fmt: skip
+        result = run(seed)
+        seconds = time.perf_counter() - start
+        content |= facts | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        content["runs"][str(seed)] = {"commit": record.commit(), **result, "seconds": round(seconds, 2)}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
-        print(f"{name}, seed {seed}: training {curve[-1]:.4f}, validation {valid:.4f}, {took:.1f} s", flush=True)
+        print(f"{name}, seed {seed}: loss {result['losses'][-1]:.4f}, {seconds:.1f} s", flush=True)
+
+
+def runs_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The runs of a file by seed. Older files of the fixed batch hold losses alone, all of one commit."""
+    if "runs" in content:
+        return dict(content["runs"])
+    return {seed: {"losses": losses, "commit": content["commit"]} for seed, losses in content["losses"].items()}

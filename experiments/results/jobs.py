@@ -79,6 +79,7 @@ ONE_GPU = (
     bench("gemm", 125, "--limit", "100"),
     table("coat_speed", 100, "--hidden", "4096", gpus=1),
     bench("peers", 160),
+    bench("grouped", 260),
     bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
           "te_current, none of our kernels", file="step_more"),
     bench("step", 125, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "bf16", "coat",
@@ -144,38 +145,24 @@ CPU = (
     table("plans", 60),
     table("coat_memory", 60),
     table("int8_memory", 60),
-    table("second_moment", 90),
-    table("coat_expansion", 60),
-    table("release_clipping", 600),
     table("coat_optimizer", 400),
     table("coat_activations", 200),
     table("moss_snr", 400),
     table("fp8_lm_gradients", 200),
     table("fp8_lm_reductions", 200),
-    table("moss_scaling", 300),
-    table("int8_leak", 900),
-    table("int8_fallback", 900),
-    table("int8_diverges", 1800),
-    table("int8_outliers", 400),
     table("finetuning", 1500),
-    table("fp8_lm_masters", 1800),
-    table("moss_accuracy", 1200),
 )
+# Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
+SETTLED = ("coat_expansion", "fp8_lm_masters", "int8_diverges", "int8_fallback", "int8_leak", "int8_outliers",
+           "moss_accuracy", "moss_scaling", "release_clipping", "second_moment", "training_parity")  # fmt: skip
 # From other files, without measuring: after the others.
 DERIVED = (
-    table("moss_speed", 20),
-    table("coat_efficiency", 5),
-    table("int8_limit", 5),
-    table("training_parity", 20, "--judge"),
-    table("recipe_parity", 5, "--judge"),
-    table("fixed_batch", 5, "--judge"),
-    Job(
-        "recipe_parity_intervals",
-        ("experiments.papers.recipe_parity", "--study", "intervals", "--judge", "--results"),
-        5,
-        gpus=0,
-    ),
-)
+    *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
+      for page in ("moss_speed", "coat_efficiency", "int8_limit")),
+    *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
+      for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
+                         ("fixed_batch", "fixed_batch"))),
+)  # fmt: skip
 
 
 def study(module: str, seconds: float, *options: str, name: str) -> Job:
@@ -183,29 +170,23 @@ def study(module: str, seconds: float, *options: str, name: str) -> Job:
     return Job(name, (f"experiments.papers.{module}", *options, "--results"), seconds)
 
 
-def seeds(module: str, seconds: float, arms: Sequence[str], *options: str, gpus: int = 1) -> tuple[Job, ...]:
+def seeds(study: str, seconds: float, arms: Sequence[str], gpus: int = 1) -> tuple[Job, ...]:
     """The seeds of each arm of a study that its folder of runs lacks; several arms fill one folder side by side."""
-    name = "_".join((module, *options[1::2]))
     return tuple(
-        Job(f"{name}_{arm.replace(', ', '_').replace(' ', '_')}",
-            (f"experiments.papers.{module}", *options, "--arms", arm, "--results"), seconds, gpus)
+        Job(f"parity_{study}_{arm.replace(', ', '_').replace(' ', '_')}",
+            ("experiments.papers.parity", "--study", study, "--arms", arm, "--results"), seconds, gpus)
         for arm in arms
     )  # fmt: skip
 
 
 # Studies that train on a text of 150 MB or more; seconds of an H100 that another job shares. Their pages are `DERIVED`.
 TRAINED = (
-    *seeds("recipe_parity", 500, ("bf16", "coat_fast")),  # ten seeds
-    *seeds("recipe_parity", 300, ("fp8_lm",), gpus=2),
-    *seeds("recipe_parity", 300, ("coat", "fast", "int8_fallback", "control_one_bit", "coat, fast accumulation",
-                                  "coat_fast, fast dgrad", "coat_fp8_head", "released_by_shares")),
-    *seeds("recipe_parity", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000"),
-           "--study", "intervals"),
-    *seeds("training_parity", 400, ("bf16", "coat", "moss", "fast", "int8_fallback", "fp8_lm_two_phase", "control",
-                                    "control_one_bit")),
-    *seeds("training_parity", 200, ("bf16", "master_bf16_int8", "master_bf16_stochastic"), "--size", "65m_short",
-           "--seeds", "3"),
-    *seeds("training_parity", 4000, ("bf16", "moss", "fast"), "--size", "65m", "--seeds", "5"),
+    *seeds("recipes", 500, ("bf16", "coat_fast")),  # ten seeds
+    *seeds("recipes", 300, ("fp8_lm",), gpus=2),
+    *seeds("recipes", 300, ("coat", "fast", "int8_fallback", "control_one_bit", "coat, fast accumulation",
+                            "coat_fast, fast dgrad", "coat_fp8_head", "released_by_shares")),
+    *seeds("intervals", 150, ("bf16", "moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000")),
+    *seeds("long", 4000, ("bf16", "moss", "fast")),
     study("finetuning", 900, "--size", "60m", name="finetuning_60m"),
     study("fp8_lm_precision", 3000, "--model", "125m", name="fp8_lm_precision_125m"),
 )  # fmt: skip

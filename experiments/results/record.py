@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.files import parse_json, read_text, write_json
+from experiments.results import figures
 
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
@@ -157,7 +158,7 @@ def write(
         date: None for today.
     """
     installed = {name: version for name in _PACKAGES if (version := _version(name))}
-    content = {
+    content: dict[str, Any] = {
         "bench": bench,
         "title": title,
         "command": command,
@@ -169,6 +170,9 @@ def write(
         "rows": [{**row, "commit": row.get("commit") or commit(), "device": row.get("device") or device}
                  for row in rows],
     }  # fmt: skip
+    content["headlines"] = figures.headlines(bench, content)
+    for headline in content["headlines"]:
+        print(f"{headline['label']}: {headline['ours']}")
     path = results / card(device) / f"{bench}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)

@@ -2,8 +2,8 @@
 
     python -m experiments.results.report
 
-RESULTS.md has one line a claim; results/pages/NAME.md has all rows of NAME.json, of each card. Every figure stands with
-the card and the commit that measured it; what changed since `python -m experiments.results --list` asks git for.
+RESULTS.md has the headlines of all files. results/pages/NAME.md has all rows of NAME.json, of each card. Every figure
+has the card and the commit that measured it. `python -m experiments.results --list` says what changed since.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.results import claims, first_screen, quotes, record
+from experiments.results import figures, first_screen, record
+from experiments.results.jobs import SETTLED
 
 HEAD = """# Results
 
@@ -26,6 +27,7 @@ never rounds a second moment to 0.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
+PICTURE = "docs/_static/llama_step.svg"
 START, END = "<!-- Written by python -m experiments.results.report; do not edit. -->", "<!-- end -->"
 
 Result = Mapping[str, Any]
@@ -126,6 +128,8 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
         if len(of_cards) > 1:
             parts.append(f"## On {card}")
         parts.append(f"`{result['command']}` · {measured(result)} · {versions}{flags}")
+        if result["bench"] in SETTLED:
+            parts.append("This study is settled. Its command is of that commit, and no longer part of the repository.")
         if not result.get("complete", True):
             parts.append("**Not complete**: the command was cut short.")
         groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
@@ -157,31 +161,31 @@ def commits_of(commits: Sequence[str]) -> str:
 
 
 def front(results: Results, pages: str) -> str:
-    """RESULTS.md: a line a claim, then the pages.
+    """RESULTS.md: the headlines of all files, then a list of pages.
 
     Args:
         results: content of the files, by name and card.
         pages: folder of pages, relative to RESULTS.md.
     """
+    stated = {(name, card): {each["label"]: each for each in figures.headlines(name, result)}
+              for name, of_cards in results.items() for card, result in of_cards.items()}  # fmt: skip
     lines = []
-    for claim in claims.CLAIMS:
-        found = {
-            card: (ours, claim.peer(result) or "", result)
-            for card, result in results.get(claim.bench, {}).items()
-            if (ours := claim.ours(result))
-        }
+    for headline in figures.read("headlines.toml")["headline"]:
+        bench, label, paper = headline["bench"], headline["label"], headline.get("paper", "")
+        found = {card: (each, result) for card, result in results.get(bench, {}).items()
+                 if (each := stated[bench, card].get(label))}  # fmt: skip
         if not found:
-            lines.append([claim.text, "not measured yet", claim.paper, "", f"`{claim.bench}`", ""])
+            lines.append([label, "not measured yet", paper, "", f"`{bench}`", ""])
             continue
-        last = list(found.values())[-1][2]
-        command = f"[`{claims.short(last['command'])}`]({pages}/{claim.bench}.md)"
+        last = list(found.values())[-1][1]
+        command = f"[`{figures.short(last['command'])}`]({pages}/{bench}.md)"
         # One card below the other.
         ours, peers, when = (
             "<br>".join(cells)
-            for cells in zip(*((f"{ours} ({card.upper()})" if card != "cpu" else ours, peer, measured(result))
-                               for card, (ours, peer, result) in found.items()), strict=True)
+            for cells in zip(*((f"{each['ours']} ({card.upper()})" if card != "cpu" else each["ours"], each["peer"],
+                                measured(result)) for card, (each, result) in found.items()), strict=True)
         )  # fmt: skip
-        lines.append([claim.text, ours, claim.paper, peers if peers.strip("<br>") else "", command, when])
+        lines.append([label, ours, paper, peers if peers.strip("<br>") else "", command, when])
     header = ["what", "ours", "the paper's", "a peer's, same run", "command, and its page", "measured"]
     listed = [
         f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
@@ -233,7 +237,7 @@ def quoting(readme: Path) -> dict[str, str]:
 
 
 def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.md") -> dict[str, str]:
-    """Pages with README's first figures, between two comments, and those of all sentences as the files give them.
+    """Pages with README's first figures, between two comments, its picture, and the figures of all sentences.
 
     Args:
         pages: what `quoting` reads.
@@ -241,7 +245,7 @@ def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.m
         readme: the page with the first figures.
 
     Raises:
-        ValueError: as `read` and `quotes.written`, or the comments are missing.
+        ValueError: as `read` and `figures.with_quotes`, or the comments are missing.
     """
     before, start, rest = pages[readme].partition(START)
     _, end, after = rest.partition(END)
@@ -249,7 +253,9 @@ def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.m
         raise ValueError(f"{readme} lacks {START!r} or {END!r}")
     results = read(folder)
     first = f"{before}{start}\n{first_screen.table(results)}\n{end}{after}"
-    return quotes.written({**pages, readme: first}, results)
+    card = first_screen.first_card(results)
+    pictures = {PICTURE: first_screen.picture(results["models"][card], card.upper())} if card else {}
+    return figures.with_quotes({**pages, readme: first}, results) | pictures
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from experiments.files import write_json
 from experiments.signals import Stopped, StopSignals
 from experiments.train import hosts
 from fp8jax.modules.compiled import describe
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import record_choices, record_residuals, summary
 
 with packages.needed() as no_parser:
@@ -321,7 +321,7 @@ def _train_recipe(
 
 def computed_by(told: Sequence[Any], kept: Sequence[str]) -> list[str]:
     """Lines on what computes the operations of a step and what they save, with a warning where no kernel runs."""
-    advice = missing_kernels.advice() if told else None
+    advice = choice.missing_kernels_advice() if told else None
     warning = [] if advice is None else [f"WARNING: {advice}"]
     return [*warning, *summary(told), *(f"saved {line}" for line in kept)]
 

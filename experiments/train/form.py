@@ -12,7 +12,7 @@ from experiments.models.parts import Boundary
 from experiments.train import adapters
 from experiments.train.experts import RecipeProducts
 from experiments.train.sections import Lora
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import missing_triton
 from fp8jax.ops.quantization.fused_outputs import emits_codes
 
@@ -78,7 +78,7 @@ def fastest(recipe: fp8jax.Recipe) -> bool | str:
     kernels contexts are as written, and all but products and attention is computed again.
     """
     written = emits_codes(recipe) and missing_triton("nonlinear.quantize_recomputed_triton") is None
-    saved = recipe.context.residual is not None and not missing_kernels.keeps_nonlinear_unchanged()
+    saved = recipe.context.residual is not None and not choice.keeps_nonlinear_unchanged()
     return False if saved or written else "products"
 
 

@@ -15,8 +15,8 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Block, LlamaConfig, products_saveable
-from fp8jax.optim.block_state import clip_factor
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.fused_backward import clip_factor
 
 LAYERS = "layers"
 

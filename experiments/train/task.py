@@ -27,7 +27,7 @@ from experiments.train.losses import accumulate, cross_entropy
 from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
 from experiments.train.sections import Lora, Optim
 from fp8jax.dist import Factors
-from fp8jax.ops.optimizers.global_norm import global_norm
+from fp8jax.optim.clipping import global_norm
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.weight_bounds import find_weight_amax_bounds
 
@@ -296,7 +296,7 @@ class Task:
         else:
             how = self.gradients, self.recipe, self.rows.mesh
             losses, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
-        grad_norm = global_norm(jax.tree.leaves(grads))  # that which clipping finds: XLA computes it once
+        grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
         healthy = state.healthy & jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
 
         def keep_or(new: Any, old: Any) -> Any:

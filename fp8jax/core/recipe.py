@@ -3,17 +3,251 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
-from fp8jax.core import formats
-from fp8jax.core.comm import Comm as Comm
-from fp8jax.core.context import Context as Context
+from fp8jax.core import formats, masters
+from fp8jax.core.masters import Master
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find_scaling
-from fp8jax.core.spec import TRANSPOSABLE, QuantSpec, check_booleans
-from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
-from fp8jax.core.storage import Optimizer as Optimizer
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec, check_booleans, check_expand
 from fp8jax.core.tables import sentence, table
-from fp8jax.core.weights import SCALED_MASTER
-from fp8jax.core.weights import Weights as Weights
+
+FORMS = ("two_phase", "one_phase")
+_PLAIN = ("bf16", "fp32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """How the gradients of data-parallel replicas are reduced.
+
+    Attributes:
+        gradients: format on the wire. A `QuantSpec` in string form, of granularity "tensor" or "group" ("e4m3",
+            "e4m3:group128", "int8"). Or "bf16" or "fp32", for sums of that dtype. None leaves the reduction to XLA,
+            which sums gradients in their own dtype.
+        form: form of an 8-bit reduction. "two_phase" sends codes to the device that sums them in fp32, quantizes the
+            means again, and gathers those codes. "one_phase" lets NCCL add the codes themselves (FP8-LM, section 2.1).
+            Each addition then rounds to 8 bits and saturates; it needs GPUs of compute capability 9.0.
+        auto_scale: use FP8-LM's factor mu, which keeps one-phase sums in range (equation 3); it has state.
+
+    Raises:
+        ValueError: a format or granularity that cannot be reduced, an unknown form, or settings that contradict each
+            other.
+    """
+
+    gradients: str | None = None
+    form: str = "two_phase"
+    auto_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"unknown comm.form {self.form!r}; it is one of {', '.join(FORMS)}")
+        one_phase = self.form == "one_phase"
+        spec = self.spec
+        if spec is None:
+            if one_phase or self.auto_scale:
+                raise ValueError(
+                    f"comm.form {self.form!r} and auto_scale={self.auto_scale} are of 8-bit gradients, but "
+                    f"comm.gradients is {self.gradients!r}; give 'e4m3', or leave both out"
+                )
+            return
+        if not formats.get(spec.format).is_matmul_format:
+            raise ValueError(f"comm.gradients {self.gradients!r}: codes that travel are of 'e4m3', 'e5m2' or 'int8'")
+        if spec.granularity not in ("tensor", "group") or spec.axis != -1 or spec.expand:
+            raise ValueError(
+                f"comm.gradients {self.gradients!r}: scales are shared by a tensor or by groups of its last axis, "
+                "without expansion, as 'e4m3' or 'e4m3:group128'"
+            )
+        if spec.rounding != "nearest" or spec.scale_format != "fp32":
+            raise ValueError(f"comm.gradients {self.gradients!r} must round to nearest and have fp32 scales")
+        if one_phase and not formats.get(spec.format).is_float:
+            raise ValueError(f"comm.form 'one_phase' adds codes, and sums of {spec.format} wrap around; take 'e4m3'")
+        if self.auto_scale and not one_phase:
+            raise ValueError("comm.auto_scale is for sums that may saturate, of form 'one_phase'; two phases never do")
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """The `QuantSpec` of the gradients; None if they are not quantized."""
+        return None if self.gradients is None or self.gradients in _PLAIN else QuantSpec.parse(self.gradients)
+
+
+SCALED_MASTER = "fp16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Storage of the parameters.
+
+    Attributes:
+        master: what the optimizer updates, one of `fp8jax.core.masters.NAMES` or "fp16". "fp32", "bf16" (rounded to
+            nearest) and "bf16+stochastic" are the parameters. "bf16+int8" (24 bits), "bf16+int16" (32 bits, fp32) and
+            the like are a high part and a remainder; the high part is the parameter and the working copy. "fp16" has a
+            scale per tensor and lies in the optimizer's state (`fp8jax.fp8lm_adamw`); the parameters are working
+            copies.
+        compute: format of the working copy that layers compute with: "fp32", "bf16", or the high part's.
+
+    Raises:
+        ValueError: an unknown format, or a working copy wider than the master.
+    """
+
+    master: str = "fp32"
+    compute: str = "bf16"
+
+    def __post_init__(self) -> None:
+        allowed = (
+            "fp32",
+            "bf16",
+            *(["fp16"] if self.split_master and self.split_master.param_format.name == "fp16" else []),
+        )
+        for field, names in (("master", (*masters.NAMES, SCALED_MASTER)), ("compute", allowed)):
+            if getattr(self, field) not in names:
+                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(names)}")
+        if formats.get(self.compute).dtype.itemsize > formats.get(self.master.partition("+")[0]).dtype.itemsize:
+            raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
+        if self.split_master and self.split_master.param_format.name == "fp16" and self.compute == "bf16":
+            raise ValueError(f"weights.compute 'bf16' is not the high part of {self.master!r}; give 'fp16'")
+
+    @property
+    def split_master(self) -> Master | None:
+        """The master with a remainder; None if there is none."""
+        master = Master(self.master) if self.master in masters.NAMES else None
+        return master if master and master.remainder else None
+
+    @property
+    def param_format(self) -> str:
+        """Format of the parameters that the caller of the optimizer stores."""
+        return self.compute if self.master == SCALED_MASTER else self.master.partition("+")[0]
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of a master weight, remainder included."""
+        return 2.0 if self.master == SCALED_MASTER else Master(self.master).bytes_per_element
+
+
+AMAXES = ("exact", "bound")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Storage of the inputs that norms and (gated) activations save for the backward pass.
+
+    Forward results and gradients stay in the model's dtype (COAT, section 5.2 and G.5). An operation that saves codes
+    can be differentiated only once.
+
+    The bounds of `amax="bound"` may exceed the amax by up to `fp8jax.core.scaling.max_slack_binades`. If one is
+    looser, or a sampled one is exceeded, the exact amax defines the scale, and a second pass writes the codes.
+
+    - Norm: sqrt(channels) times the largest scale, plus the largest bias. It counts as looser if one channel's scale is
+      more than 8 times the geometric mean.
+    - Activation: 4 times the amax of a sample, the first 32 of every 512 rows.
+    - Cotangent of a recomputed activation in e5m2: a Cauchy-Schwarz bound. It uses the norms of the next layer's
+      gradient and weight, and each row's largest gate and up. A sample of rows shows whether it is loose.
+
+    Bounds need the whole recipe, because the operation writes the codes of the next layer's input. A result that is
+    cast first is quantized again under the same scale. If no layer reads the codes, they waste one byte per element.
+    The exact amax is used if the gradient is reshaped or has several readers, and for block scales and microscales.
+
+    Attributes:
+        residual: string form of the `QuantSpec` of the saved input, (..., channels), such as COAT's "e4m3:group16".
+            Scales run along the channels and are stored in bf16. None saves what JAX saves. On a GPU it saves only the
+            inputs if the next layer's input has FP8 scales per tensor or per row.
+        recompute_activations: whether linear layers recompute their inputs from the saved inputs of norms and
+            activations: the norm's input, gate and up. If False, the activated gate and each linear layer's codes are
+            saved, too, as in COAT.
+        amax: source of the per-tensor scales of the results. "exact" is the amax, one more pass for kernels. "bound" is
+            an upper bound of the amax, under which nothing finite saturates.
+
+    Raises:
+        ValueError: a spec is malformed or not applicable here, or another field is unknown or has nothing to apply to.
+    """
+
+    residual: str | None = None
+    recompute_activations: bool = False
+    amax: Literal["exact", "bound"] = "exact"
+
+    def __post_init__(self) -> None:
+        check_booleans(self, "recompute_activations", prefix="context.")
+        if self.amax not in AMAXES:
+            raise ValueError(f"unknown context.amax {self.amax!r}; it is one of {', '.join(AMAXES)}")
+        if self.residual is None:
+            if self.amax != "exact":
+                raise ValueError(f"context.amax {self.amax!r} needs a format: give context.residual, as e4m3:group16")
+            if self.recompute_activations:
+                raise ValueError(
+                    "context.recompute_activations=True needs a format: give context.residual, such as e4m3:group16"
+                )
+            return
+        spec = QuantSpec.parse(self.residual)
+        if spec.granularity == "channel" or spec.axis != -1 or spec.layer_axes:
+            raise ValueError(f"context.residual {self.residual!r} must have scales along the channels, its last axis")
+        if spec.rounding != "nearest":
+            raise ValueError(
+                f"context.residual {self.residual!r} would need a key in every layer; leave out '+stochastic'"
+            )
+
+    @functools.cached_property
+    def spec(self) -> QuantSpec | None:
+        """The `QuantSpec` of saved inputs; None if they are saved as they are."""
+        if self.residual is None:
+            return None
+        return dataclasses.replace(QuantSpec.parse(self.residual), scale_format="bf16")
+
+
+NU_ROUNDINGS = ("auto", "nearest", "stochastic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Storage of Adam's moments; the fields are arguments of `fp8jax.compressed_adamw`.
+
+    Attributes:
+        mu: format of the first moment: an 8-bit float format, "bf16" or "fp32".
+        nu: format of the second moment: the same, or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale. None is one scale per tensor (with fp16 master
+            weights), or no moment with a scale.
+        expand: dynamic range expansion of the 8-bit moments: True, False, or "coat" (`QuantSpec.expand`).
+        nu_rounding: rounding of an 8-bit or bf16 second moment: "nearest", "stochastic", or "auto", which depends on
+            b2.
+
+    Raises:
+        ValueError: an unknown format, an unsigned first moment, an invalid group size, or contradictory settings.
+    """
+
+    mu: str = "e4m3"
+    nu: str = "e4m3"
+    group_size: int | None = 128
+    expand: bool | str = True
+    nu_rounding: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_expand(self.expand)
+        if not formats.get(self.mu).signed:
+            raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
+        if self.nu_rounding not in NU_ROUNDINGS:
+            raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
+        if self.nu_rounding == "stochastic" and self.nu == "fp32":
+            raise ValueError("nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'; leave it 'auto'")
+        compressed = [m for m in (self.mu, self.nu) if formats.get(m).needs_scale]
+        for moment in compressed:
+            if formats.get(moment).bits not in (8, 16):
+                raise ValueError(f"{moment!r} codes have {formats.get(moment).bits} bits; give moments 8 or 16 bits")
+        size = self.group_size
+        if compressed and size is None and self.expand:
+            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+        if compressed and size is not None and (not size >= 1 or size // 1 != size):
+            raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
+        if not compressed and (self.expand or self.group_size is not None):
+            raise ValueError(
+                f"group_size={self.group_size}, expand={self.expand} apply to 8-bit moments, but mu is {self.mu!r} and "
+                f"nu is {self.nu!r}; give group_size=None, expand=False"
+            )
+
+    def spec(self, moment: str) -> QuantSpec | None:
+        """The `QuantSpec` of "mu" or "nu"; None if the moment is stored by a cast."""
+        name = getattr(self, moment)
+        if not formats.get(name).needs_scale:
+            return None
+        granularity = "tensor" if self.group_size is None else "group"
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, flush_to_zero=moment != "nu")
+
 
 _XLA_COMM, _FP32_WEIGHTS, _DEFAULT_OPTIMIZER, _NO_CONTEXT = Comm(), Weights(), Optimizer(), Context()
 

@@ -235,9 +235,10 @@ class Delayed(Stateful):
         return self.reduce_amax(jnp.max(state))
 
     def update(self, state: Array, stats: Array) -> Array:
-        """The next history; a non-finite amax counts as 0."""
+        """The next history; unchanged after a step of zeros alone. A non-finite amax counts as 0."""
         amax = jnp.where(jnp.isfinite(stats), stats, 0.0).astype(jnp.float32)
-        return jnp.concatenate([amax[None], state[:-1]])
+        # An expert without tokens keeps what it has observed before.
+        return jnp.where(stats == 0, state, jnp.concatenate([amax[None], state[:-1]]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ class QuantSpec:
             format's. True uses `Format.expansion_range`, and under stochastic rounding
             `expansion.exponents_with_hysteresis`. "coat" is the paper's: R = max / smallest code (229,376 for e4m3),
             with a new exponent at every step. Both decode alike and have one storage key.
-            `experiments.papers.coat_expansion` compares their errors. A tiny member makes a group's exponent small, and
+            results/pages/coat_expansion.md compares their errors. A tiny member makes a group's exponent small, and
             its other codes coarse. Operations that save values and `compress_state` therefore limit it
             (`fp8jax.core.encoding.limit_group_range`), and `compressed_adamw` leaves out dead members.
         flush_to_zero: rounding of non-zero values below half the smallest code: to zero, or if False to the smallest

@@ -43,6 +43,76 @@ def table(rows: Sequence[Sequence[str]], names: int, width: int | None = None) -
     return "\n\n".join(sections)
 
 
+def sectioned_table(
+    head: Sequence[str], sections: Sequence[tuple[str, Sequence[Sequence[str]]]], width: int | None = None
+) -> str:
+    """Rows below titles, in common columns. A cell that is too wide is wrapped.
+
+    Args:
+        head: the names of the columns.
+        sections: the title and the rows of each section, rows of as many cells as the head.
+        width: maximal width in columns; None uses the terminal's.
+    """
+    width = terminal_width() if width is None else width
+    indented = [[(f"  {row[0]}", *row[1:]) for row in rows] for _, rows in sections]
+    rows = [tuple(head), *(row for section in indented for row in section)]
+    widths = _fit_widths(_widths(rows), width)
+    blocks = ["\n".join(_format_rows([tuple(head)], widths))]
+    for (title, _), section in zip(sections, indented, strict=True):
+        blocks.append("\n".join([*_wrap(title, width), *_format_rows(section, widths)]))
+    return "\n".join(blocks)
+
+
+def fold_paths(paths: Sequence[str]) -> list[str]:
+    """Paths in the brace notation of a shell, such as `blocks/{0..23}/{q,k}`, in the order of their first members.
+
+    The result stands for exactly these paths, each once.
+    """
+    patterns: dict[tuple[str, ...], list[list[tuple[str, ...]]]] = {}
+    for path in dict.fromkeys(paths):
+        pieces = re.split(r"(\d+)", path)
+        patterns.setdefault(tuple(pieces[::2]), []).append([(number,) for number in pieces[1::2]])
+    folded: dict[str, list[str]] = {}
+    for pattern, boxes in patterns.items():
+        for i in range(len(pattern) - 1):
+            boxes = _merge_along(boxes, i)
+        for box in boxes:
+            numbers = [*map(_braces, box), ""]
+            path = "".join(text + number for text, number in zip(pattern, numbers, strict=True))
+            parent, separator, name = path.rpartition("/")
+            # Braces are not nested.
+            folded.setdefault(path if "{" in name else parent + separator, []).append(name)
+    return [
+        key if "{" in names[0] else key + (names[0] if len(names) == 1 else f"{{{','.join(names)}}}")
+        for key, names in folded.items()
+    ]
+
+
+def _merge_along(boxes: list[list[tuple[str, ...]]], axis: int) -> list[list[tuple[str, ...]]]:
+    """Boxes of numbers, of which those that are equal in all other axes are one."""
+    merged: dict[tuple[tuple[str, ...], ...], tuple[str, ...]] = {}
+    for box in boxes:
+        others = (*box[:axis], *box[axis + 1 :])
+        merged[others] = merged.get(others, ()) + box[axis]
+    return [[*others[:axis], numbers, *others[axis:]] for others, numbers in merged.items()]
+
+
+def _braces(numbers: Sequence[str]) -> str:
+    """Numbers in braces, as ranges; one number as it is."""
+    if len(numbers) == 1:
+        return numbers[0]
+    ordered = sorted(numbers, key=int)
+    runs = [[ordered[0]]]
+    for number in ordered[1:]:
+        if number == str(int(runs[-1][-1]) + 1):
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    if len(runs) == 1:
+        return f"{{{ordered[0]}..{ordered[-1]}}}"
+    return f"{{{','.join(run[0] if len(run) == 1 else f'{run[0]}..{run[-1]}' for run in runs)}}}"
+
+
 def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
     """A text in lines of at most `width` characters (None: the terminal's); later lines are indented."""
     return "\n".join(_wrap(text, terminal_width() if width is None else width, indent))

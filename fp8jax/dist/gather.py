@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, encoding, formats
-from fp8jax.core.comm import Comm
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.recipe import Comm, Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import manual, shared_scales
 from fp8jax.dist.reduce import reduce_scatter_gradients, resolve

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax.core import blocks, formats
-from fp8jax.core.comm import Comm
-from fp8jax.core.recipe import Recipe
+from fp8jax.core.recipe import SCALED_MASTER, Comm, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.core.weights import SCALED_MASTER
 from fp8jax.dist import chunks
 from fp8jax.dist.chunks import Chunks
 from fp8jax.dist.collectives import HLO_NAMES, Collective

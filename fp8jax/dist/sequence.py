@@ -4,23 +4,97 @@ Between the linear layers of a block each device has a shard of the sequence, wi
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fp8jax.core import formats, scaling
+from fp8jax import recipes
+from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.scaling import Current, Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.dist import manual, shared_scales
-from fp8jax.dist.wire_format import WireFormat, WireFormatLike, operand_wire_format, sum_wire_format
+from fp8jax.dist.collectives import HLO_NAMES, Collective
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, from_bytes, to_bytes
 from fp8jax.ops.products.linear import linears, require_stateless
 from fp8jax.ops.products.weights import QuantizedWeight
 from fp8jax.ops.quantization.microscaling import fold_rows
 from fp8jax.ops.quantization.quantize import quantize
+
+WireFormatLike = QuantSpec | Recipe | Linear | str
+
+PLAIN = ("bf16", "fp16", "fp32")
+
+
+class WireFormat(NamedTuple):
+    """The format of an array on the wire.
+
+    Attributes:
+        spec: `QuantSpec` of its codes; None for a plain dtype.
+        dtype: name of the plain dtype; None for the array's own.
+        strategy: scaling of granularity "tensor".
+    """
+
+    spec: QuantSpec | None
+    dtype: str | None = None
+    strategy: Scaling = Current()
+
+    def cast(self, x: Array) -> Array:
+        """The array in the plain dtype."""
+        return x if self.dtype is None else x.astype(formats.get(self.dtype).dtype)
+
+
+def operand_wire_format(caller: str, wire_format: WireFormatLike, operand: str) -> WireFormat:
+    """The wire format of a product's operand, "x" or "dy": as the product quantizes it."""
+    resolved = _resolve(wire_format)
+    if isinstance(resolved, Linear):
+        spec = resolved.spec(operand)
+        # The product itself rounds stochastically: rounding twice would be biased or noisier.
+        if spec is None or spec.rounding == "stochastic":
+            return WireFormat(None)
+        return WireFormat(spec, strategy=resolved.stateless_scaling(operand))
+    if isinstance(resolved, QuantSpec):
+        _check_wire_spec(caller, resolved)
+        return WireFormat(resolved)
+    return WireFormat(None, resolved)
+
+
+def sum_wire_format(caller: str, wire_format: WireFormatLike) -> WireFormat:
+    """The wire format of the terms of a sum: with scales that devices share."""
+    resolved = _resolve(wire_format)
+    if isinstance(resolved, Linear):
+        spec = resolved.spec("x")
+        return WireFormat(None if spec is None else QuantSpec(spec.format, "token"))
+    if isinstance(resolved, QuantSpec):
+        _check_wire_spec(caller, resolved)
+        is_summable = resolved.granularity in ("tensor", "token", "group") and resolved.scale_format == "fp32"
+        return WireFormat(resolved if is_summable else QuantSpec(resolved.format, "token"))
+    return WireFormat(None, resolved)
+
+
+def _resolve(wire_format: WireFormatLike) -> QuantSpec | Linear | str:
+    if isinstance(wire_format, str) and wire_format in PLAIN:
+        return wire_format
+    if isinstance(wire_format, QuantSpec) or (
+        isinstance(wire_format, str) and wire_format not in (*recipes.NAMES, recipes.AUTO)
+    ):
+        return QuantSpec.parse(wire_format)
+    return require_stateless(wire_format)
+
+
+def _check_wire_spec(caller: str, spec: QuantSpec) -> None:
+    """Raises ValueError for a spec that cannot be a wire format."""
+    has_default_layout = (spec.expand, spec.layer_axes, spec.rounding, spec.axis) == (False, 0, "nearest", -1)
+    if not formats.get(spec.format).is_matmul_format or spec.granularity == "channel" or not has_default_layout:
+        raise ValueError(
+            f"{caller}: codes of {spec} do not travel; take an operand of products that rounds to nearest, with scales "
+            "of the tensor, tokens, groups or blocks along the channels, as 'e4m3' or 'e4m3:group128'; or 'bf16'"
+        )
+
 
 _ADVICE = (
     "Map the block over the mesh: jax.shard_map(block, mesh=mesh, in_specs=..., out_specs=P(None, {axes})). Under jit "
@@ -295,3 +369,80 @@ def _check_shard_blocks(caller: str, wire_format: WireFormat, length: int, dim: 
             f"{caller}: parts of {length} along dimension {dim} end within a block of {wire_format.spec}; "
             f"cut dimension -2 at multiples of {wire_format.spec.group_size}, or let 'bf16' travel"
         )
+
+
+CALLER = "sequence_collectives"
+
+
+def sequence_collectives(
+    tokens: int,
+    width: int,
+    devices: int,
+    wire_format: WireFormatLike,
+    dtype: str = "bf16",
+    *,
+    times: int = 1,
+    forward_gathers: int = 1,
+) -> list[Collective]:
+    """The collectives of one `gather_sequence` and one `scatter_sequence`, forward and backward.
+
+    Scalars, such as the amax of a tensor, are left out.
+
+    Args:
+        tokens, width: shape of the whole array.
+        devices: number of devices that shard the tokens.
+        wire_format: wire format, as for both functions.
+        dtype: dtype of the array.
+        times: number of calls of each.
+        forward_gathers: number of forward gathers: 2 if the backward pass gathers again.
+
+    Raises:
+        ValueError: as for both functions.
+    """
+    forward_format, backward_format = (
+        operand_wire_format(CALLER, wire_format, "x"),
+        operand_wire_format(CALLER, wire_format, "dy"),
+    )
+    sum_format = sum_wire_format(CALLER, wire_format)
+    result = []
+    for operand, count in ((forward_format, forward_gathers * times), (backward_format, times)):
+        result += [
+            one._replace(times=count) for one in _gather_collectives(tokens // devices, width, devices, operand, dtype)
+        ]
+    return result + [
+        one._replace(times=2 * times) for one in _sum_collectives(tokens, width, devices, sum_format, dtype)
+    ]
+
+
+def _gather_collectives(tokens: int, width: int, devices: int, wire_format: WireFormat, dtype: str) -> list[Collective]:
+    """The collectives of a gather; `tokens` are those of one device's shard."""
+    spec, size = wire_format.spec, tokens * width
+    if spec is None:
+        dtype_name = wire_format.dtype or dtype
+        return [Collective("all-gather", HLO_NAMES[dtype_name], size * _itemsize(dtype_name), devices)]
+    scales, codes = _scale_count(spec, tokens, width), size
+    if spec.granularity == "mx" and not spec.is_folded:
+        codes += math.prod(blocks.counts((tokens, width), spec.micro_shape((tokens, width))))
+    result = [Collective("all-gather", "u8", codes, devices)]
+    return result + ([Collective("all-gather", "f32", 4 * scales, devices)] if scales > 1 else [])
+
+
+def _sum_collectives(tokens: int, width: int, devices: int, wire_format: WireFormat, dtype: str) -> list[Collective]:
+    """The collectives of a reduce-scatter; `tokens` are those of the whole array."""
+    spec, size = wire_format.spec, tokens * width
+    if spec is None:
+        dtype_name = wire_format.dtype or dtype
+        return [Collective("reduce-scatter", HLO_NAMES[dtype_name], size * _itemsize(dtype_name), devices)]
+    result = [Collective("all-to-all", "u8", size, devices)]
+    scales = _scale_count(spec, tokens, width)
+    return result + ([Collective("all-reduce", "f32", 4 * scales, devices)] if scales > 1 else [])
+
+
+def _scale_count(spec: QuantSpec, tokens: int, width: int) -> int:
+    if spec.is_folded:
+        return tokens
+    return math.prod(blocks.counts((tokens, width), spec.block_shape((tokens, width))))
+
+
+def _itemsize(name: str) -> int:
+    return int(formats.get(name).bytes_per_element)

@@ -1,18 +1,75 @@
-"""Calls of methods of Flax modules as functions of parameters by path and a list of other arrays."""
+"""Calls of methods of Flax modules as functions of parameters by path; which parameters are matrices of matmuls."""
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fp8jax.modules.matrices import is_matrix
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.planned import PlannedCall
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.transform import Transformed
+
+# Embedding tables, scales and the like are no matrices of matmuls.
+_NON_MATRIX_NAMES = re.compile(r"(.*/)?(\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*|pos)")
+_ALTERNATIVES_TEXT = (
+    "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...), fp8jax.einsum and "
+    "fp8jax.dot_general are products to call; fp8jax.compressed_adamw takes parameters of any kind"
+)
+
+# For each of Flax's libraries, its name and the functions to use, by the name of their sibling in the other.
+_FLAX_FUNCTIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "linen": (
+        "Linen",
+        {
+            "quantize": "fp8jax.linen.quantize",
+            "unquantize": "fp8jax.linen.unquantize",
+            "Optimizer": "fp8jax.linen.TrainState",
+            "lora": "fp8jax.lora.freeze, init and adapt on its parameters, and fp8jax.linen.quantize",
+        },
+    ),
+    "nnx": ("NNX", {"quantize": "fp8jax.nnx.quantize", "unquantize": "fp8jax.nnx.unquantize"}),
+}
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter may be a factor of a matmul, by its name and shape."""
+    return sum(n > 1 for n in shape) >= 2 and not _NON_MATRIX_NAMES.fullmatch(name)
+
+
+def wrong_model_message(expectation: str, model: Any) -> str:
+    """The message for an object that is not a Flax model of the expected library.
+
+    Args:
+        expectation: the start of the message, such as "fp8jax.nnx.quantize takes an NNX module".
+        model: the object.
+    """
+    kind = type(model)
+    bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    flax = next(
+        (name for name in _FLAX_FUNCTIONS if f"flax.{name}.module" in {base.__module__ for base in kind.__mro__}), None
+    )
+    if isinstance(model, type):
+        description = f"the class {model.__name__}; make an instance of it"
+    elif flax is not None:
+        library, functions = _FLAX_FUNCTIONS[flax]
+        function = expectation.partition(" ")[0].rpartition(".")[2]
+        description = (
+            f"{kind.__name__}, a module of Flax {library}: take {functions.get(function, functions['quantize'])}"
+        )
+    elif "equinox" in bases or "haiku" in bases:
+        description = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ALTERNATIVES_TEXT}"
+    elif isinstance(model, dict):
+        description = (
+            f"dict; give the model that has these parameters, not the parameters. Without Flax, {_ALTERNATIVES_TEXT}"
+        )
+    else:
+        description = f"{kind.__name__}. Without Flax, {_ALTERNATIVES_TEXT}"
+    return f"{expectation}, not {description}"
 
 
 class CallLeaf(NamedTuple):
@@ -104,6 +161,7 @@ def transform_call(
     requires_product: bool,
     is_module_method: bool = False,
     checks_rules: bool,
+    has_expert_states: bool,
 ) -> Transformed:
     """A call as a function of parameters and other arrays.
 
@@ -112,7 +170,7 @@ def transform_call(
         original: the method, which gives the function its name.
         leaves: their kinds.
         rules: on the paths of layers.
-        names, requires_product, is_module_method, checks_rules: as of `CallInfo`.
+        names, requires_product, is_module_method, checks_rules, has_expert_states: as of `CallInfo`.
     """
 
     def function(params: dict[str, Any], other_arrays: list[Any]) -> Results:
@@ -138,6 +196,7 @@ def transform_call(
             adapter_paths,
             requires_product,
             checks_rules,
+            has_expert_states,
         )
 
     return Transformed(function, rules, (0,), (), call_info)

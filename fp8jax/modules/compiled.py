@@ -84,6 +84,11 @@ class Program:
     choices: tuple[tuple[str, Choice], ...] = ()
     residuals: tuple[str, ...] = ()
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line for each kind of product that was requested in 8 bits and runs in more."""
+        return describe_widened(self.compiled, self.choices, self.backend)
+
     def __str__(self) -> str:
         lines = [f"program of a forward and backward pass, compiled for {self.backend}"]
         for name, products in (("traced", self.traced), ("compiled", self.compiled)):
@@ -91,7 +96,7 @@ class Program:
         num_requested = sum(p.executions for p in self.compiled if p.requested_formats)
         num_8bit = sum(p.executions for p in self.compiled if p.requested_formats and p.is_8bit)
         lines.append(f"  fp8jax asked for {num_requested} products, {num_8bit} of them run on 8-bit operands")
-        lines += [f"  WARNING: {line}" for line in describe_widened(self.compiled, self.choices, self.backend)]
+        lines += [f"  WARNING: {line}" for line in self.warnings]
         lines += [f"  saved {line}" for line in self.residuals]
         lines += [f"  {line}" for line in summary(self.choices)]
         return "\n".join(sentence(line, indent=4) for line in lines)

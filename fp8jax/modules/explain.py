@@ -14,8 +14,8 @@ from flax.traverse_util import flatten_dict
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
-from fp8jax.modules.compiled import inspect_program
-from fp8jax.modules.matrices import is_matrix, wrong_model_message
+from fp8jax.modules.calls import is_matrix, wrong_model_message
+from fp8jax.modules.compiled import Program, inspect_program
 from fp8jax.rewrite import training
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation
@@ -43,10 +43,10 @@ _FindShape = Callable[[str, Any], tuple[int, ...]]
 
 
 def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: Any) -> Explanation:
-    """What the rules make of a model: what each layer computes and saves, and what is left as written and why.
+    """What the rules make of a model: what is quantized, what is left as written and why, what is saved and gained.
 
-    With sample inputs also the products in the compiled program of a loss (the mean square of the outputs) and its
-    gradient, for the default device. No training state is changed.
+    With sample inputs, `.program` of the result has the products in the compiled program of a loss (the mean square of
+    the outputs) and its gradient, for the default device. No training state is changed.
 
     Args:
         model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
@@ -91,12 +91,15 @@ def _explain_nnx(model: Any, sample: Any, keywords: Any) -> Explanation:
         args, kwargs = rebuild(arrays)
         return _mean_square(nnx.merge(graph, params, state, copy=True)(*args, **kwargs))
 
+    def inspect() -> Program:
+        with training.suppress_training_checks(), _silenced_notices(model):
+            return inspect_program(jax.grad(loss), *shapes)
+
     with training.suppress_training_checks(), _silenced_notices(model):
         plan = _trace_plan(plan_call, *shapes)
-        program = None if plan.error else inspect_program(jax.grad(loss), *shapes)
     modules, settings = nnx_modules.get_modules(model), nnx_modules.get_settings(model)
     assert settings is not None
-    return plan.explain(_list_rows(modules, settings.rules, plan, _nnx_shape), program)
+    return plan.explain(_list_rows(modules, settings.rules, plan, _nnx_shape), None if plan.error else inspect)
 
 
 def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any) -> Explanation:
@@ -121,20 +124,22 @@ def _explain_linen(model: nn.Module, rules: RuleSet, sample: Any, keywords: Any)
         rngs, variables = {"params": jax.random.key(0)}, {"params": params, **state}
         return _mean_square(nn.Module.apply(quantized, variables, *args, rngs=rngs, mutable=list(state), **kwargs)[0])
 
+    def inspect() -> Program:
+        with training.suppress_training_checks(), _silenced_notices(quantized):
+            # The quantized model may have variables of its own, such as those of delayed scaling.
+            state = dict(init_shapes(quantized))
+            return inspect_program(jax.grad(loss), state.pop("params"), state, arrays)
+
     modules = linen_modules.collect_modules(functools.partial(init, model), arrays)
     with training.suppress_training_checks(), _silenced_notices(quantized):
         variables = init_shapes(model)
-        plan, program = _trace_plan(plan_call, variables, arrays), None
-        if not plan.error:
-            # The quantized model may have variables of its own, such as those of delayed scaling.
-            state = dict(init_shapes(quantized))
-            program = inspect_program(jax.grad(loss), state.pop("params"), state, arrays)
+        plan = _trace_plan(plan_call, variables, arrays)
     params = flatten_dict(variables.get("params", {}))
 
     def find_shape(path: str, module: Any) -> tuple[int, ...]:
         return _main_shape({names[-1]: leaf for names, leaf in params.items() if "/".join(names[:-1]) == path})
 
-    return plan.explain(_list_rows(modules, rules, plan, find_shape), program)
+    return plan.explain(_list_rows(modules, rules, plan, find_shape), None if plan.error else inspect)
 
 
 def _explain_rules(model: nnx.Module, rules: RuleSet) -> Explanation:
@@ -177,7 +182,7 @@ def _list_rows(modules: dict[str, Any], rules: RuleSet, plan: CallPlan, find_sha
         rows.append(row)
         for path in entry.concatenated:
             kind = type(_owner(modules, path)).__name__
-            rows.append(row._replace(path=path, kind=kind, residual_bytes=None, gain=None, rates_device=""))
+            rows.append(row._replace(path=path, kind=kind, residual_bytes=None, gain=None, rates_device="", flops=0))
     paths = {row.path for row in rows if row.is_product and row.is_planned}
     return rows + _layers_without_product(modules, rules, find_shape, "no product of it is in this call", paths)
 

@@ -12,7 +12,7 @@ import jax
 
 from fp8jax.core import products
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules.matrices import wrong_model_message
+from fp8jax.modules.calls import wrong_model_message
 from fp8jax.modules.methods_linen import Place, QuantizedRoot, init_method, plan_method, transform_method
 from fp8jax.ops.products.linear import dot_general, key_from_data
 from fp8jax.recipes import linear_part
@@ -57,9 +57,9 @@ def quantize(module: Model, rules: Rules) -> Model:
     A call outside of a compiled function is jitted, once per structure of its arguments, like under `nn.jit`. Methods
     cannot branch on values of arrays. Other arguments are static. A method may return anything but modules.
 
-    Delayed scaling and `int8_fallback` add collections of variables; see `fp8jax.linen.advance_scaling`. Matmuls with
-    such
-    a scaling cannot have batch axes. If an unquantized model scans over a quantized module, an error names the
+    Delayed scaling and `int8_fallback` add collections of variables; see `fp8jax.linen.advance_scaling`. A
+    matmul with a batch axis of experts has a state for each expert. Grouped products run as written with these
+    scalings. If an unquantized model scans over a quantized module, an error names the
     `variable_axes` that `nn.scan` needs.
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
@@ -82,8 +82,7 @@ def quantize(module: Model, rules: Rules) -> Model:
         TypeError: the model is no Linen module, or the rules are of another type.
         ValueError: the model is bound or quantized already. From `init` or `apply`: a rule matches nothing or there is
             no
-            matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has, or has batch
-            axes under a scaling that collects statistics.
+            matmul of data with a parameter. Or a matmul asks for a precision that no quantized matmul has.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(wrong_model_message("fp8jax.linen.quantize takes a Linen module", module))

@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.spec import QuantSpec
 from fp8jax.modules import functional
-from fp8jax.modules.matrices import wrong_model_message
+from fp8jax.modules.calls import wrong_model_message
+from fp8jax.modules.functional import FrozenParam, collect_adapters
 from fp8jax.modules.nnx import LAYERS, get_layer_names, get_modules, get_owner, get_params, get_settings, select_params
-from fp8jax.modules.untrained import FrozenParam, collect_adapters
 from fp8jax.ops.products.lora import Adapter, init_adapter, matrix_shape, merge_adapter
 from fp8jax.ops.products.weights import FrozenWeight, freeze
 

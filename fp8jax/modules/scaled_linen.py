@@ -11,11 +11,10 @@ from jax import Array
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules.scaled import STATE_PREFIX
-from fp8jax.ops.products.scaled_linear import collects_stats
+from fp8jax.ops.products.linear import collects_stats
 from fp8jax.rewrite import training
-from fp8jax.rewrite.bounds import bound_per_layer
 from fp8jax.rewrite.rules import Rules, as_rule_set
-from fp8jax.rewrite.states import ParameterState, scaling_names, state_names
+from fp8jax.rewrite.states import ParameterState, bound_per_layer, scaling_names, state_names
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.functional import count_kernel_axes
+from fp8jax.modules.functional import FrozenParam, count_kernel_axes
 from fp8jax.modules.nnx import get_settings
 from fp8jax.modules.scaled import (
     LayerScaling,
@@ -20,9 +20,8 @@ from fp8jax.modules.scaled import (
     get_scalings,
     measure_missing_bounds,
 )
-from fp8jax.modules.untrained import FrozenParam
 from fp8jax.ops.dispatch.sharding import merge
-from fp8jax.ops.products.scaled_linear import weight_scale
+from fp8jax.ops.products.linear import weight_scale
 from fp8jax.ops.products.weights import QuantizedWeight, quantize_weight
 
 Model = TypeVar("Model", bound=nnx.Module)

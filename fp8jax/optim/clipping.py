@@ -9,11 +9,10 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from fp8jax.ops.optimizers.global_norm import global_norm
 from fp8jax.ops.optimizers.leaf import is_quantized, load
 from fp8jax.optim import checks
-from fp8jax.optim.block_state import clip_factor
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.fused_backward import clip_factor
 
 
 def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
@@ -29,7 +28,7 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
     ) -> tuple[optax.Updates, optax.OptState]:
         if not any(map(is_quantized, jax.tree.leaves(updates, is_leaf=is_quantized))):
             return optax_clip.update(updates, state, params)
-        factor = clip_factor(max_norm, _grad_norm(updates))
+        factor = clip_factor(max_norm, global_norm(updates))
 
         def clip(x: Any) -> Any:
             return dataclasses.replace(x, scale=x.scale * factor) if is_quantized(x) else (x * factor).astype(x.dtype)
@@ -39,14 +38,10 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
     return optax.GradientTransformation(optax_clip.init, update)
 
 
-def _grad_norm(grads: optax.Updates) -> Array:
-    """The global norm of gradients, fp32."""
-    leaves = jax.tree.leaves(grads, is_leaf=is_quantized)
-    plain = [x for x in leaves if not is_quantized(x)]
-    if len(plain) == len(leaves):
-        return global_norm(plain)
-    norm: Array = optax.tree.norm([load(x) for x in leaves])
-    return norm
+def global_norm(grads: optax.Updates) -> Array:
+    """The root of the sum of the squares of all gradients, an fp32 scalar; of the decoded values of `QTensor`s."""
+    squares: Array = optax.tree.norm([load(x) for x in jax.tree.leaves(grads, is_leaf=is_quantized)], squared=True)
+    return jnp.sqrt(jnp.asarray(squares, jnp.float32))
 
 
 def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
@@ -91,7 +86,7 @@ def with_clipping(max_norm: float | Array, tx: FusedTransformation) -> FusedTran
         **step_options: Any,
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
         grad_scale = jnp.float32(1.0) if grad_scale is None else jnp.asarray(grad_scale, jnp.float32)
-        clip = grad_scale * clip_factor(max_norm, _grad_norm(grads) * jnp.abs(grad_scale))
+        clip = grad_scale * clip_factor(max_norm, global_norm(grads) * jnp.abs(grad_scale))
         params, inner = tx.step(grads, state[1], params, key=key, grad_scale=clip, apply_if=apply_if, **step_options)
         return params, (state[0], inner)
 

@@ -161,7 +161,7 @@ def compressed_adamw(
     of the state and may change between steps.
 
     **Dead elements.** The exponent of a group comes from its smallest magnitude. Elements that no longer matter (a dead
-    unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.dead_elements`). Elements with gradients
+    unit, a pruned column) are therefore left out of it (`fp8jax.ops.optimizers.leaf`). Elements with gradients
     are not affected, except that rare gradients count as if they came every 45 steps.
 
     **Small decays.** First moments with expansion are rounded to nearest. With b1 above 0.98, or an array, they are

@@ -72,6 +72,7 @@ class CallInfo(NamedTuple):
         adapter_paths: input indices of LoRA factors, which are no parameters, with their paths.
         requires_product: whether planning raises if no matmul can be quantized.
         checks_rules: whether planning raises if a rule matches nothing.
+        has_expert_states: whether the caller stores a scaling state for each expert of a batched product.
     """
 
     num_results: int | None = None
@@ -81,6 +82,7 @@ class CallInfo(NamedTuple):
     adapter_paths: Mapping[int, str] = MappingProxyType({})
     requires_product: bool = True
     checks_rules: bool = True
+    has_expert_states: bool = True
 
     def layer_paths(self, path: str) -> tuple[str, ...]:
         """The layer's path for a parameter's path, and the aliases that rules may match."""

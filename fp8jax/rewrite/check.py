@@ -1,7 +1,8 @@
 """Compares each planned operation with the equations that it replaces, on the arrays of the original function."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from fp8jax.rewrite.graph import Graph, Node, Value
 from fp8jax.rewrite.operations import ProductOperation
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.run import Interpreter, schedule
+from fp8jax.rewrite.states import UseInputs
 
 _BF16_TOLERANCE = 2.0**-6  # relative error of a few operations in bf16
 
@@ -77,15 +79,24 @@ class _Pair(NamedTuple):
     original_node: Node
 
 
-def check(original: Graph, planned: Graph, entries: dict[Node, PlanEntry], arrays: Sequence[Any]) -> Comparison:
-    """Compare a planned graph with the original graph of the same program, on these inputs."""
+def check(
+    original: Graph,
+    planned: Graph,
+    entries: dict[Node, PlanEntry],
+    arrays: Sequence[Any],
+    use_inputs: Mapping[tuple[str, int], UseInputs],
+) -> Comparison:
+    """Compare a planned graph with the original graph of the same program, on these inputs.
+
+    Uses without `use_inputs` have current scaling.
+    """
     pairs: list[_Pair] = []
 
-    def errors(arrays: Sequence[Any]) -> list[tuple[Array, Array]]:
+    def errors(arrays: Sequence[Any], use_inputs: Mapping[tuple[str, int], UseInputs]) -> list[tuple[Array, Array]]:
         pairs.clear()
-        return list(_walk(original, planned, arrays, pairs))
+        return list(_walk(original, planned, arrays, pairs, use_inputs))
 
-    found = jax.jit(errors)(arrays)
+    found = jax.jit(errors)(arrays, use_inputs)
     return Comparison(
         tuple(
             Deviation(entries[p.node], float(f), float(g), *_tolerances(entries[p.node], p.node))
@@ -94,7 +105,14 @@ def check(original: Graph, planned: Graph, entries: dict[Node, PlanEntry], array
     )
 
 
-def _walk(original: Graph, planned: Graph, arrays: Sequence[Any], pairs: list[_Pair]) -> Iterator[tuple[Array, Array]]:
+def _walk(
+    original: Graph,
+    planned: Graph,
+    arrays: Sequence[Any],
+    pairs: list[_Pair],
+    use_inputs: Mapping[tuple[str, int], UseInputs],
+    loop_depth: int = 0,
+) -> Iterator[tuple[Array, Array]]:
     """Run the original program; yield the errors of each operation, and of those in each loop's first iteration."""
     arrays_by_value: dict[Value, Any] = dict(zip(original.inputs, arrays, strict=True))
     original_values = dict(zip(planned.inputs, original.inputs, strict=True))
@@ -111,6 +129,7 @@ def _walk(original: Graph, planned: Graph, arrays: Sequence[Any], pairs: list[_P
                 leaves,
                 [original_values[v] for v in leaves],
                 [arrays_by_value[original_values[v]] for v in leaves],
+                use_inputs,
             )
         elif node.is_rewritten and not node.has_custom_rule:
             for body, planned_body, program in zip(
@@ -118,12 +137,42 @@ def _walk(original: Graph, planned: Graph, arrays: Sequence[Any], pairs: list[_P
             ):
                 if node.kind != "shard_map":
                     first_inputs = primitives.first_iteration(node.eqn, [operands[i] for i in program.operand_indices])
-                    yield from _walk(body, planned_body, first_inputs, pairs)
+                    inner_inputs = _first_use_inputs(node.eqn, planned_body, use_inputs, loop_depth)
+                    inner_depth = loop_depth + (primitives.loop_info(node.eqn) is not None)
+                    yield from _walk(body, planned_body, first_inputs, pairs, inner_inputs, inner_depth)
 
 
-def _errors(pair: _Pair, leaves: list[Value], original_leaves: list[Value], arrays: list[Any]) -> tuple[Array, Array]:
+def _first_use_inputs(
+    eqn: Any, body: Graph, use_inputs: Mapping[tuple[str, int], UseInputs], loop_depth: int
+) -> dict[tuple[str, int], UseInputs]:
+    """The inputs of the uses in an equation's jaxpr, in its first iteration."""
+    uses = [use for node in body.walk_nested() if (use := getattr(node.operation, "use", None)) is not None]
+    found = {use.key: use_inputs[use.key] for use in uses if use.key in use_inputs}
+    info = primitives.loop_info(eqn)
+    if info is None:
+        return found
+    row = info.size - 1 if eqn.params.get("reverse") else 0
+    take_row = functools.partial(jax.tree.map, lambda x: x[row])
+    for use in uses:
+        if use.key in found:
+            state, slots, weight = found[use.key]
+            state = take_row(state) if use.levels[loop_depth].has_layer_axis else state
+            found[use.key] = UseInputs(state, take_row(slots), weight)
+    return found
+
+
+def _errors(
+    pair: _Pair,
+    leaves: list[Value],
+    original_leaves: list[Value],
+    arrays: list[Any],
+    use_inputs: Mapping[tuple[str, int], UseInputs],
+) -> tuple[Array, Array]:
     node, operation = pair.node, pair.node.operation
-    if isinstance(operation, ProductOperation) and operation.recipe.linear.states:
+    has_state = (
+        isinstance(operation, ProductOperation) and operation.use is not None and operation.use.key in use_inputs
+    )
+    if isinstance(operation, ProductOperation) and operation.recipe.linear.states and not has_state:
         linear = dataclasses.replace(operation.recipe.linear, scaling="current", w_scaling=None)
         operation = dataclasses.replace(
             operation, recipe=dataclasses.replace(operation.recipe, linear=linear), use=None
@@ -140,7 +189,7 @@ def _errors(pair: _Pair, leaves: list[Value], original_leaves: list[Value], arra
             inputs = list(arrays)
             for i, x in zip(floats, float_inputs, strict=True):
                 inputs[i] = x
-            return Interpreter(plan, inputs, {}).run()[0]
+            return Interpreter(plan, inputs, use_inputs).run()[0]
 
         y, vjp = jax.vjp(forward, [arrays[i] for i in floats])
         dy = jax.random.normal(jax.random.key(0), y.shape).astype(y.dtype)

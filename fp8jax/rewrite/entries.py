@@ -30,14 +30,17 @@ class PlanEntry(NamedTuple):
         is_rematerialized: whether a product runs again in the backward pass. No policy of a `jax.checkpoint` saves it.
         readers: the products that save the result of a norm or activation as an array: path and dtype of each.
         gain: seconds that one run of a product gains in 8 bits, by measured rates; None if there are none.
-        rates_device: the device of these rates (`fp8jax.ops.products.cost_model`).
+        rates_device: the device of these rates (`fp8jax.rewrite.cost_model`).
         is_slower: whether it is faster in 16 bits.
         tokens: of a product, on one device.
         runs_per_step: how often it runs in a step.
         frozen: what a product reads in place of a parameter.
         residual_bytes: bytes saved of its input for the backward pass; None if unknown.
+        unquantized_residual_bytes: the same without a recipe, at least.
         flops: of a product in a forward pass, in all iterations of scans; 0 if unknown.
         is_unsupported: whether it is left as written although the rules ask for a recipe.
+        may_be_grouped: whether it may be a product of experts that is left as written: a ragged product, one in a
+            custom derivative or kernel, or one with a gathered matrix.
         concatenated: the layers of further parameters in a product's matrix.
         source_layers: the layers whose parameters a product left as written reads, or is computed from.
         dtype: of the operands that are not quantized; None if the inputs decide.
@@ -63,8 +66,10 @@ class PlanEntry(NamedTuple):
     runs_per_step: int = 1
     frozen: FrozenInfo | None = None
     residual_bytes: int | None = None
+    unquantized_residual_bytes: int | None = None
     flops: float = 0
     is_unsupported: bool = False
+    may_be_grouped: bool = False
     concatenated: tuple[str, ...] = ()
     source_layers: tuple[str, ...] = ()
     dtype: str | None = None
@@ -144,7 +149,8 @@ class WeightMatmul:
     enclosing: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
     operation_node: Node | None = None  # where the operation stands, if not in the product's own place
-    has_unsupported_precision: bool = False  # it asks for a precision that a quantized product cannot give
+    is_unsupported: bool = False  # the rules ask for a recipe that this product cannot have
+    is_stacked: bool = False  # the matrices of experts are side by side, along the first axis of the operand
     concatenated: tuple[str, ...] = ()  # the layers of further parameters in the matrix
 
     @property

@@ -1,43 +1,57 @@
-"""What `explain` returns: the plan of a program as a table, and what it saves and gains."""
+"""What `explain` returns: what a plan quantizes, what it leaves as written, and what that saves and gains."""
 
 import dataclasses
+import functools
 import math
 import os.path
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from fp8jax.core.recipe import describe_folding
 from fp8jax.core.spec import QuantSpec
-from fp8jax.core.tables import sentence, table
+from fp8jax.core.tables import fold_paths, sectioned_table, sentence, table
 from fp8jax.rewrite import primitives, unplanned
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry
-from fp8jax.rewrite.graph import Graph, Node, Value
+from fp8jax.rewrite.graph import Graph, Node, Value, walk_calls
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.run import Schedule
 
-_MAX_LISTED = 6  # layers that a sentence lists
+_MAX_LISTED = 4  # groups of layers that a sentence lists
+_MAX_ROWS = 10  # rows of a section in the summary
 # The first columns tell rows apart. Rows that are equal in the others are folded if the terminal is narrow.
 _NAME_HEAD = ("path", "shape", "line", "bytes", "gain us")
 _SHARED_HEAD = ("operation", "forward", "dgrad", "wgrad", "saved", "why")
+_SUMMARY_HEAD = ("layers", "operation", "shape", "saved of the input, or why", "bytes")
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the rules make of a program; `str(explanation)` is a table and notes.
+    """What the rules make of a program. `str(explanation)` is a summary in which equal blocks are one row.
 
     Attributes:
         rows: the products, norms and activations in the program's order, then layers without a product.
         unquantized_note: the share of FLOPs in 16 bits that the rules want in 8, with reasons; "" if there is none.
         notes: what a user should look at.
-        program: products and kernels of the compiled program, `fp8jax.modules.compiled.Program`; None if not compiled.
+        inspect: compiles the program for `program`; None if there is nothing to compile.
     """
 
     rows: tuple[PlanEntry, ...]
     unquantized_note: str = ""
     notes: tuple[str, ...] = ()
-    program: Any = None
+    inspect: Callable[[], Any] | None = None
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The products and kernels of a forward and backward pass, compiled when this is read first.
+
+        An `fp8jax.modules.compiled.Program`; None without a Flax model and sample inputs.
+        """
+        return None if self.inspect is None else self.inspect()
 
     @property
     def entries(self) -> tuple[PlanEntry, ...]:
@@ -84,16 +98,55 @@ class Explanation:
         return tuple(entry for entry in self.entries if not entry.is_product)
 
     def __str__(self) -> str:
+        sentences = "\n".join(sentence(text, indent=2) for text in self._sentences() if text)
+        return "\n\n".join(part for part in (sentence(self._headline()), self._summary_table(), sentences) if part)
+
+    @property
+    def details(self) -> str:
+        """A table with a row for each product, norm and activation, with its line, formats, bytes and gain."""
         rows = [_NAME_HEAD + _SHARED_HEAD, *map(_cells, self.rows)]
         columns = [i for i in range(len(rows[0])) if i == 0 or any(row[i] != "-" for row in rows[1:])]
         names = sum(i < len(_NAME_HEAD) for i in columns)
-        sections = [table([[row[i] for i in columns] for row in rows], names=names)] if self.rows else []
-        sections += [sentence(text) for text in self._sentences() if text]
-        return "\n\n".join([*sections, *([str(self.program)] if self.program is not None else [])])
+        return table([[row[i] for i in columns] for row in rows], names=names)
+
+    def _headline(self) -> str:
+        layers, contexts = len(self.quantized_layers), [row for row in self.quantized if row.context is not None]
+        if not any(row.linear for row in self.rows):
+            return "no product is quantized"
+        flops = [(row.flops, row.linear is not None) for row in self.entries if row.is_product]
+        total = sum(count for count, _ in flops)
+        share = sum(count for count, is_quantized in flops if is_quantized) / total if total else 0
+        parts = [f"{layers} {'layer runs' if layers == 1 else 'layers run'} in 8 bits"]
+        if total:
+            parts[0] += f" ({100 * share:.3g} % of the FLOPs of products with parameters)"
+        if contexts:
+            count = len(contexts)
+            parts.append(f"{count} {'norm or activation saves' if count == 1 else 'norms and activations save'} 8 bits")
+        return f"{', and '.join(parts)}."
+
+    def _summary_table(self) -> str:
+        sections: dict[str, list[PlanEntry]] = {}
+        for row in self.rows:
+            if row.linear is not None:
+                products = ", ".join(f"{name} {operands}" for name, operands in row.products.items())
+                frozen = "" if row.frozen is None else f"; {row.frozen}"
+                chosen_by = "" if row.choice is None else f" by {row.choice.reason}"
+                sections.setdefault(f"In 8 bits{chosen_by}{frozen}: {products}", []).append(row)
+        others = [row for row in self.rows if row.linear is None]
+        contexts = [row for row in others if row.context is not None]
+        unquantized = [row for row in others if row.context is None]
+        layers_first = sorted(unquantized, key=lambda row: not (row.is_product and row.path))
+        sections |= {"Norms and activations that save 8 bits": contexts, "As written": layers_first}
+        sections = {title: rows for title, rows in sections.items() if rows}
+        if not sections:
+            return ""
+        return sectioned_table(_SUMMARY_HEAD, [(title, _fold_rows(rows)) for title, rows in sections.items()])
 
     def _sentences(self) -> Iterator[str]:
-        if not any(row.linear for row in self.rows):
-            yield "no product is quantized"
+        yield residual_bytes_note(self.entries)
+        yield gains_note(self.entries)
+        yield self.unquantized_note
+        yield _rematerialization_note(self.entries)
         if self.leaking_layers:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
@@ -102,18 +155,58 @@ class Explanation:
             )
         if folds := dict.fromkeys(spec for row in self.rows if row.linear for spec in row.linear.folded_specs):
             yield describe_folding(folds)
-        yield self.unquantized_note
-        yield _rematerialization_note(self.entries)
-        yield residual_bytes_note(self.entries)
-        yield gains_note(self.entries)
         yield from (f"note: {note}" for note in self.notes)
+        # On a CPU all products are widened, and compiling a large model takes a minute.
+        if jax.default_backend() != "cpu" and self.program is not None:
+            yield from (f"WARNING: {warning}" for warning in self.program.warnings)
+        if self.rows:
+            program = "" if self.inspect is None else "; what XLA compiles: print(explanation.program)"
+            yield f"each row with its line and formats: print(explanation.details){program}"
+
+
+def _fold_rows(rows: Sequence[PlanEntry]) -> list[tuple[str, ...]]:
+    """The cells of a section of the summary. Rows that differ in the numbers in their paths alone are one."""
+    groups: dict[tuple[str, ...], list[PlanEntry]] = {}
+    for row in rows:
+        place = (str(row.shape), "") if row.path else ("", row.line)
+        groups.setdefault((row.kind, _hide_numbers(_short_note(row)), *place), []).append(row)
+    cells: list[tuple[str, ...]] = []
+    for (kind, hidden_note, *_), group in groups.items():
+        sizes = [row.residual_bytes for row in group if row.residual_bytes is not None]
+        paths = fold_paths([row.path for row in group if row.path])
+        shapes = {str(row.shape or "").replace(" ", "") for row in group}
+        count = f" ({len(group)} times)" if len(group) > 1 else ""
+        cells.append((
+            ", ".join(paths) or f"{_place(group[0]) or '-'}{count}",
+            kind,
+            shapes.pop() if len(shapes) == 1 else "",
+            _short_note(group[0]) if len(group) == 1 else hidden_note,
+            _format_bytes(sum(sizes)) if sizes else "",
+        ))  # fmt: skip
+    hidden = len(cells) - _MAX_ROWS
+    return cells if hidden <= 1 else [*cells[:_MAX_ROWS], (f"and {hidden} more", "", "", "", "")]
+
+
+def _short_note(entry: PlanEntry) -> str:
+    """What an entry saves of its input, or why it is left as written."""
+    return re.sub(r", [\d.]+ B/element", "", entry.residual) if entry.is_quantized else entry.reason
+
+
+def _hide_numbers(text: str) -> str:
+    """A text with "*" for the numbers in the paths that it names."""
+    return re.sub(r"\d+(?=/)|(?<=/)\d+", "*", text)
+
+
+def _place(entry: PlanEntry) -> str:
+    """The file and line of an entry."""
+    return os.path.basename(entry.line.partition(" (")[0])
 
 
 def _cells(entry: PlanEntry) -> tuple[str, ...]:
     return (
         entry.path or "-",
         str(entry.shape or "-").replace(" ", ""),
-        os.path.basename(entry.line.partition(" (")[0]) or "-",
+        _place(entry) or "-",
         "-" if entry.residual_bytes is None else _format_bytes(entry.residual_bytes),
         "-" if entry.gain is None else f"{1e6 * entry.gain * entry.runs_per_step:+,.1f}",
         entry.kind,
@@ -146,12 +239,14 @@ def _rematerialization_note(entries: Sequence[PlanEntry]) -> str:
 
 def residual_bytes_note(entries: Sequence[PlanEntry]) -> str:
     """The bytes that a plan saves of inputs for the backward pass; "" if they are unknown."""
-    sizes = [(entry.residual_bytes, entry.path or entry.kind) for entry in entries if entry.residual_bytes]
-    if not sizes:
+    known = [entry for entry in entries if entry.residual_bytes is not None]
+    total = sum(entry.residual_bytes or 0 for entry in known)
+    plain = sum(entry.unquantized_residual_bytes or 0 for entry in known)
+    if not total:
         return ""
-    largest = ", ".join(f"{path} {_format_bytes(size)}" for size, path in sorted(sizes, reverse=True)[:3])
-    total = _format_bytes(sum(size for size, _ in sizes))
-    return f"saved of inputs for the backward pass: {total}, most by {largest}; rows without bytes are not counted"
+    note = f"memory: the inputs that are saved for the backward pass take {_format_bytes(total)}"
+    factor = f"{plain / total:.2g} times as much"
+    return f"{note}; without the recipe at least {_format_bytes(plain)} ({factor})" if plain else note
 
 
 def gains_note(entries: Sequence[PlanEntry]) -> str:
@@ -162,15 +257,18 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
     total = 1e3 * sum((entry.gain or 0.0) * entry.runs_per_step for entry in rated)
     count = sum(entry.gain is not None for entry in rated)
     verb = "lose" if total < 0 else "gain"
-    note = f"8 bits {verb} about {abs(total):.2g} ms a step in {count} products, by rates of {rated[0].rates_device}"
+    note = f"speed: 8 bits {verb} about {abs(total):.2g} ms a step in {count} products"
+    note = f"{note}, by rates of {rated[0].rates_device}"
     losing = [entry for entry in rated if entry.is_slower]
+    if jax.default_backend() == "cpu":
+        note = f"{note} (a CPU has no 8-bit products: codes save memory there, no time)"
     if not losing:
         return note
-    paths = list(dict.fromkeys(entry.path for entry in losing))
+    paths = fold_paths([entry.path for entry in losing])
     more = f" and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
     tokens = " or ".join(f"{n:,}" for n in sorted({entry.tokens for entry in losing}))
-    verb = "gains" if len(paths) == 1 else "gain"
-    rule = f"give Rule({paths[0]!r}, None), or take fp8jax.recipes.for_shapes(recipe)"
+    verb = "gains" if len({entry.path for entry in losing}) == 1 else "gain"
+    rule = "fp8jax.recipes.for_shapes(recipe) leaves them in 16 bits"
     return f"{note}; {', '.join(paths[:_MAX_LISTED])}{more} {verb} nothing at {tokens} tokens: {rule}"
 
 
@@ -186,40 +284,40 @@ def list_rows(
         call_info: of the program.
         entries: of the plan.
     """
-    sizes = dict(_residual_bytes(graph, entries))
+    sizes, plain_sizes = (dict(_residual_bytes(graph, entries, count)) for count in (_operation_bytes, _plain_bytes))
     rows = unplanned.find(graph, schedule, rules, call_info, entries)
-    rows |= {node: entry._replace(residual_bytes=sizes.get(node)) for node, entry in entries.items()}
-    return tuple(rows[node] for node in _walk_calls(graph.nodes) if node in rows)
+    rows |= {
+        node: entry._replace(residual_bytes=sizes.get(node), unquantized_residual_bytes=plain_sizes.get(node))
+        for node, entry in entries.items()
+    }
+    return tuple(rows[node] for node in walk_calls(graph.nodes) if node in rows)
 
 
-def _walk_calls(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, calls and what is in them among them."""
-    for node in nodes:
-        yield node
-        yield from _walk_calls(node.inlined or ())
-        for body in node.bodies:
-            yield from _walk_calls(body.nodes)
+# The bytes of one run of an operation; None if they are unknown. Shared arrays are added to a set.
+_CountBytes = Callable[[Any, PlanEntry, set[Any]], float | None]
 
 
-def _residual_bytes(graph: Graph, entries: Mapping[Node, PlanEntry], num_runs: int = 1) -> Iterator[tuple[Node, int]]:
+def _residual_bytes(
+    graph: Graph, entries: Mapping[Node, PlanEntry], count_bytes: _CountBytes, num_runs: int = 1
+) -> Iterator[tuple[Node, int]]:
     """The bytes that each operation saves of its inputs, in all iterations of the loops around it.
 
-    Products that share codes count them once. Parameters do not count. Nothing under a `jax.checkpoint` is listed.
+    Products that share an input count it once. Parameters do not count. Nothing under a `jax.checkpoint` is listed.
     """
     counted = set[Any]()
     for node in graph.walk():
         if node in entries and node.operation is not None and all(isinstance(n, int) for n in node.results[0].shape):
-            size = _operation_bytes(node.operation, entries[node], counted)
+            size = count_bytes(node.operation, entries[node], counted)
             if size is not None:
                 yield node, int(num_runs * size)
         if not primitives.rematerializes_products(node.eqn):
             length = node.eqn.params["length"] if node.kind == "scan" else 1
             for body in node.bodies:
-                yield from _residual_bytes(body, entries, num_runs * length)
+                yield from _residual_bytes(body, entries, count_bytes, num_runs * length)
 
 
 def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:
-    """The bytes of one run of an operation; None if they are unknown. Shared codes are added to `counted`."""
+    """The bytes that one run of an operation saves with its recipe."""
     if entry.is_product and entry.frozen is None:
         spec = operation.linear.residual_spec()
         if entry.has_saved_input or entry.recomputes_input or (operation.canonical_data, spec) in counted:
@@ -235,6 +333,22 @@ def _operation_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> flo
         if len(saved) == 2 and context.spec is not None and not context.recompute_activations:
             saved.append(operation.gate)
         return sum(_value_bytes(value, context.spec) for value in saved)
+    return None
+
+
+def _plain_bytes(operation: Any, entry: PlanEntry, counted: set[Any]) -> float | None:
+    """The bytes that one run of an operation saves without a recipe, at least."""
+    if entry.is_product and entry.frozen is None:
+        if entry.has_saved_input or operation.canonical_data in counted:
+            return 0
+        counted.add(operation.canonical_data)
+        return _value_bytes(operation.data, None)
+    if isinstance(operation, NormOperation):
+        return _value_bytes(operation.x, None)
+    if isinstance(operation, ActivationOperation):
+        # The product of two also needs the activated gate.
+        saved = [operation.gate] if operation.up is None else [operation.gate, operation.up, operation.gate]
+        return sum(_value_bytes(value, None) for value in saved)
     return None
 
 

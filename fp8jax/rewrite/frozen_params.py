@@ -154,7 +154,7 @@ class FrozenMatmulOperation:
             w,
             self.linear,
             key,
-            weight=StepWeight(both_layouts=interpreter.both_layouts),
+            step_weight=StepWeight(layout_policy=interpreter.layout_policy),
         )
         if isinstance(frozen, AdaptedWeight):
             y = y + apply_adapter(value, frozen.adapter.T if self.is_transposed else frozen.adapter)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,7 @@ class Node:
         inlined: the nodes of a call, whose values belong to the outer graph; None if it is no such call.
         operation: the operation that replaces it.
         enclosing_node: the call or loop around it, or None.
+        weight_axes: of a grouped product, the axes of the second operand that are groups, inputs and outputs.
     """
 
     kind: str
@@ -118,6 +119,7 @@ class Node:
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
     enclosing_node: "Node | None" = None
+    weight_axes: tuple[int, int, int] | None = None
 
     @property
     def is_rewritten(self) -> bool:
@@ -175,6 +177,15 @@ def _flatten_inlined(nodes: Sequence[Node]) -> Iterator[Node]:
             yield from _flatten_inlined(node.inlined)
 
 
+def walk_calls(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All nodes, each call or loop followed by the nodes in it."""
+    for node in nodes:
+        yield node
+        yield from walk_calls(node.inlined or ())
+        for body in node.bodies:
+            yield from walk_calls(body.nodes)
+
+
 def count_readers(graph: Graph) -> dict[Value, int]:
     """The number of times that each value is read as an operand or output, in a graph and its sub-jaxprs."""
     counts: dict[Value, int] = {}
@@ -226,15 +237,22 @@ def source_parameters(value: Value, max_count: int = 4) -> dict[str, Any]:
     return dict(list(paths.items())[:max_count])
 
 
-def data_modified_path(value: Value) -> str | None:
-    """The path of a matrix that data change elementwise, or of stacked matrices that data index; None if neither."""
+class ModifiedWeight(NamedTuple):
+    """A matrix that data change elementwise, or one that data gather from stacked matrices, as those of experts."""
+
+    path: str
+    is_gathered: bool
+
+
+def find_modified_weight(value: Value) -> ModifiedWeight | None:
+    """The parameter that a value is, after data have changed it or gathered from it; None for other values."""
     size, visited, todo = value.aval.size, set[Value](), [value]
     while todo:
         value = todo.pop()
         is_gather = value.kind == "gather" and value.node is not None
         source = value.node.operands[0] if is_gather and value.node is not None else value
         if source.weight is not None and source.aval.ndim > (2 if is_gather else 1):
-            return source.weight.path
+            return ModifiedWeight(source.weight.path, is_gather)
         is_elementwise = value.node is not None and value.kind in (
             *_ELEMENTWISE_UPDATES,
             *CASTS,

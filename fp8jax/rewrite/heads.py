@@ -28,6 +28,21 @@ _TRANSPARENT = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "add_any"),
 )
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
+# Further elementwise functions, such as those between a router and the selection of experts.
+_ELEMENTWISE_FUNCTIONS = (
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "sqrt",
+    "square",
+    "integer_pow",
+    "abs",
+    "max",
+    "min",
+    "erf",
+)
 # The operands that are values, not conditions or indices.
 _VALUE_OPERANDS = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
 MIN_OUTPUTS = 16
@@ -69,7 +84,9 @@ class Flow:
         an MLP.
         If every other matmul would be an output head, none is, as for projections that are returned.
         """
-        reasons = {node: _SELECTION_REASON.format(name) for node, name in self._selection_heads()}
+        reasons = dict[Node, str]()
+        for node, name in self._selection_heads():
+            reasons.setdefault(node, _SELECTION_REASON.format(name))  # the first reader in the program
         data_arguments = [v for v in self._argument_values if v.is_data]
         # If the arguments are all parameters, the arrays that the function closes over count as its inputs.
         data_arguments = data_arguments or [
@@ -96,7 +113,7 @@ class Flow:
             if node.kind in SELECTION_PRIMITIVES:
                 yield from (
                     (product, SELECTION_PRIMITIVES[node.kind])
-                    for product in self._source_products(node.operands[0]) or ()
+                    for product in elementwise_sources(node.operands[0], self._products)
                 )
             if (
                 node.kind == "exp"
@@ -176,9 +193,33 @@ class Flow:
         return {value.node for value in visited if value.node in self._products and value.node is not None}
 
 
+def elementwise_sources(value: Value, products: Collection[Node]) -> set[Node]:
+    """The matmuls that a value is computed from elementwise. Noise, masks and sums over its elements are ignored."""
+    found, visited, todo = set[Node](), set[Value](), [value]
+    while todo:
+        value = todo.pop()
+        if value in visited or not value.is_data:
+            continue
+        visited.add(value)
+        node = value.node
+        if node is None:
+            todo += [] if value.enclosing_value is None else [value.enclosing_value]
+        elif node in products:
+            found.add(node)
+        elif node.bodies:
+            todo += [body.outputs[node.results.index(value)] for body in node.bodies]
+        elif node.kind == "optimization_barrier":
+            todo.append(node.operands[node.results.index(value)])
+        elif node.kind in (*_TRANSPARENT, *_ELEMENTWISE_FUNCTIONS):
+            todo += node.operands[_VALUE_OPERANDS.get(node.kind, slice(None))]
+    return found
+
+
 def count_outputs(node: Node, side: int) -> int:
     """The number of outputs of a matmul whose weight is operand `side`, per batch element."""
     shape, params = node.operands[side].shape, node.eqn.params
+    if node.weight_axes is not None:
+        return shape[node.weight_axes[2]]
     if node.kind != "dot_general":
         return shape[-1]
     contract, batch = params["dimension_numbers"]

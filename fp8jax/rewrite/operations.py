@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,20 +11,28 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, ArrayFacts
-from fp8jax.ops.dispatch.sharding import merge, merge_spec, named_sharding, product_sharding, reshape
+from fp8jax.ops.autodiff.residuals import ALREADY_SAVED, NO_FACTS, ArrayFacts, InputFacts
+from fp8jax.ops.dispatch.sharding import explicit_mesh, merge, merge_spec, named_sharding, product_sharding, reshape
 from fp8jax.ops.nonlinear.activation import activate
 from fp8jax.ops.nonlinear.norm import normalize
-from fp8jax.ops.products.linear import dot_general, flatten_tokens, output_spec, to_matmul_order, weight_to_matmul_order
+from fp8jax.ops.products.linear import (
+    ScalingState,
+    ScalingStats,
+    dot_general,
+    flatten_tokens,
+    output_spec,
+    scaled_linear,
+    to_matmul_order,
+    weight_to_matmul_order,
+)
 from fp8jax.ops.products.operands import Input
 from fp8jax.ops.products.product import recipe_dot
 from fp8jax.ops.products.ragged import ragged_dot
-from fp8jax.ops.products.scaled_linear import ScalingStats, scaled_linear
 from fp8jax.ops.products.weights import StepWeight
-from fp8jax.ops.quantization.packed import should_split_output
+from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
 from fp8jax.rewrite.graph import Node, Value, canonical_value
-from fp8jax.rewrite.primitives import Equation, is_plain_ragged_dot
+from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
 if TYPE_CHECKING:
@@ -65,6 +72,7 @@ class ProductOperation:
         bias: a parameter with one element per output, which is added; or None.
         is_transposed: whether the result has the outputs last although the parameter is the left operand.
         split_sizes: widths into which the result is split along its outputs, as q, k and v; or None.
+        is_stacked: whether the matrices of experts are side by side, along the parameter's first axis.
     """
 
     recipe: Recipe
@@ -75,10 +83,11 @@ class ProductOperation:
     canonical_data: Value
     saved_data: Value | None = None
     use: WeightUse | None = None
-    params: Mapping[str, Any] = MappingProxyType({})
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bias: Value | None = None
     is_transposed: bool = False
     split_sizes: tuple[int, ...] | None = None
+    is_stacked: bool = False
 
     @property
     def linear(self) -> Linear:
@@ -113,19 +122,20 @@ class ProductOperation:
     ) -> Any:
         """The product in the shape and dtype of `result`. With `split_sizes` a tuple of arrays, as computed."""
         if use_inputs.state is not None:
-            return self._run_scaled(interpreter, result.dtype, use_inputs)
+            has_experts = any(self.params["dimension_numbers"][1])
+            run = self._run_scaled_experts if has_experts else self._run_scaled
+            return run(interpreter, result.dtype, use_inputs)
         linear = self.recipe.linear
         x = interpreter.array(self.data if self.saved_data is None else self.saved_data)
         facts = interpreter.get_facts(self.canonical_data, x)
         if self.saved_data is not None:
             facts = facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
-        if self.saved_data is None and interpreter.is_live_after(self.data):
-            # If JAX summed three gradients, XLA would leave one sum as a pass of its own.
-            on_passthrough = functools.partial(interpreter.set_passthrough, self.data)
         stored = self._stored_arrays(interpreter)
-        w, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        w, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        if self.is_stacked and explicit_mesh(x, w) is None:
+            y = self._run_stacked(interpreter, x, w, input_facts, key)
+            return _reshape_if_needed(y, result.shape).astype(result.dtype)
         if self.saved_data is None:
             contract, batch = self._contracting_axes(), self.params["dimension_numbers"][1]
             y = dot_general(
@@ -139,8 +149,7 @@ class ProductOperation:
                 out_sharding=self.params.get("out_sharding") if self.side == 1 else None,
                 input_facts=input_facts,
                 bias=self._bias(interpreter),
-                on_passthrough=on_passthrough,
-                weight=weight,
+                step_weight=step_weight,
                 split_sizes=split_sizes,
             )
             if self.side == 0 and not self.is_transposed:  # the free axes of the parameter come first
@@ -154,19 +163,48 @@ class ProductOperation:
             else:
                 tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
                 product_input, spec = Input(tokens, x, False, input_facts), output_spec(tokens, matrix, None)
-                weight = weight if weight.values is not None else dataclasses.replace(weight, values=w)
-                weight = weight.with_step(lambda w: merge(w, w.ndim - 1, 1))
+                step_weight = step_weight.with_step(lambda w: merge(w, w.ndim - 1, 1), values=w)
             y = recipe_dot(
                 product_input,
                 matrix,
                 linear,
                 key,
-                weight=weight,
+                step_weight=step_weight,
                 out_spec=spec,
                 bias=self._bias(interpreter),
                 split_sizes=split_sizes,
             )
         return y if split_sizes is not None else _reshape_if_needed(y, result.shape).astype(result.dtype)
+
+    def _run_stacked(
+        self, interpreter: "Interpreter", x: Array, w: Array, input_facts: InputFacts, key: Array | None
+    ) -> Array:
+        """The product with the matrix of each expert, which has scales of its own. The codes of `x` are made once."""
+        data_axes, weight_axes = self._contracting_axes()
+        numbers = (data_axes, tuple(axis - 1 for axis in weight_axes)), ((), ())
+        bias = self._bias(interpreter)
+        keys = None if key is None else jax.random.split(key, w.shape[0])
+
+        def multiply(w: Array, bias: Array | None, key: Array | None) -> Array:
+            y: Array = dot_general(
+                x,
+                w,
+                numbers,
+                preferred_element_type=self.params["preferred_element_type"] or x.dtype,
+                recipe=self.recipe.linear,
+                key=key,
+                input_facts=input_facts,
+                bias=bias,
+                step_weight=StepWeight(layout_policy=interpreter.layout_policy),
+            )
+            return y
+
+        num_tokens = x.ndim - len(data_axes)
+        bias = None if bias is None else bias.reshape(w.shape[0], -1)
+        y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys)
+        if self.side == 0 and not self.is_transposed:
+            y = jnp.moveaxis(y, range(num_tokens), range(y.ndim - num_tokens, y.ndim))
+        return y
 
     def _bias(self, interpreter: "Interpreter") -> Array | None:
         return None if self.bias is None else interpreter.array(self.bias).reshape(-1)
@@ -176,7 +214,7 @@ class ProductOperation:
         linear, contract = self.recipe.linear, self._contracting_axes()
         n, numbers = len(contract[0]), (contract, ((), ()))
         stored = self._stored_arrays(interpreter)
-        parameter, weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
+        parameter, step_weight = _apply_layout(self.layout, stored), self._step_weight(interpreter, use_inputs, stored)
         data = interpreter.array(self.data if self.saved_data is None else self.saved_data).reshape(self.data.shape)
         left, right = to_matmul_order(data, parameter, numbers)
         num_leading, outputs = left.ndim - n, right.ndim - n
@@ -185,13 +223,9 @@ class ProductOperation:
         facts = interpreter.get_facts(self.canonical_data, x)
         facts = facts if self.saved_data is None else facts._replace(recompute_rule=(ALREADY_SAVED, x))
         input_facts, key = interpreter.input_facts(x, self.canonical_data, linear, facts)
-        on_passthrough = None
         if w is not stored[0]:
-            weight = weight if weight.values is not None else dataclasses.replace(weight, values=stored[0])
-            weight = weight.with_step(lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs))
-        if self.saved_data is None and contract[0] == (data.ndim - 1,) and interpreter.is_live_after(self.data):
-            on_passthrough = lambda passthrough: interpreter.set_passthrough(  # noqa: E731
-                self.data, _reshape_if_needed(passthrough, self.data.shape)
+            step_weight = step_weight.with_step(
+                lambda w: merge(weight_to_matmul_order(w, numbers), n, outputs), values=stored[0]
             )
         slots = use_inputs.slots or ScalingStats()
         assert use_inputs.state is not None
@@ -205,18 +239,51 @@ class ProductOperation:
             key=key,
             out_sharding=named_sharding(merge_spec(spec, (*[1] * num_leading, outputs)), data, parameter),
             input_facts=input_facts,
-            weight=weight,
-            on_passthrough=on_passthrough,
+            step_weight=step_weight,
         )
-        if interpreter.stats is None:
-            y = stats_as_cotangents(y, slots, stats)
-        else:
-            use_key = self.use.key  # type: ignore[union-attr]
-            interpreter.stats |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+        y = self._record_stats(interpreter, y, slots, stats)
         y = reshape(y, (*left.shape[:num_leading], *right.shape[n:]), spec)
         if self.side == 0 and not self.is_transposed:
             y = jnp.moveaxis(y, range(num_leading), range(y.ndim - num_leading, y.ndim))
         return y.astype(dtype)
+
+    def _run_scaled_experts(self, interpreter: "Interpreter", dtype: Any, use_inputs: UseInputs) -> Array:
+        """The products of a batch axis of experts with a stateful scaling, which has a state for each expert."""
+        linear, contract = self.recipe.linear, self._contracting_axes()
+        batch = self.params["dimension_numbers"][1]
+        numbers = contract, (batch if self.side == 1 else batch[::-1])
+        n, data = len(contract[0]), interpreter.array(self.data)
+        left, right = to_matmul_order(data, _apply_layout(self.layout, self._stored_arrays(interpreter)), numbers)
+        num_tokens, num_outputs = left.ndim - 1 - n, right.ndim - 1 - n
+        x, w = merge(left, 1, num_tokens, n), merge(right, 1, n, num_outputs)
+        _, key = interpreter.input_facts(x, None, linear, NO_FACTS)
+        keys = None if key is None else jax.random.split(key, x.shape[0])
+        slots = use_inputs.slots or ScalingStats()
+
+        def multiply(
+            x: Array, w: Array, state: ScalingState, slot: Array | None, key: Array | None
+        ) -> tuple[Array, ScalingStats]:
+            step_weight = StepWeight(layout_policy=interpreter.layout_policy)
+            y, stats = scaled_linear(x, w, state, slot, recipe=linear, key=key, step_weight=step_weight)
+            # An expert without tokens observes nothing.
+            has_tokens = jnp.any(x != 0)
+            return y, stats._replace(x=None if stats.x is None else jnp.where(has_tokens, stats.x, 0))
+
+        assert use_inputs.state is not None
+        y, stats = jax.vmap(multiply)(x, w, use_inputs.state, slots.dy, keys)
+        y = self._record_stats(interpreter, y, slots, stats)
+        y = y.reshape(*left.shape[: 1 + num_tokens], *right.shape[1 + n :])
+        if self.side == 0:
+            y = jnp.moveaxis(y, range(1, 1 + num_tokens), range(y.ndim - num_tokens, y.ndim))
+        return y.astype(dtype)
+
+    def _record_stats(self, interpreter: "Interpreter", y: Array, slots: ScalingStats, stats: ScalingStats) -> Array:
+        """Record statistics in the interpreter; return `y`, whose cotangent gives them to the slots otherwise."""
+        if interpreter.stats is None:
+            return stats_as_cotangents(y, slots, stats)
+        use_key = self.use.key  # type: ignore[union-attr]
+        interpreter.stats |= {(use_key, o): v for o, v in stats._asdict().items() if o != "dy" and v is not None}
+        return y
 
     def _contracting_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The contracted axes of the data and of the parameter, in the order of the parameter."""
@@ -236,13 +303,13 @@ class ProductOperation:
             last = self.layout[-1].node
             return StepWeight(
                 values=stored,
-                layout=functools.partial(_apply_layout, self.layout),
+                to_weight=functools.partial(_apply_layout, self.layout),
                 transposed=last.kind == "transpose" and last.results[0].aval.ndim == 2,
-                both_layouts=interpreter.both_layouts,
+                layout_policy=interpreter.layout_policy,
             )
         _, contract = self._contracting_axes()
         is_matrix = tuple(contract) == tuple(range(len(contract)))  # (inputs, outputs), as the given codes
-        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.both_layouts)
+        return StepWeight.from_codes(use_inputs.weight if is_matrix else None, interpreter.layout_policy)
 
 
 @dataclasses.dataclass(eq=False)
@@ -252,6 +319,7 @@ class RaggedOperation:
     Attributes:
         linear: the recipe.
         data, weight, groups: the operands.
+        weight_axes: the axes of the weight that are groups, inputs and outputs.
         canonical_data: as of `ProductOperation`.
     """
 
@@ -259,26 +327,21 @@ class RaggedOperation:
     data: Value
     weight: Value
     groups: Value
+    weight_axes: tuple[int, int, int]
     canonical_data: Value
 
     @classmethod
     def supports(cls, node: Node, side: int) -> bool:
-        """Whether it can replace a ragged equation whose operand `side` is a parameter."""
-        return side == 1 and is_plain_ragged_dot(node.eqn)
+        """Whether it can replace a grouped product whose operand `side` is a parameter."""
+        return side == 1 and node.weight_axes is not None
 
     @classmethod
     def replace_product(cls, p: WeightMatmul) -> None:
         """Replaces a product of a plan."""
-        data, w, groups = p.node.operands
-        w = p.weight.stored if p.quantizes_stored_weight and not p.weight.layout else w
         assert p.choice.linear is not None
-        operation = cls(p.choice.linear, data, w, groups, canonical_value(data))
+        (data, _, groups), (w, axes) = p.node.operands, _stored_experts(p)
+        operation = cls(p.choice.linear, data, w, groups, axes, canonical_value(data))
         p.node.operands, p.node.operation = [data, w, groups], operation
-
-    @property
-    def explain_note(self) -> str:
-        """A note for `explain`."""
-        return f"multiplies the values of the codes in {self.data.dtype}"
 
     @property
     def num_inputs(self) -> int:
@@ -286,16 +349,59 @@ class RaggedOperation:
 
     def run(self, interpreter: "Interpreter", node: Node) -> Sequence[Array]:
         x, w, groups = (interpreter.array(value) for value in (self.data, self.weight, self.groups))
+        has_outputs_first = self.weight_axes == (0, 2, 1)
+        if not has_outputs_first and self.weight_axes != (0, 1, 2):
+            w = w.transpose(self.weight_axes)
         input_facts, key = interpreter.input_facts(
             x, self.canonical_data, self.linear, interpreter.get_facts(self.canonical_data, x)
         )
-        return [
-            ragged_dot(x, w, groups, recipe=self.linear, key=key, input_facts=input_facts).astype(node.results[0].dtype)
-        ]
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((1,), (2 if has_outputs_first else 1,)), ((), ())),
+            lhs_ragged_dimensions=(0,),
+            rhs_group_dimensions=(0,),
+        )
+        y = ragged_dot(
+            x,
+            w,
+            groups,
+            recipe=self.linear,
+            key=key,
+            dimension_numbers=numbers,
+            preferred_element_type=node.results[0].dtype,
+            step_weight=StepWeight(layout_policy=interpreter.layout_policy),
+            input_facts=input_facts,
+        )
+        return [y]
+
+
+def _stored_experts(p: WeightMatmul) -> tuple[Value, tuple[int, int, int]]:
+    """The weight that a grouped product quantizes, and its axes of groups, inputs and outputs.
+
+    It is the parameter as it is stored if only casts and transpositions are between it and the product. No transposed
+    or 16-bit copy is then saved.
+    """
+    operand, axes, linear = p.node.operands[1], p.node.weight_axes, p.choice.linear
+    assert axes is not None
+    assert linear is not None
+    value, stored_axes = operand, axes
+    while value is not p.weight.stored:
+        node = value.node
+        if node is None or node.kind not in ("transpose", *CASTS):
+            return operand, axes
+        if node.kind == "transpose":
+            first, second, third = (node.eqn.params["permutation"][axis] for axis in stored_axes)
+            stored_axes = first, second, third
+        value = node.operands[0]
+    is_quantized = linear.spec("w") is not None and linear.spec("w_dgrad") is not None
+    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
+    return (value, stored_axes) if is_quantized and is_float else (operand, axes)
 
 
 # Operations for products other than `dot_general`, by primitive.
-NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {"ragged_dot_general": RaggedOperation}
+NON_DOT_OPERATIONS: Mapping[str, type[RaggedOperation]] = {
+    "ragged_dot_general": RaggedOperation,
+    GROUPED_CALL: RaggedOperation,
+}
 
 
 @dataclasses.dataclass(eq=False)

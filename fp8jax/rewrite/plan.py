@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, cost_selection, frozen_params, norms, primitives
+from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
 from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
@@ -21,7 +21,14 @@ from fp8jax.rewrite.graph import (
     saves_output,
     strip_layout,
 )
-from fp8jax.rewrite.heads import MIN_OUTPUTS, NARROW_REASON, OUTPUT_HEAD_REASON, Flow, count_outputs
+from fp8jax.rewrite.heads import (
+    MIN_OUTPUTS,
+    NARROW_REASON,
+    OUTPUT_HEAD_REASON,
+    Flow,
+    count_outputs,
+    elementwise_sources,
+)
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
     ActivationOperation,
@@ -29,12 +36,19 @@ from fp8jax.rewrite.operations import (
     NormOperation,
     ProductOperation,
 )
-from fp8jax.rewrite.primitives import CASTS, IDENTITY_PRIMITIVES, LAYOUTS, RESHAPES, SLICING_PRIMITIVES
+from fp8jax.rewrite.primitives import (
+    CASTS,
+    GATHER_PRIMITIVES,
+    IDENTITY_PRIMITIVES,
+    LAYOUTS,
+    RESHAPES,
+    SLICING_PRIMITIVES,
+)
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.shares import UnquantizedShare, flops, unquantized_share
-from fp8jax.rewrite.states import WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.states import LoopLevel, WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
 # The paths of layers, each with the aliases that rules may match.
@@ -70,8 +84,8 @@ def plan(
         call_info: facts from the caller.
 
     Raises:
-        ValueError: a rule matches nothing, nothing can be quantized, or a matmul with batch axes or of several
-            parameters has a scaling that collects statistics.
+        ValueError: a rule matches nothing, nothing can be quantized, or a matmul of several parameters has a scaling
+            that collects statistics.
     """
     entries: dict[Node, PlanEntry] = {}
     matmuls = list(find(graph, entries, rules, call_info))
@@ -84,13 +98,15 @@ def plan(
     narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
+    _skip_products_without_state(matmuls, call_info)
+    _find_stacked_experts(matmuls)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
             p.path,
-            p.node.kind,
+            primitives.function_name(p.node.eqn) if p.node.kind == primitives.GROUPED_CALL else p.node.kind,
             shape,
             p.choice,
             reason,
@@ -98,13 +114,18 @@ def plan(
             is_product=True,
             is_rematerialized=is_rematerialized,
             flops=flops(p.node, p.enclosing),
-            is_unsupported=p.has_unsupported_precision,
+            is_unsupported=p.is_unsupported,
             concatenated=p.concatenated,
         )
     nodes = list(graph.walk_nested())
     norm_paths = _replace_all(graph, matmuls, rules, entries, call_info)
     unread_paths = _unread_layers(graph, call_info) | norm_paths
-    if call_info.requires_product and not matmuls and not unread_paths:
+    unsupported_paths = {
+        path for e in entries.values() if e.may_be_grouped and e.is_unsupported for path in e.source_layers
+    }
+    if call_info.requires_product:
+        grouped.check_names(graph, rules.grouped_products)
+    if call_info.requires_product and not matmuls and not unread_paths and not unsupported_paths:
         raise ValueError(
             f"the function has no product of data with a parameter that a recipe could take{_skipped_note(entries)}"
         )
@@ -116,7 +137,14 @@ def plan(
         sources = [path for entry in entries.values() for path in entry.source_layers]
         narrow_paths = {p.path for p in matmuls if p.node in narrow} - {p.path for p in matmuls if p.node not in narrow}
         skip_reasons = dict.fromkeys(narrow_paths, NARROW_REASON) | heads
-        rules.check_all_used(aliases, skip_reasons, hint=_skipped_note(entries), aliases=aliases, source_layers=sources)
+        rules.check_all_used(
+            aliases,
+            skip_reasons,
+            hint=_skipped_note(entries),
+            aliases=aliases,
+            source_layers=sources,
+            unsupported_layers=sorted(unsupported_paths),
+        )
     found = {node: entries[node] for node in nodes if node in entries}
     return ProgramPlan(found, _number_uses(matmuls), error, unquantized_share(graph, found, call_info))
 
@@ -125,6 +153,60 @@ def _narrow_products(products: list[WeightMatmul], heads: Mapping[str, str]) -> 
     """Matmuls with few outputs; none if no other matmul would be left, in a part of a model or a toy."""
     nodes = {p.node for p in products if count_outputs(p.node, p.side) < MIN_OUTPUTS}
     return nodes if any(p.node not in nodes and p.path not in heads for p in products) else set()
+
+
+def _has_batch_axes(p: WeightMatmul) -> bool:
+    """Whether a product has a matrix for each group or batch element."""
+    return p.node.kind != "dot_general" or any(p.node.eqn.params["dimension_numbers"][1])
+
+
+def _skip_products_without_state(matmuls: list[WeightMatmul], call_info: CallInfo) -> None:
+    """Choose no recipe for products with several matrices if its scaling has no state for each of them."""
+    for p in matmuls:
+        linear = p.choice.linear
+        if linear is None or p.weight.frozen is not None or not _collects_stats(linear):
+            continue
+        reason, names = "", scaling_names(linear)
+        if _has_batch_axes(p) and not (call_info.has_expert_states and _has_axis_of_experts(p)):
+            reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
+        elif _is_gathered(p):
+            reason = f"gathers its parameter from devices, and {names} scaling keeps a state for the whole parameter"
+        if reason:
+            p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+
+
+def _is_gathered(p: WeightMatmul) -> bool:
+    """Whether the parameter is gathered from devices, inside of `jax.shard_map`."""
+    return p.weight.stored.kind in GATHER_PRIMITIVES
+
+
+def _collects_stats(linear: Linear) -> bool:
+    return any(scaling.collects_stats for scaling in linear.states.values())
+
+
+def _has_axis_of_experts(p: WeightMatmul) -> bool:
+    """Whether a product has one batch axis, which is the first axis of the parameter as it is stored."""
+    if p.node.kind != "dot_general" or p.weight.layout or p.weight.is_relayouted or p.weight.further_paths:
+        return False
+    return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
+
+
+def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
+    """Mark the products of all tokens with all experts, which a product with a batch axis of experts reads.
+
+    An einsum "td,edf->tef" is one product of (inputs, experts * outputs). Its weight has a matrix of each expert.
+    """
+    by_node = {p.node: p for p in matmuls}
+    for reader in matmuls:
+        if reader.node.kind != "dot_general" or not _has_batch_axes(reader):
+            continue
+        batch = reader.node.eqn.params["dimension_numbers"][1][reader.side]
+        sizes = [reader.node.operands[reader.side].shape[axis] for axis in batch]
+        for p in map(by_node.__getitem__, elementwise_sources(reader.data, by_node)):
+            weight = p.node.operands[p.side]
+            numbers = p.node.eqn.params.get("dimension_numbers")
+            if p.node.kind == "dot_general" and not _has_batch_axes(p) and weight.shape[:1] == tuple(sizes):
+                p.is_stacked = 0 not in numbers[0][p.side] and weight.aval.ndim > 1 + len(numbers[0][p.side])
 
 
 def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
@@ -137,7 +219,7 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
         if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation):
             continue
         if p.concatenated:
-            if any(scaling.collects_stats for scaling in linear.states.values()):
+            if _collects_stats(linear):
                 raise ValueError(
                     f"{path_list((p.path, *p.concatenated))} are concatenated or stacked into "
                     f"one matrix, at {p.node.line()}, and {scaling_names(linear)} scaling keeps a state for each "
@@ -145,15 +227,15 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
                     "as te_current"
                 )
             continue
-        if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
-            if any(scaling.collects_stats for scaling in linear.states.values()):
-                raise ValueError(
-                    f"{p.path} has batch axes or groups, at {p.node.line()}: under {scaling_names(linear)} scaling a "
-                    f"product has one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take a recipe "
-                    "with current scaling"
-                )
+        has_experts = _has_batch_axes(p)
+        if not isinstance(operation, ProductOperation) or (has_experts and not _collects_stats(linear)):
             continue
-        operation.use = WeightUse(path, counts[path], loop_levels(p.enclosing, p.weight.stored))
+        if _is_gathered(p):  # codes of the parameter are of its shard
+            continue
+        levels = loop_levels(p.enclosing, p.weight.stored)
+        if has_experts:
+            levels = (*levels, LoopLevel(True, p.node.operands[p.side].shape[0]))
+        operation.use = WeightUse(path, counts[path], levels)
         counts[path] += 1
         uses[operation.use] = linear
     return uses
@@ -192,17 +274,15 @@ def _replace_all(
     }
     for (group_graph, source), group in groups.items():
         producer = _producer(source, counts)
-        is_cost_selected = cost_selection.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
+        is_cost_selected = cost_model.drop_unprofitable(producer, group, entries, sole_readers[group_graph])
         if rules.rewrites_nonlinear and (not is_cost_selected or any(p.is_quantized for p in group)):
             norm_paths |= _replace_producer(producer, group, rules, entries, call_info)
-        cost_selection.annotate_gains(producer, group, entries, sole_readers[group_graph])
+        cost_model.annotate_gains(producer, group, entries, sole_readers[group_graph])
         for p in group:
             if p.weight.frozen is not None:
                 entries[p.node] = _replace_frozen(p, entries[p.node])
             elif p.is_quantized:
                 entry = entries.pop(p.node)._replace(has_saved_input=_replace_product(p, sole_readers[p.graph]))
-                if (note := getattr(p.node.operation, "explain_note", "")) and p.operation_node is None:
-                    entry = entry._replace(reason=f"{entry.reason}; {note}")
                 entries[p.operation_node or p.node] = entry
     if not products and call_info.resolve_paths is not None and rules.rewrites_nonlinear:
         # A norm that is called by itself, without the matmuls that read it.
@@ -289,6 +369,7 @@ def _replace_product(p: WeightMatmul, sole_readers: Mapping[Value, Node]) -> boo
         bias=bias_value,
         is_transposed=is_transposed,
         split_sizes=split_sizes,
+        is_stacked=p.is_stacked,
     )
     layout_operands = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.operation_node = operation, node

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.rewrite.call_info import user_stacklevel
 from fp8jax.rewrite.entries import PlanEntry
 from fp8jax.rewrite.explanation import Explanation
-from fp8jax.rewrite.shares import UnquantizedShare, UnquantizedWarning
 from fp8jax.rewrite.states import (
     ParameterState,
     States,
@@ -23,6 +22,7 @@ from fp8jax.rewrite.states import (
     merge_use_stats,
     use_inputs_from_parameter_states,
 )
+from fp8jax.rewrite.unplanned import UnquantizedShare, UnquantizedWarning
 
 
 class CallPlan(NamedTuple):
@@ -48,16 +48,19 @@ class CallPlan(NamedTuple):
     error: str = ""
     share: UnquantizedShare = UnquantizedShare()
 
-    def explain(self, rows: Sequence[PlanEntry] | None = None, program: Any = None) -> Explanation:
-        """The plan as a table.
+    def explain(self, rows: Sequence[PlanEntry] | None = None, inspect: Callable[[], Any] | None = None) -> Explanation:
+        """The plan for a reader.
 
         Args:
             rows: the rows to show in place of those of `list_rows`.
-            program: the compiled program, `fp8jax.modules.compiled.Program`.
+            inspect: compiles the program, as in `Explanation`.
         """
-        notes = (f"a call raises ValueError: {self.error}" if self.error else None, missing_kernels.advice())
+        notes = (
+            f"a call raises ValueError: {self.error}" if self.error else None,
+            choice.missing_kernels_advice(),
+        )
         rows = self.list_rows() if rows is None else rows
-        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), program)
+        return Explanation(tuple(rows), self.share.text, tuple(filter(None, notes)), inspect)
 
 
 class Notices:

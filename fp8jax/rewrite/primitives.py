@@ -32,7 +32,15 @@ LAYOUTS = (*CASTS, *IDENTITY_PRIMITIVES, *RESHAPES, "transpose")
 SLICING_PRIMITIVES = ("slice", "dynamic_slice", "split", "unstack", "rev")
 # Concatenated parameters count as one. From JAX 0.11 on, `jnp.stack` is a primitive of its own.
 CONCAT_PRIMITIVES = ("concatenate", "stack")
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
+# The kind of a node that calls a user's function for a grouped product. JAX has no such primitive.
+GROUPED_CALL = "grouped_call"
+GROUPED_KINDS = ("ragged_dot_general", "ragged_dot", GROUPED_CALL)
+# A parameter that is gathered over devices, inside `jax.shard_map`, counts as a parameter.
+GATHER_PRIMITIVES = ("all_gather", "all_gather_invariant")
+PRODUCTS = (
+    *("dot_general", "conv_general_dilated", "scaled_dot", "pallas_call"),
+    *GROUPED_KINDS,
+)
 SELECTION_PRIMITIVES = {
     "top_k": "top_k",
     "approx_top_k": "top_k",
@@ -326,23 +334,29 @@ class Equation:
             return list(self._call(*values.values()))
 
 
-def is_plain_ragged_dot(eqn: Any) -> bool:
-    """Whether it is `jax.lax.ragged_dot`: (tokens, inputs) by (groups, inputs, outputs), without a group offset."""
+def ragged_weight_axes(eqn: Any) -> tuple[int, int, int] | None:
+    """The axes of a ragged product's weight that are groups, inputs and outputs.
+
+    None for a form other than (tokens, inputs) by a matrix for each group, without a group offset.
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    is_plain = tuple(map(tuple, numbers.dot_dimension_numbers[0])) == ((1,), (1,))
-    has_ragged_rows = tuple(numbers.lhs_ragged_dimensions) == tuple(numbers.rhs_group_dimensions) == (0,)
-    return (
-        is_plain
-        and has_ragged_rows
-        and not any(numbers.dot_dimension_numbers[1])
-        and eqn.params.get("group_offset") is None
-    )
+    (x_contract, w_contract), batch = numbers.dot_dimension_numbers
+    has_ragged_rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(x_contract) == (1,)
+    has_one_group_axis = len(numbers.rhs_group_dimensions) == len(w_contract) == 1
+    is_offset = eqn.params.get("group_offset") is not None
+    if any(batch) or is_offset or not has_ragged_rows or not has_one_group_axis:
+        return None
+    (group,), (inputs,) = numbers.rhs_group_dimensions, w_contract
+    (outputs,) = {0, 1, 2} - {group, inputs}
+    return group, inputs, outputs
 
 
 def function_name(eqn: Any) -> str:
-    """The name of the function that is called, or that has the custom derivative; "" for any other equation."""
+    """The name of the function that is called, has the custom derivative, or is a kernel; "" for other equations."""
     if eqn.primitive.name in _CALLS:
         return str(eqn.params.get("name", ""))
+    if eqn.primitive.name == "pallas_call":
+        return str(eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", ""))
     if eqn.primitive.name not in CUSTOM_DERIVATIVE_CALLS:
         return ""
     program = eqn.params["call_jaxpr"]

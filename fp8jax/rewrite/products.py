@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.rewrite import primitives
+from fp8jax.rewrite import grouped, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
-from fp8jax.rewrite.graph import Graph, Node, Value, data_modified_path, source_parameters
+from fp8jax.rewrite.graph import Graph, ModifiedWeight, Node, Value, find_modified_weight, source_parameters
 from fp8jax.rewrite.operations import NON_DOT_OPERATIONS
+from fp8jax.rewrite.primitives import GROUPED_CALL, GROUPED_KINDS
 from fp8jax.rewrite.rules import LayerChoice, RuleSet
-from fp8jax.rewrite.shares import flops, is_complete
+from fp8jax.rewrite.unplanned import flops, is_complete
 
 _MAX_LISTED = 3  # paths listed in a message
 
@@ -89,11 +90,11 @@ def reject_unsupported_precision(products: Sequence[WeightMatmul]) -> str:
     """Unchoose matmuls that ask for a precision; return the error to raise at a run, or ""."""
     rejected: list[tuple[WeightMatmul, Any]] = []
     for p in products:
-        precision = p.node.eqn.params["precision"]
+        precision = p.node.eqn.params.get("precision")
         precisions = precision if isinstance(precision, tuple) else (precision,)
         if p.is_quantized and any(x not in (None, lax.Precision.DEFAULT) for x in precisions):
             rejected.append((p, precision))
-            p.has_unsupported_precision = True
+            p.is_unsupported = True
             p.choice = LayerChoice(None, f"asks for precision {precision}, which a quantized product cannot give")
     if not rejected:
         return ""
@@ -135,16 +136,32 @@ def _skipped_entry(
     weights = [value.weight for value in node.operands if value.weight is not None]
     non_data = [i for i, value in enumerate(node.operands[:2]) if not value.is_data]
     matrix = next((node.operands[i] for i in (*sides, *non_data)), node.results[0])
-    paths = [call_info.layer_paths(path) for path in ([w.path for w in weights] or [*source_parameters(matrix)])]
+    modified = None if weights else _modified_weight(node.operands[:2])
+    source_paths = [w.path for w in weights] or [*source_parameters(matrix)] if modified is None else [modified.path]
+    paths = [call_info.layer_paths(path) for path in source_paths]
     # A rule may exclude the parameters that its matrix is computed from, such as an embedding's.
     linears = [rules.choose(path, aliases=also).linear for path, *also in paths]
     is_requested = (
         all(linear is not None for linear in linears) and (bool(linears) or rules.has_default) and not is_complete(node)
     )
-    path = paths[0][0] if weights else ""
-    entry = PlanEntry(path, node.kind, matrix.shape, None, reason, node.line(), is_product=True)
-    return entry._replace(
-        flops=flops(node, enclosing), is_unsupported=is_requested, source_layers=tuple(path for path, *_ in paths)
+    may_be_grouped = (
+        node.has_custom_rule
+        or primitives.is_opaque(node.eqn)
+        or node.kind in GROUPED_KINDS
+        or (modified is not None and modified.is_gathered)
+    )
+    return PlanEntry(
+        paths[0][0] if weights or modified is not None else "",
+        node.kind,
+        matrix.shape,
+        None,
+        reason,
+        node.line(),
+        is_product=True,
+        flops=flops(node, enclosing),
+        is_unsupported=is_requested,
+        may_be_grouped=may_be_grouped,
+        source_layers=tuple(path for path, *_ in paths),
     )
 
 
@@ -154,9 +171,11 @@ def _skip_reason(node: Node, sides: list[int], outer_scope: str) -> str | None:
     matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return "contracts nothing" if matrices else ""
-    if node.has_custom_rule or primitives.is_opaque(node.eqn):
+    if node.kind != GROUPED_CALL and (node.has_custom_rule or primitives.is_opaque(node.eqn)):
         why = "has a derivative of its own" if node.has_custom_rule else "is not read"
-        return f"inside {node.kind}, which {why}" if matrices else ""
+        name = grouped.function_name(node)
+        hint = f"; fp8jax.GroupedProduct({name!r}) among the rules quantizes it if it is a grouped product"
+        return f"inside {node.kind}, which {why}{hint if name else ''}" if matrices else ""
     wrong_dtypes = [
         v.dtype for v in node.operands[:2] if v.weight is not None and not jnp.issubdtype(v.dtype, jnp.floating)
     ]
@@ -189,5 +208,11 @@ def _reason_without_parameter(operands: list[Value]) -> str:
         frozen = " and ".join(dict.fromkeys(str(stands) for stands in found.values() if stands is not None))
         source_names = " and ".join(found) or "constants"
         return f"data meet what is computed from {source_names}{f', {frozen}: values of 16 bits' if frozen else ''}"
-    modified_paths = [path for v in operands if v.is_data and (path := data_modified_path(v)) is not None]
-    return f"data change or pick the matrix {modified_paths[0]}" if len(modified_paths) == 1 else ""
+    modified = _modified_weight(operands)
+    return "" if modified is None else f"data change or pick the matrix {modified.path}"
+
+
+def _modified_weight(operands: Sequence[Value]) -> ModifiedWeight | None:
+    """The parameter of the one operand that data have changed or gathered; None if there is none, or if both are."""
+    found = [m for v in operands if v.is_data and (m := find_modified_weight(v)) is not None]
+    return found[0] if len(found) == 1 else None

@@ -9,23 +9,75 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from fp8jax.rewrite import closures, primitives
+from fp8jax.rewrite import grouped, primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
 from fp8jax.rewrite.primitives import (
     CASTS,
     CONCAT_PRIMITIVES,
+    GATHER_PRIMITIVES,
     IDENTITY_PRIMITIVES,
     LAYOUTS,
+    PRODUCTS,
     RESHAPES,
     SLICING_PRIMITIVES,
     SubJaxpr,
 )
+from fp8jax.rewrite.rules import GroupedProduct
+
+
+def find_model_constants(graph: Graph) -> frozenset[int]:
+    """The identities of closed-over arrays that are constants of the model.
+
+    Such an array, or a value computed from it, is multiplied with data of the call. A matmul with batch axes may be
+    attention to a closed-over memory. That memory is no constant if it passed a matmul with a parameter.
+    """
+    found = set[int]()
+    for node in graph.walk_nested():
+        if node.kind not in PRODUCTS or len(node.operands) < 2:
+            continue
+        for candidate, other in (node.operands[:2], node.operands[1::-1]):
+            if (
+                candidate.closure_ids
+                and not candidate.depends_on_inputs
+                and other.depends_on_inputs
+                and not (_has_batch_axes(node.eqn) and _depends_on_product(candidate))
+            ):
+                found |= candidate.closure_ids
+    return frozenset(found)
+
+
+def _has_batch_axes(eqn: object) -> bool:
+    numbers = getattr(eqn, "params", {}).get("dimension_numbers")
+    return isinstance(numbers, tuple) and len(numbers) == 2 and any(numbers[1])
+
+
+def _depends_on_product(value: Value) -> bool:
+    """Whether a value is computed from a matmul with a parameter."""
+    seen, todo = set[Value](), [value]
+    while todo:
+        value = todo.pop()
+        if value in seen or not value.depends_on_params:
+            continue
+        seen.add(value)
+        todo += [] if value.enclosing_value is None else [value.enclosing_value]
+        if value.node is not None:
+            if value.kind in PRODUCTS and any(operand.weight is not None for operand in value.node.operands):
+                return True
+            todo += value.node.operands
+            todo += [body.outputs[value.node.results.index(value)] for body in value.node.bodies]
+    return False
+
 
 # Operations that are folded if their operands are constants, such as the divisor of a variance.
 _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
 
 
-def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] = ()) -> Graph:
+def read(
+    closed_jaxpr: Any,
+    paths: Sequence[str | None],
+    frozen: Sequence[Any] = (),
+    grouped_products: Sequence[GroupedProduct] = (),
+) -> Graph:
     """The graph of a program.
 
     A closed-over array is data, as it may be a batch. If it is multiplied with data of the call, it is a constant of
@@ -36,6 +88,7 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
         closed_jaxpr: the program, with its constants.
         paths: for each input its parameter path; None for data.
         frozen: for each input `fp8jax.rewrite.frozen_params.frozen_info`; empty if all are arrays.
+        grouped_products: the functions that the rules name as grouped products.
     """
     jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
     frozen_infos, model_constants = frozen or [None] * len(paths), frozenset[int]()
@@ -48,8 +101,9 @@ def read(closed_jaxpr: Any, paths: Sequence[str | None], frozen: Sequence[Any] =
             value.weight = None if path is None else Weight(path, value, frozen=kind)
             inputs.append(value)
         graph = _build_graph(SubJaxpr(jaxpr, closed_jaxpr.consts, range(0)), inputs, "", model_constants)
-        found = closures.find_model_constants(graph)
+        found = find_model_constants(graph)
         if not found:
+            grouped.annotate(graph, grouped_products)
             return graph
         model_constants |= found
 
@@ -129,7 +183,7 @@ def _make_node(eqn: Any, operands: list[Value], scope: str, outer_scope: str, mo
         node.results[0].constant = _folded_constant(node)
     if node.kind in ("mul", "div") and all(value.is_closure_data or not value.is_data for value in operands):
         node.results[0].weight = _scaled_weight(node)
-    elif node.kind in CONCAT_PRIMITIVES:
+    elif node.kind in (*CONCAT_PRIMITIVES, *GATHER_PRIMITIVES):
         node.results[0].weight = _concatenated_weight(node)
     elif operands and operands[0].weight is not None:
         for result in node.results:
@@ -225,7 +279,7 @@ def _scaled_weight(node: Node) -> Weight | None:
 
 
 def _concatenated_weight(node: Node) -> Weight | None:
-    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins.
+    """The weight of parameters that `jnp.stack` or `jnp.concatenate` joins, or of one that devices gather.
 
     Frozen parameters have codes of their own, and cannot be joined.
     """

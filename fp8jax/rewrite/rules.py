@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.quantization.fused_outputs import emits_codes
 from fp8jax.recipes import resolve
 from fp8jax.rewrite.heads import NARROW_REASON, OUTPUT_HEAD_REASON
@@ -59,6 +59,38 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupedProduct:
+    """Names a function that computes a grouped product, as `jax.lax.ragged_dot` does; it stands among the rules.
+
+        rules = [fp8jax.GroupedProduct("gmm"), "coat"]
+
+    The function has a custom derivative, is jitted, or is a Pallas kernel. Its arrays are (tokens, inputs), the weights
+    of all groups, and the number of tokens of each group, in this order. It returns (tokens, outputs). A recipe
+    replaces its forward and its backward pass. Tokens in no group then have results and gradients of 0.
+
+    Attributes:
+        function: regular expression for the whole name of the function.
+        transposed: whether square matrices are (outputs, inputs). The shapes of other matrices show their order.
+
+    Raises:
+        ValueError: `function` is no regular expression. From a call: no function has this name and these arrays.
+    """
+
+    function: str
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.function)
+        except re.error as error:
+            raise ValueError(f"function {self.function!r} is no regular expression: {error}") from None
+
+    def matches(self, name: str) -> bool:
+        """Whether a function has this name."""
+        return re.fullmatch(self.function, name) is not None
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerChoice:
     """The parts of a recipe that the rules chose for a layer, and the reason; `linear` is None for no quantization."""
 
@@ -78,9 +110,9 @@ def rewrites_nonlinear(recipe: Recipe) -> bool:
     """Whether a recipe replaces norms and activations before and between its layers.
 
     They save codes, or on a GPU emit the codes that layers read. On a GPU without kernels they are not replaced
-    (`fp8jax.ops.dispatch.missing_kernels`).
+    (`fp8jax.ops.dispatch.choice`).
     """
-    if missing_kernels.keeps_nonlinear_unchanged():
+    if choice.keeps_nonlinear_unchanged():
         return False
     return recipe.context.residual is not None or emits_codes(recipe)
 
@@ -93,6 +125,7 @@ class RuleSet:
         rules: the rules; the first that matches a path wins.
         has_default: whether the last rule is a recipe for all other layers, after the default exclusions.
         head: that recipe's part for output heads; None does not quantize them.
+        grouped_products: the functions of the user that compute grouped products.
 
     Raises:
         ValueError: there is no rule.
@@ -101,6 +134,7 @@ class RuleSet:
     rules: tuple[Rule, ...]
     has_default: bool
     head: Linear | None = None
+    grouped_products: tuple[GroupedProduct, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -167,6 +201,7 @@ class RuleSet:
         hint: str = "",
         aliases: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
         source_layers: Sequence[str] = (),
+        unsupported_layers: Sequence[str] = (),
     ) -> None:
         """Raise ValueError if there are no paths, or a rule is the first match of none of them.
 
@@ -176,8 +211,9 @@ class RuleSet:
             hint: text about skipped matmuls, for the message.
             aliases: other paths of these layers.
             source_layers: layers whose matmuls cannot be quantized; a rule with None may match only these.
+            unsupported_layers: layers of experts whose products are left as written. Any rule may match only these.
         """
-        paths = sorted(paths)
+        paths = sorted({*paths, *unsupported_layers})
         if not paths:
             raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{hint}")
         aliases_of = {path: aliases.get(path, ()) for path in paths}
@@ -202,7 +238,7 @@ class RuleSet:
         return next((i for i, rule in enumerate(self.rules) if matches(rule)), None)
 
 
-Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | RuleSet
+Rules = Recipe | Linear | str | Rule | Sequence[Rule | GroupedProduct | Recipe | Linear | str] | RuleSet
 
 
 def as_rule_set(rules: Rules) -> RuleSet:
@@ -212,7 +248,8 @@ def as_rule_set(rules: Rules) -> RuleSet:
         rules: a recipe, or a preset's name, for all layers but embeddings, routers and output heads; or ordered rules,
             which such a recipe may follow. If the recipe's part `head` is quantized, output heads use it. Layers that
             no
-            rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer".
+            rule matches are not quantized, nor are those of a recipe such as "bf16" or "coat_optimizer". A sequence
+            may hold `GroupedProduct`s in any place.
 
     Raises:
         ValueError: there is no rule, or no preset has this name.
@@ -223,6 +260,8 @@ def as_rule_set(rules: Rules) -> RuleSet:
     user_rules: list[Any] = [rules]
     if isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping)):
         user_rules = list(rules)
+    grouped_products = tuple(rule for rule in user_rules if isinstance(rule, GroupedProduct))
+    user_rules = [rule for rule in user_rules if not isinstance(rule, GroupedProduct)]
     default = bool(user_rules) and (
         isinstance(user_rules[-1], (str, Recipe, Linear, Context)) or callable(user_rules[-1])
     )
@@ -238,4 +277,4 @@ def as_rule_set(rules: Rules) -> RuleSet:
             raise TypeError(
                 f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"
             )
-    return RuleSet((*user_rules, *default_rules), default, head)
+    return RuleSet((*user_rules, *default_rules), default, head, grouped_products)

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.autodiff import gradient_facts
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, InputFacts, gradient_facts_scope
 from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.partition import on_one_device
 from fp8jax.ops.products.linear import key_from_data
-from fp8jax.ops.products.weights import BothLayouts
+from fp8jax.ops.products.weights import LayoutPolicy
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.frozen_params import as_array, run_unchanged
 from fp8jax.rewrite.graph import Graph, Node, Value, canonical_value
@@ -93,7 +92,7 @@ class Interpreter:
     Attributes:
         facts: facts about results of operations, for the operations that read them.
         use_inputs: scaling state, slots and codes for each use of a parameter, by path and number.
-        both_layouts: when products make the codes of their weights in both layouts.
+        layout_policy: when products make the codes of their weights in both layouts.
         stats: statistics of data and parameters, by use and operand, if the run returns them; None if they leave as
             the gradients of slots.
     """
@@ -107,9 +106,9 @@ class Interpreter:
         facts: Mapping[Value, ArrayFacts] = MappingProxyType({}),
         collect_stats: bool = False,
         is_loop_body: bool = False,
-        both_layouts: BothLayouts = BothLayouts.FOR_GRADIENT,
+        layout_policy: LayoutPolicy = LayoutPolicy.BOTH_FOR_GRADIENT,
     ) -> None:
-        self._is_loop_body, self.both_layouts = is_loop_body, both_layouts
+        self._is_loop_body, self.layout_policy = is_loop_body, layout_policy
         self._schedule, self.use_inputs, self._position = schedule, use_inputs, 0
         self._loop_depth = loop_depth  # number of enclosing scans and meshes
         self.stats: dict[tuple[Any, str], Any] | None = {} if collect_stats else None
@@ -163,7 +162,7 @@ class Interpreter:
 
     def run(self) -> list[Any]:
         """Runs the graph and returns its outputs."""
-        with gradient_facts.scope():
+        with gradient_facts_scope():
             return self._run()
 
     def _run(self) -> list[Any]:
@@ -187,7 +186,7 @@ class Interpreter:
     def _run_nested(self, node: Node, bodies: Sequence[Schedule]) -> list[Any]:
         is_counted = primitives.loop_info(node.eqn) is not None
         is_loop = node.kind in ("scan", "while")
-        both_layouts = self._both_layouts_in(node.eqn)
+        layout_policy = self._layout_policy_in(node.eqn)
         shared_inputs, row_inputs = self._split_use_inputs(bodies, is_counted)
         stat_keys = [
             (key, operand)
@@ -218,7 +217,7 @@ class Interpreter:
                 facts,
                 collect_stats=self.stats is not None,
                 is_loop_body=is_loop,
-                both_layouts=both_layouts,
+                layout_policy=layout_policy,
             )
             outputs, stats = inner.run(), inner.stats or {}
             # A use in another branch has no statistics: return its slots, which are zeros.
@@ -258,16 +257,16 @@ class Interpreter:
             )
         return shared, rows
 
-    def _both_layouts_in(self, eqn: Any) -> BothLayouts:
-        """`both_layouts` of the programs of an equation."""
-        is_unrolled = primitives.is_unrolled(eqn, self.both_layouts is BothLayouts.ALWAYS)
+    def _layout_policy_in(self, eqn: Any) -> LayoutPolicy:
+        """`layout_policy` of the programs of an equation."""
+        is_unrolled = primitives.is_unrolled(eqn, self.layout_policy is LayoutPolicy.BOTH_ALWAYS)
         if is_unrolled and on_cuda() and on_one_device():
             # XLA copies the row of a stacked weight in each turn of such a loop. With both layouts, the backward pass
             # does not read that copy, which has up to four bytes per parameter.
-            return BothLayouts.ALWAYS
+            return LayoutPolicy.BOTH_ALWAYS
         if eqn.primitive.name in ("scan", "while"):
-            return BothLayouts.NEVER  # the loop would stack the codes of all turns
-        return BothLayouts.FOR_GRADIENT if self.both_layouts is BothLayouts.ALWAYS else self.both_layouts
+            return LayoutPolicy.EACH_WHEN_READ  # the loop would stack the codes of all turns
+        return LayoutPolicy.BOTH_FOR_GRADIENT if self.layout_policy is LayoutPolicy.BOTH_ALWAYS else self.layout_policy
 
     def _collects_stats(self, key: Any, operand: str) -> bool:
         return getattr(self.use_inputs[key].slots, operand) is not None

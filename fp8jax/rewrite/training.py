@@ -29,18 +29,18 @@ class TrainingRecord:
     """The training of one NNX model. No two records are equal: models do not share a program.
 
     Attributes:
-        ended: the calls that the model's optimizer makes in each update.
+        automatic_calls: the calls that the model's optimizer makes in each update.
         gradient_counts: by call, the number of gradients taken outside of programs since the last such call.
         last_traces: by call, a weak reference to the trace of the last of these gradients.
     """
 
-    def __init__(self, ended: frozenset[str] = frozenset()) -> None:
-        self.ended = ended
+    def __init__(self, automatic_calls: frozenset[str] = frozenset()) -> None:
+        self.automatic_calls = automatic_calls
         self.gradient_counts: dict[str, int] = {}
         self.last_traces: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"ended": self.ended}
+        return {"automatic_calls": self.automatic_calls}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -234,7 +234,7 @@ def warn_if_trained(state: Array, trained: Any, message: str, call: str, record:
         record: the record of an NNX model; None for other interfaces.
     """
     arrays = _differentiable_arrays(trained)
-    if not arrays or (record is not None and call in record.ended):
+    if not arrays or (record is not None and call in record.automatic_calls):
         return state
     program, outermost, differentiated = _outermost_program()
     if program is not None:

@@ -10,9 +10,8 @@ import numpy as np
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.rewrite import training
-from fp8jax.rewrite.bounds import with_complete_bounds, with_weight_bounds
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation, list_rows
@@ -24,10 +23,13 @@ from fp8jax.rewrite.rules import Rules, RuleSet, as_rule_set
 from fp8jax.rewrite.run import Interpreter, schedule
 from fp8jax.rewrite.states import (
     States,
+    UseInputs,
     WeightUse,
     advance,
     scaling_names,
     use_inputs_from_states,
+    with_complete_bounds,
+    with_weight_bounds,
 )
 
 _MAX_PLANS = 64
@@ -108,16 +110,15 @@ class Transformed:
             self._plans[key] = call.program, call_plan
         return PlannedCall(call_plan, call.arrays)
 
-    def check(self, *args: Any, **kwargs: Any) -> Comparison:
+    def check(self, *args: Any, states: States | None = None, **kwargs: Any) -> Comparison:
         """Compare each quantized operation with the original equations, on the arrays of the original function.
 
         Compares the result, and the operands' gradients for a random gradient of the result. Covers the first iteration
-        of
-        a loop and each branch of a cond, but nothing in `jax.shard_map`. Scaling states are replaced by current
-        scaling.
+        of a loop and each branch of a cond, but nothing in `jax.shard_map`.
 
         Args:
             args, kwargs: of a call.
+            states: of a call; None compares with current scaling in place of scalings that keep a state.
 
         Returns:
             A `Comparison`; print it. `first_failure` is the first operation with more error than its formats explain,
@@ -132,9 +133,15 @@ class Transformed:
                 "check compares a function of arrays: give the values of frozen weights, and merge adapters with "
                 "fp8jax.lora.merge"
             )
-        original, planned = (read(call.program, self._param_paths(call.places)) for _ in range(2))
-        entries = plan(planned, self._rules, self._make_call_info(call.shapes)).entries
-        return check(original, planned, entries, call.arrays)
+        paths = self._param_paths(call.places)
+        original, planned = (read(call.program, paths, grouped_products=self._rules.grouped_products) for _ in range(2))
+        entries, uses, *_ = plan(planned, self._rules, self._make_call_info(call.shapes))
+        use_inputs: dict[tuple[str, int], UseInputs] = {}
+        if states is not None:
+            _check_states(states, uses)
+            weights = {path: x for path, x in zip(paths, call.arrays, strict=True) if path is not None}
+            use_inputs = with_complete_bounds(use_inputs_from_states(states, weights), uses, weights)
+        return check(original, planned, entries, call.arrays, use_inputs)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
         """The scaling states before the first step, by parameter path; {} if no recipe has any.
@@ -181,7 +188,7 @@ class Transformed:
         return with_weight_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """A table of each matmul, norm and activation, quantized or not; nothing is computed.
+        """What is quantized, what is left as written and why, what is saved and gained; nothing is computed.
 
         Args:
             args, kwargs: of a call; arrays or `jax.ShapeDtypeStruct`.
@@ -190,7 +197,7 @@ class Transformed:
             An `Explanation`; print it. A row's line is in your code, or else in the library of models that you use.
 
         Raises:
-            ValueError: as in a call, but not for a precision that matmuls ask for: the table lists those.
+            ValueError: as in a call, but not for a precision that matmuls ask for: those are listed.
         """
         return self.plan_call(*args, **kwargs).plan.explain()
 
@@ -227,7 +234,8 @@ class Transformed:
     def _make_plan(
         self, program: Any, paths: Sequence[str | None], shapes: Any, frozen_infos: Sequence[Any]
     ) -> CallPlan:
-        graph, call_info = read(program, paths, frozen_infos), self._make_call_info(shapes)
+        graph = read(program, paths, frozen_infos, self._rules.grouped_products)
+        call_info = self._make_call_info(shapes)
         try:
             entries, uses, message, unquantized = plan(graph, self._rules, call_info)
         except ValueError as error:
@@ -236,7 +244,7 @@ class Transformed:
         structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
-            missing_kernels.warn_if_missing()
+            choice.warn_if_kernels_missing()
 
         def run(arrays: list[Any], use_inputs: Any, collect_stats: bool) -> tuple[list[Any], Any]:
             weights = {path: x for path, x in zip(paths, arrays, strict=True) if path is not None}
@@ -355,7 +363,8 @@ def transform(
             parameter's
             path, joined by "/", without a last step such as "kernel" or "w": "layers/mlp/up". The result of a head is
             returned or goes into a softmax; that of a router goes into softmax, top_k, argmax or sort. A recipe that
-            quantizes no matmul, such as "bf16", changes nothing.
+            quantizes no matmul, such as "bf16", changes nothing. A `fp8jax.GroupedProduct` among the rules names a
+            function with a custom derivative that computes a grouped product.
         params: the arguments with parameters, by position or name. If there are several, paths begin with these.
         static: arguments that are settings, like `static_argnums` of `jax.jit`. Leaves that are neither arrays nor
             numbers, such as booleans, strings and functions, always are.

@@ -1,7 +1,7 @@
 """Softmax cross-entropy of logits: row maxima and sums of exponentials, then quantized cotangents.
 
 In: logits (M, N) fp32, bf16 or fp16; labels and weights (M,). Out: fp32 (M,) statistics; FP8 codes (M, N) and (N, M).
-Hardware: Ada or newer for FP8 codes. Reference: the XLA paths of `fp8jax/ops/losses/logits.py`.
+Hardware: Ada or newer for FP8 codes. Reference: the XLA paths of `fp8jax/ops/losses/head.py`.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
 """The driver of every Hopper matrix product: tiles, loads, K loop and epilogue.
 
 In: a (M, K) and b (N, K), FP8 or int8, K-major. Out: (M, N) bf16 or fp32. Hardware: Hopper. The references are those of
-the products `matmul_*_mosaic.py`, which differ only in their `compute` function.
+the products `matmul_*_mosaic.py`, which differ only in their `compute` function, and of `grouped_*_mosaic.py`, whose
+tiles have matrices of their own.
 
-One thread block per multiprocessor walks over output tiles. One warp streams 128-deep slices of both operands into a
+One thread block per multiprocessor walks over output tiles. One warp streams 128-byte slices of both operands into a
 ring of shared-memory stages by TMA; two compute warpgroups multiply them and write the tile. The ring continues across
 tiles: the loads of the next tile overlap the epilogue of this one. M, N and K are arbitrary: TMA pads loads with zeros
 and drops stores outside of the output.
@@ -28,10 +29,12 @@ from pallas_kernels.matmul.hopper_epilogue import check_array as check_array
 from pallas_kernels.matmul.hopper_epilogue import check_epilogue as check_epilogue
 from pallas_kernels.matmul.hopper_pipeline import K_STEP as K_STEP
 from pallas_kernels.matmul.hopper_pipeline import WARPGROUPS, WarpgroupPipeline, ceil_div, pad_axis, round_up
+from pallas_kernels.matmul.hopper_pipeline import Schedule as Schedule
 from pallas_kernels.matmul.hopper_pipeline import SecondOperand as SecondOperand
 from pallas_kernels.matmul.hopper_pipeline import SlicePosition as SlicePosition
 from pallas_kernels.matmul.hopper_pipeline import Stream as Stream
 from pallas_kernels.matmul.hopper_pipeline import Tile as Tile
+from pallas_kernels.matmul.hopper_pipeline import TilePosition as TilePosition
 from pallas_kernels.matmul.hopper_pipeline import choose_cluster as choose_cluster
 from pallas_kernels.matmul.hopper_pipeline import covered_size as covered_size
 
@@ -67,22 +70,35 @@ def num_waves(m: int, n: int, tile: Tile) -> int:
     return math.ceil(mean_tiles_per_sm(m, n, tile))
 
 
-def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any, dtypes: Sequence[Any] = FP8_DTYPES) -> None:
-    """Raise TypeError or ValueError unless a (M, K) and b (N, K) can be multiplied; the message has the fix."""
+def check_operands(
+    a: jax.Array,
+    b: jax.Array,
+    out_dtype: Any,
+    dtypes: Sequence[Any] = FP8_DTYPES,
+    *,
+    b_ndim: int = 2,
+    is_k_major: bool = True,
+) -> None:
+    """Raise TypeError or ValueError unless a (M, K) and b (N, K) can be multiplied; the message has the fix.
+
+    With three dimensions, b is (groups, N, K). Without `is_k_major`, K is the first dimension of both.
+    """
     if jax.__version_info__ < (0, 11):
         raise NotImplementedError(f"Mosaic GPU kernels need jax >= 0.11, found {jax.__version__}; use impl='xla'")
     for name, x in (("a", a), ("b", b)):
         if x.dtype not in dtypes:
             wanted = " or ".join(str(jnp.dtype(d)) for d in dtypes)
             raise TypeError(f"{name} has dtype {x.dtype}; quantize it to {wanted}")
-        if x.ndim != 2:
-            raise ValueError(f"{name} has shape {x.shape}; expected two dimensions, use vmap for batches")
+        if x.ndim != (b_ndim if name == "b" else 2):
+            wanted = "three dimensions, (groups, N, K)" if name == "b" and b_ndim == 3 else "two dimensions"
+            raise ValueError(f"{name} has shape {x.shape}; expected {wanted}, use vmap for batches")
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}; every dimension must be positive")
-    if a.shape[1] != b.shape[1]:
+    k_axis, layout = (-1, "K-major with the same K in the last") if is_k_major else (0, "of the same K in the first")
+    if a.shape[k_axis] != b.shape[k_axis]:
         raise ValueError(
-            f"a has shape {a.shape} and b {b.shape}: both must be K-major with the same K in the last dimension"
-            + ("; transpose b" if a.shape[1] == b.shape[0] else "")
+            f"a has shape {a.shape} and b {b.shape}: both must be {layout} dimension"
+            + ("; transpose b" if is_k_major and a.shape[1] == b.shape[-2] else "")
         )
     if out_dtype not in OUT_DTYPES:
         raise TypeError(f"out_dtype {jnp.dtype(out_dtype)} is not supported; use bfloat16 or float32")
@@ -100,6 +116,8 @@ def pipelined_matmul(
     out_dtype: Any,
     use_inline_wgmma: bool = False,
     second_operand: SecondOperand | None = None,
+    schedule: Schedule | None = None,
+    is_k_major: bool = True,
     static_key: Hashable = (),
     interpret: Interpret = None,
 ) -> Any:
@@ -109,18 +127,27 @@ def pipelined_matmul(
         compute: called by each compute warpgroup for each of its tiles, as `compute(pipeline, finish)`. It must wait
             for and release each 128-deep slice of K once, in order. It then calls `finish(parts)` with accumulators
             (first row, first column, fp32 or int32 array). They cover its part of the tile, from left to right in each
-            row.
+            row. Tiles of no slices get zeros.
         streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
         use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
             four.
         second_operand: a second left operand, for which some slices are multiplied as well.
-        static_key: static arguments of `compute` and `streams`, apart from name, tile and shapes.
+        schedule: the tiles of a grouped product, in place of those of one product. Scales are then (matrices,), and
+            column scales (matrices, N). Rows that no tile writes are not initialized.
+        is_k_major: whether K is the last dimension of both operands, otherwise the first; 16-bit operands only.
+        static_key: static arguments of `compute`, `streams` and `schedule`, apart from name, tile and shapes.
     """
+    if schedule is not None and (tile.cluster or second_operand is not None or epilogue.residual is not None):
+        raise ValueError(f"{tile}: a schedule takes no clusters, no second operand and no residual")
     if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
     if use_inline_wgmma and max(tile.block_rows, tile.block_cols) > 256:
         raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
-    (m, k), n = a.shape, b.shape[0]
+    k_axis = 1 if is_k_major else 0
+    k, m, n = a.shape[k_axis], a.shape[1 - k_axis], b.shape[1 - k_axis]
+    if schedule is not None:
+        m, n = schedule.out_shape
+    k_step = K_STEP // a.dtype.itemsize
     out_bytes = jnp.dtype(out_dtype).itemsize
     swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
     store_shape = 64, swizzle // out_bytes
@@ -133,14 +160,19 @@ def pipelined_matmul(
     )
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
-    k_steps = ceil_div(k, K_STEP)
+    k_steps = ceil_div(k, k_step)
     needs_fence = tile.cluster is not None or interpret is not None
     num_blocks = 2 if interpret is not None else available_sms() // (1 + (tile.cluster is not None))
 
     # TMA maps of four dimensions need whole tiles of 8 rows and one swizzle of columns.
-    padded_k = k_steps * K_STEP
-    a = pad_axis(pad_axis(a, 1, padded_k), 0, max(round_up(m, 8), tile.block_rows))
-    b = pad_axis(pad_axis(b, 1, padded_k), 0, max(round_up(n, 8), tile.block_cols))
+    padded_k = k_steps * k_step
+    row_multiple = 8 if is_k_major else k_step
+
+    def pad_operand(x: jax.Array, block: int) -> jax.Array:
+        rows = max(round_up(x.shape[1 - k_axis], row_multiple), block)
+        return pad_axis(pad_axis(x, k_axis, padded_k), 1 - k_axis, rows)
+
+    a, b = pad_operand(a, tile.block_rows), pad_operand(b, tile.block_cols)
     second_operand_arrays: list[jax.Array] = []
     if second_operand is not None:
         padded_second = pad_axis(pad_axis(second_operand.codes, 1, padded_k), 0, a.shape[0])
@@ -152,11 +184,11 @@ def pipelined_matmul(
         ]
     vectors: dict[str, jax.Array] = {}
     if epilogue.scale is not None:
-        vectors["scale"] = epilogue.scale.reshape(1)
-    if epilogue.row_scale is not None:
-        vectors["row_scale"] = pad_axis(epilogue.row_scale, 0, rows)
+        vectors["scale"] = epilogue.scale.reshape(-1)
+    if epilogue.row_scale is not None:  # the tiles of a schedule start at any multiple of 8
+        vectors["row_scale"] = pad_axis(epilogue.row_scale, 0, rows + (tile.block_rows if schedule else 0))
     if epilogue.column_scale is not None:
-        vectors["column_scale"] = pad_axis(epilogue.column_scale, 0, cols)
+        vectors["column_scale"] = pad_axis(epilogue.column_scale, epilogue.column_scale.ndim - 1, cols).reshape(-1)
     if epilogue.bias is not None:
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
@@ -167,10 +199,14 @@ def pipelined_matmul(
         residual = residual.astype(out_dtype)
         residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], store_shape[1])), 0, max(out_shape[0], 64))
 
-    ring_transforms = swizzle_transforms(K_STEP) if use_inline_wgmma else tiling_transforms(K_STEP, 1)
+    ring_transforms = swizzle_transforms(K_STEP) if use_inline_wgmma else tiling_transforms(K_STEP, a.dtype.itemsize)
+
+    def stage_shape(rows: int) -> tuple[int, int]:
+        return (rows, k_step) if is_k_major else (k_step, rows)
+
     shared: dict[str, Any] = {
-        "a_ring": plgpu.SMEM((tile.num_stages, tile.block_rows, K_STEP), a.dtype, transforms=ring_transforms),
-        "b_ring": plgpu.SMEM((tile.num_stages, tile.block_cols, K_STEP), b.dtype, transforms=ring_transforms),
+        "a_ring": plgpu.SMEM((tile.num_stages, *stage_shape(tile.block_rows)), a.dtype, transforms=ring_transforms),
+        "b_ring": plgpu.SMEM((tile.num_stages, *stage_shape(tile.block_cols)), b.dtype, transforms=ring_transforms),
         "out_ring": plgpu.SMEM(
             (WARPGROUPS, num_slots, *store_shape), out_dtype, transforms=tiling_transforms(swizzle, out_bytes)
         ),
@@ -190,6 +226,8 @@ def pipelined_matmul(
     operands += [] if residual is None else [residual]
     num_plain_operands = len(operands)
     operands += second_operand_arrays
+    num_dense_operands = len(operands)
+    operands += [] if schedule is None else schedule.arrays
     # The kernel must not close over arrays: the cache of `call_mosaic` would keep them alive.
     has_second_operand, has_residual, vector_names, stream_windows = (
         second_operand is not None,
@@ -197,10 +235,12 @@ def pipelined_matmul(
         tuple(vectors),
         [x.window_slices for x in streams],
     )
+    num_scheduled_tiles, scheduled_position = (None, None) if schedule is None else schedule[2:]
 
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
         *refs, out_ref = all_refs
-        second_operand_refs: Any = refs[num_plain_operands:] or [None] * 4
+        schedule_refs = refs[num_dense_operands:]
+        second_operand_refs: Any = refs[num_plain_operands:num_dense_operands] or [None] * 4
         second_ref, second_scale_ref, slice_counts_ref, row_order_ref = second_operand_refs
         a_ref, b_ref, *other_refs = refs[:num_plain_operands]
         stream_refs, other_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
@@ -220,22 +260,25 @@ def pipelined_matmul(
                 lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if has_second_operand else block
             )
 
-        num_tiles = whole_rounds + (block_position(jnp.int32(whole_rounds)) < tiles_in_last_round).astype(jnp.int32)
+        if num_scheduled_tiles is None:
+            num_tiles = whole_rounds + (block_position(jnp.int32(whole_rounds)) < tiles_in_last_round).astype(jnp.int32)
+        else:
+            num_tiles = lax.div(num_scheduled_tiles(schedule_refs) - block + num_blocks - 1, jnp.int32(num_blocks))
 
-        def tile_position(round_index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            tile_m, tile_n = plgpu.planar_snake(
-                round_index * num_blocks + block_position(round_index), (tiles_m, tiles_n), 1, tile.band_width
-            )
+        def tile_position(round_index: jax.Array) -> TilePosition:
+            tile_index = round_index * num_blocks + block_position(round_index)
+            if scheduled_position is not None:
+                return scheduled_position(schedule_refs, tile_index)
+            tile_m, tile_n = plgpu.planar_snake(tile_index, (tiles_m, tiles_n), 1, tile.band_width)
             if has_second_operand:
                 tile_m = row_order_ref[tile_m]
             if tile.cluster == "M":
                 tile_m = tile_m * 2 + lax.axis_index("cluster")
             if tile.cluster == "N":
                 tile_n = tile_n * 2 + lax.axis_index("cluster")
-            return tile_m * tile.block_rows, tile_n * tile.block_cols
-
-        def num_slices(row: jax.Array) -> Any:
-            return slice_counts_ref[lax.div(row, tile.block_rows)] if has_second_operand else k_steps
+            row, col = tile_m * tile.block_rows, tile_n * tile.block_cols
+            num_slices = slice_counts_ref[lax.div(row, tile.block_rows)] if has_second_operand else k_steps
+            return TilePosition(row, col, row, col, num_slices)
 
         def get_second_scale(row: jax.Array, k_index: jax.Array) -> jax.Array:
             slice_index = jnp.minimum(k_index, k_steps - 1)
@@ -247,46 +290,46 @@ def pipelined_matmul(
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
             def fetch(round_index: jax.Array, slot: jax.Array) -> jax.Array:
-                row, col = tile_position(round_index)
+                position = tile_position(round_index)
                 barrier_base = 0 if alternation == 1 else lax.rem(round_index, alternation) * tile.num_stages
 
                 def fetch_slice(_: jax.Array, state: Any) -> Any:
                     slot, slice_position, second_scale = state
                     next_slice = slice_position.next_position(second_scale)
                     # Read one slice ahead: the wait below hides the latency.
-                    second_scale = get_second_scale(row, next_slice.k_index)
+                    second_scale = get_second_scale(position.row, next_slice.k_index)
                     full_barrier = full.at[barrier_base + slot]
-                    k_window = pl.ds(slice_position.k_index * K_STEP, K_STEP)
+                    k_window = pl.ds(slice_position.k_index * k_step, k_step)
                     plgpu.barrier_wait(empty.at[slot])
 
                     def copy(ref: Any, target: Any, start: jax.Array, size: int, shared_along: str) -> None:
                         multicast = "cluster" if tile.cluster == shared_along else None
+                        rows = pl.ds(start, size)
                         plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(start, size), k_window],
+                            ref.at[(rows, k_window) if is_k_major else (k_window, rows)],
                             target.at[slot],
                             full_barrier,
                             collective_axes=multicast,
                         )
 
                     def copy_a(ref: Any) -> None:
-                        copy(ref, a_ring, row, tile.block_rows, "N")
+                        copy(ref, a_ring, position.a_row, tile.block_rows, "N")
 
                     if has_second_operand:
                         lax.cond(slice_position.is_second == 1, lambda: copy_a(second_ref), lambda: copy_a(a_ref))
                     else:
                         copy_a(a_ref)
-                    copy(b_ref, b_ring, col, tile.block_cols, "M")
+                    copy(b_ref, b_ring, position.b_row, tile.block_cols, "M")
                     for offsets, ref, target in zip(stream_windows, stream_refs, stream_rings, strict=True):
                         plgpu.copy_gmem_to_smem(
-                            ref.at[offsets(slice_position.k_index, row, col)], target.at[slot], full_barrier
+                            ref.at[offsets(slice_position.k_index, position)], target.at[slot], full_barrier
                         )
                     slot = lax.select(slot == tile.num_stages - 1, jnp.int32(0), slot + 1)
                     return slot, next_slice, second_scale
 
-                start = SlicePosition(jnp.int32(0), jnp.int32(0))
-                return lax.fori_loop(
-                    0, num_slices(row), fetch_slice, (slot, start, get_second_scale(row, start.k_index))
-                )[0]
+                start = SlicePosition(jnp.int32(position.first_slice), jnp.int32(0))
+                second_scale = get_second_scale(position.row, start.k_index)
+                return lax.fori_loop(0, position.num_slices, fetch_slice, (slot, start, second_scale))[0]
 
             def fetch_all() -> None:
                 lax.fori_loop(0, num_tiles, fetch, jnp.int32(0))
@@ -310,25 +353,37 @@ def pipelined_matmul(
 
             def compute_tile(tile_number: jax.Array, slices_before: jax.Array) -> jax.Array:
                 round_index = tile_number if alternation == 1 else tile_number * alternation + group
-                block_row, block_col = tile_position(round_index)
+                position = tile_position(round_index)
                 stage_row = group * tile.rows if tile.split == "M" else 0
                 stage_col = group * tile.cols if tile.split == "N" else 0
-                first_slice = slices_before if has_second_operand else round_index * k_steps
+                first_slice, slices_after = round_index * k_steps, slices_before
+                if not isinstance(position.num_slices, int):
+                    round_slices = [position.num_slices]
+                    if alternation > 1:  # the slices of the other warpgroup's tile pass through the ring, too
+                        round_slices = [
+                            tile_position(tile_number * alternation + i).num_slices for i in range(alternation)
+                        ]
+                    first_slice = slices_before
+                    if alternation > 1:
+                        first_slice += lax.select(group == 0, jnp.int32(0), round_slices[0])
+                    slices_after = slices_before + sum(round_slices)
                 pipeline = WarpgroupPipeline(
-                    block_row + stage_row, block_col + stage_col, group, first_slice, stage_row, stage_col,
-                    num_slices(block_row), tile, a_ring, b_ring, full, empty, stream_rings, needs_fence, lead_barrier,
+                    position.row + stage_row, position.col + stage_col, group, first_slice, stage_row, stage_col,
+                    position.num_slices, tile, a_ring, b_ring, full, empty, stream_rings, needs_fence, lead_barrier,
+                    is_k_major,
                 )  # fmt: skip
                 residual_arrived = (
                     None if residual_barrier is None else (lambda slot: residual_barrier.at[group * num_slots + slot])
                 )
                 writer = Writer(
                     out_ref, residual_ref, out_ring.at[group], residual_arrived, epilogue_refs, pipeline, tile,
-                    store_shape, out_dtype,
+                    store_shape, out_dtype, position.matrix * cols, position.matrix, position.row_range,
+                    interpret is not None,
                 )  # fmt: skip
                 factors = writer.prefetch()
                 pipeline.wait_for_lead()
                 compute(pipeline, functools.partial(writer.write, factors))
-                return slices_before + pipeline.k_steps
+                return slices_after
 
             num_group_tiles = (
                 num_tiles if alternation == 1 else lax.div(num_tiles - group + alternation - 1, alternation)
@@ -362,6 +417,7 @@ def pipelined_matmul(
             (m, n, k),
             tile,
             use_inline_wgmma,
+            is_k_major,
             epilogue_parts,
             num_blocks,
             jax.config.jax_enable_x64,

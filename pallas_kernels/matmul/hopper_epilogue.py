@@ -1,7 +1,8 @@
 """The epilogue of every Hopper matrix product: fp32 scales, bias and residual, then stores to device memory."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.hopper_stores import store_rows
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float32)
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
@@ -64,7 +67,13 @@ def tiling_transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 class Writer:
     """Writes the accumulators of one warpgroup: fp32 epilogue, then shared-memory slots in rotation and TMA stores.
 
-    A piece is 64 rows of 128 bytes, or a whole tile.
+    A piece is 64 rows of 128 bytes, or a whole tile. If it has rows outside of `row_range`, the others are stored one
+    by one from registers.
+
+    Attributes:
+        first_column: index of the matrix's first column in `column_scale`. matrix: index in `scale`.
+        row_range: first row that is written, and the row after the last; None for all.
+        is_interpreted: whether Pallas's interpreter runs, which has no registers.
     """
 
     out_ref: Any
@@ -76,6 +85,10 @@ class Writer:
     tile: Any
     piece_shape: tuple[int, int]
     out_dtype: Any
+    first_column: Any = 0
+    matrix: Any = 0
+    row_range: tuple[Any, Any] | None = None
+    is_interpreted: bool = False
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -96,7 +109,7 @@ class Writer:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(self.slot_count):
                 self._fetch_residual(piece)
-        scale = self.epilogue_refs["scale"][0] if "scale" in self.epilogue_refs else None
+        scale = self.epilogue_refs["scale"][self.matrix] if "scale" in self.epilogue_refs else None
         row = (
             self._load_vector("row_scale", self.pipeline.row, self.tile.rows, ROW_LAYOUT)
             if "row_scale" in self.epilogue_refs
@@ -118,23 +131,60 @@ class Writer:
         if row is not None and scale is not None:
             row = row * scale
         for piece, (i, j) in enumerate(self.pieces):
-            slot = self.slot_refs.at[piece % self.slot_count]
-            for top in range(i, i + self.piece_shape[0], 64):
-                value = self._scaled_piece(accumulators, scale, row, top, j)
-                if self.residual_ref is not None:
-                    plgpu.barrier_wait(self.residual_barrier(piece % self.slot_count))
-                    value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-                elif top == i:
-                    plgpu.wait_smem_to_gmem(self._pending_stores(piece), wait_read_only=True)
-                slot.at[pl.ds(top - i, 64)][...] = value.astype(self.out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-            if self.residual_ref is not None and piece + self.slot_count < len(self.pieces):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._fetch_residual(piece + self.slot_count)
+            tops = range(i, i + self.piece_shape[0], 64)
+            scaled = functools.partial(self._scaled_piece, accumulators, scale, row, j=j)
+            if self.row_range is None:
+                self._store_piece(piece, tops, scaled)
+            else:
+                values = {top: scaled(top).astype(self.out_dtype) for top in tops}
+                begin, end = self.row_range
+                first, last = self.pipeline.row + i, self.pipeline.row + i + self.piece_shape[0]
+                lax.cond(
+                    (begin <= first) & (last <= end),
+                    functools.partial(self._store_piece, piece, tops, values.__getitem__),
+                    functools.partial(self._store_rows, piece, values),
+                )
+
+    def _store_piece(self, piece: int, tops: range, scaled: Callable[[int], jax.Array]) -> None:
+        """Store a piece, whose 64 rows from `top` on are `scaled(top)`, by TMA."""
+        slot = self.slot_refs.at[piece % self.slot_count]
+        for top in tops:
+            value = scaled(top)
+            if self.residual_ref is not None:
+                plgpu.barrier_wait(self.residual_barrier(piece % self.slot_count))
+                value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+            elif top == tops[0]:
+                plgpu.wait_smem_to_gmem(self._pending_stores(piece), wait_read_only=True)
+            slot.at[pl.ds(top - tops[0], 64)][...] = value.astype(self.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
+        if self.residual_ref is not None and piece + self.slot_count < len(self.pieces):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._fetch_residual(piece + self.slot_count)
+
+    def _store_rows(self, piece: int, values: dict[int, jax.Array]) -> None:
+        """Store the rows of a piece that lie in `row_range`."""
+        # `_pending_stores` counts the stores of whole pieces; this piece has none.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        begin, end = self.row_range or (0, 0)
+        row, col = self.pipeline.row + self.pieces[piece][0], self.pipeline.col + self.pieces[piece][1]
+        slot, (height, width) = self.slot_refs.at[piece % self.slot_count], self.piece_shape
+        if not self.is_interpreted:
+            for top, value in values.items():
+                store_rows(self.out_ref, value, self.pipeline.row + top, col, begin, end)
+            return
+        for i, value in enumerate(values.values()):
+            slot.at[pl.ds(64 * i, 64)][...] = value
+        plgpu.commit_smem()
+
+        def store_row(i: jax.Array, _: None) -> None:
+            plgpu.copy_smem_to_gmem(slot.at[pl.ds(i, 1)], self.out_ref.at[pl.ds(row + i, 1), pl.ds(col, width)])
+
+        lax.fori_loop(jnp.clip(begin - row, 0, height), jnp.clip(end - row, 0, height), store_row, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _scaled_piece(
-        self, accumulators: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, j: int
+        self, accumulators: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, *, j: int
     ) -> jax.Array:
         """Return 64 rows from `i` on, of a piece's columns from `j` on, with scales and bias, in fp32."""
         width = self.piece_shape[1]
@@ -150,7 +200,8 @@ class Writer:
             value = value * scale
         for name, term in (("column_scale", jnp.multiply), ("bias", jnp.add)):
             if name in self.epilogue_refs:
-                vector = self._load_vector(name, self.pipeline.col + j, width, COLUMN_LAYOUT)
+                start = self.first_column + self.pipeline.col + j
+                vector = self._load_vector(name, start, width, COLUMN_LAYOUT)
                 value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
         return value
 

@@ -1,7 +1,7 @@
 """The shared state of the warpgroups of a Hopper product: the tile, the ring of stages, and their synchronisation."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -71,11 +71,12 @@ class WarpgroupPipeline:
     Attributes:
         row, col: position of the part in the product. group: index of the warpgroup.
         first_slice: number of slices in the ring before this tile.
-        k_steps: number of slices of this tile; a traced value with a second operand.
+        k_steps: number of slices of this tile; a traced value if tiles differ. It may then be 0.
         needs_fence: whether reads of scales need a fence before the stage is released. Without a cluster, every thread
             releases the stage after its own reads; in a cluster, one thread per block does it for the warpgroup. The
             interpreter supports only fences between a read and a TMA write.
         lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None without a lead.
+        is_k_major: whether K is the last dimension of a stage's operands, otherwise the first.
     """
 
     row: jax.Array
@@ -93,6 +94,7 @@ class WarpgroupPipeline:
     streams: list[Any]
     needs_fence: bool
     lead_barrier: Any = None
+    is_k_major: bool = True
 
     def wait_for_lead(self) -> None:
         """Block the second warpgroup at the start of a tile until the first one leads."""
@@ -115,12 +117,16 @@ class WarpgroupPipeline:
 
         `slots` are the stages of slices i, i + 1 and so on. With `with_next`, the stage of the following slice is
         appended, or None at the end. Stages are carried: derived from `i`, they would keep all stage addresses in
-        registers.
+        registers. A remainder of a traced number of slices runs one slice at a time.
         """
         count = self.k_steps - with_next
-        num_iterations, remaining_slices = divmod(count, unroll) if isinstance(count, int) else (count, 0)
-        if not isinstance(count, int) and unroll > 1:
-            raise ValueError(f"unroll is {unroll}: a walk has any number of slices, unroll none of them")
+        num_iterations: Any = count
+        remaining_slices: Any = 0
+        if isinstance(count, int):
+            num_iterations, remaining_slices = divmod(count, unroll)
+        elif unroll > 1:
+            num_iterations = lax.div(count, jnp.int32(unroll))
+            remaining_slices = count - num_iterations * unroll
 
         def run_slices(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
             slots = [slot]
@@ -131,8 +137,11 @@ class WarpgroupPipeline:
         state = self.first_stage, init
         if not isinstance(num_iterations, int) or num_iterations:
             state = lax.fori_loop(0, num_iterations, lambda j, state: run_slices(unroll, j * unroll, *state), state)
-        if remaining_slices:
-            state = run_slices(remaining_slices, jnp.int32(num_iterations * unroll), *state)
+        if isinstance(remaining_slices, int):
+            if remaining_slices:
+                state = run_slices(remaining_slices, jnp.int32(num_iterations * unroll), *state)
+        else:
+            state = lax.fori_loop(num_iterations * unroll, count, lambda i, state: run_slices(1, i, *state), state)
         slot, carry = state
         return body(jnp.asarray(self.k_steps - 1, jnp.int32), [slot, None], carry) if with_next else carry
 
@@ -163,45 +172,86 @@ class WarpgroupPipeline:
             plgpu.commit_smem()
 
     def a(self, slot: Any, first_row: int = 0, rows: int | None = None) -> Any:
-        """Return `rows` rows of a in shared memory, (rows, 128), from `first_row` of the part on; by default all."""
-        return self.a_ring.at[slot, pl.ds(self.stage_row + first_row, rows or self.tile.rows)]
+        """Return `rows` rows of a in shared memory, (rows, K), from `first_row` of the part on; by default all."""
+        window = pl.ds(self.stage_row + first_row, rows or self.tile.rows)
+        return self.a_ring.at[slot, window] if self.is_k_major else self.a_ring.at[slot, :, window].transpose((1, 0))
 
     def b(self, slot: Any, transposed: bool = True) -> Any:
-        """Return the part's columns of b in shared memory, as (128, cols), or (cols, 128) without `transposed`."""
-        columns = self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols)]
-        return columns.transpose((1, 0)) if transposed else columns
+        """Return the part's columns of b in shared memory, as (K, cols), or (cols, K) without `transposed`."""
+        window = pl.ds(self.stage_col, self.tile.cols)
+        columns = self.b_ring.at[slot, window] if self.is_k_major else self.b_ring.at[slot, :, window]
+        return columns.transpose((1, 0)) if transposed == self.is_k_major else columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
     """Scales that are loaded with each stage: a window of an array of 4-byte values.
 
-    `start(i, row, col)` is the start of the window, for slice `i` of the tile at this row and column. The window's last
-    side is a multiple of 32, at most that of the array. It must start at a multiple of 4: other starts end in an
-    illegal instruction.
+    `start(i, position)` is the start of the window, for slice `i` of the tile at this position. The window's last side
+    is a multiple of 32, at most that of the array. It must start at a multiple of 4: other starts end in an illegal
+    instruction.
     """
 
     array: jax.Array
     window: tuple[int, int]
-    start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
+    start: Callable[[jax.Array, "TilePosition"], tuple[Any, Any]]
 
     @property
-    def window_slices(self) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
-        """A function from `i`, `row` and `col` to the window's slices, without a reference to the array."""
+    def window_slices(self) -> Callable[[jax.Array, "TilePosition"], tuple[Any, ...]]:
+        """A function from `i` and the position to the window's slices, without a reference to the array."""
         start, window = self.start, self.window
-        return lambda i, row, col: tuple(map(pl.ds, start(i, row, col), window))
+        return lambda i, position: tuple(map(pl.ds, start(i, position), window))
 
     @staticmethod
-    def from_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+    def from_slices(scales: jax.Array, size: int, start: Callable[["TilePosition"], jax.Array]) -> "Stream":
         """Return a stream of `size` values per slice from scales (width, steps of K), which are stored transposed."""
         array = pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size))
-        return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
+        return Stream(array, (1, size), lambda i, position: (i, start(position)))
 
     @staticmethod
-    def from_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+    def from_rows(scales: jax.Array, rows: int, start: Callable[["TilePosition"], jax.Array]) -> "Stream":
         """Return a stream of `rows` rows of scales (rows, steps of K); those of slice `i` are at column `i % 4`."""
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
-        return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
+        return Stream(array, (rows, 32), lambda i, position: (start(position), lax.div(i, 4) * 4))
+
+
+class TilePosition(NamedTuple):
+    """The position of a tile in the output and in the operands; int32.
+
+    Attributes:
+        row, col: first row and column of the output.
+        a_row, b_row: first rows of the operands, in arrays whose last dimension is K.
+        num_slices: number of slices of K; an int if all tiles have the same.
+        first_slice: first slice of K.
+        matrix: index of the tile's matrix in a grouped product, otherwise 0. It selects `scale` and `column_scale`.
+        row_range: first row of the output that the tile writes, and the row after its last. None: all of its rows.
+    """
+
+    row: Any
+    col: Any
+    a_row: Any
+    b_row: Any
+    num_slices: Any
+    first_slice: Any = 0
+    matrix: Any = 0
+    row_range: tuple[Any, Any] | None = None
+
+
+class Schedule(NamedTuple):
+    """The tiles of a grouped product.
+
+    Attributes:
+        out_shape: rows and columns of the output.
+        arrays: int32 arrays; the two functions get references to them.
+        num_tiles: function of the references that returns the number of tiles.
+        position: function of the references and a tile's number that returns its `TilePosition`. Other numbers give
+            any position.
+    """
+
+    out_shape: tuple[int, int]
+    arrays: tuple[jax.Array, ...]
+    num_tiles: Callable[[Sequence[Any]], jax.Array]
+    position: Callable[[Sequence[Any], jax.Array], TilePosition]
 
 
 class SecondOperand(NamedTuple):

@@ -54,21 +54,21 @@ def matmul_block(
     if not has_column_scales:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     tile = tile or best_tile(m, n)
-    streams = [hopper.Stream.from_slices(a_scale, tile.block_rows, lambda row, _: row)]
+    streams = [hopper.Stream.from_slices(a_scale, tile.block_rows, lambda position: position.row)]
     if has_column_scales:
-        streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda _, col: col))
+        streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda position: position.col))
     else:
         # A tile that starts inside of a block extends into one more.
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
-        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
+        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda position: lax.div(position.col, 128)))
     return hopper.pipelined_matmul(
-        _make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
+        make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
         tile=tile, epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
         interpret=interpret,
     )  # fmt: skip
 
 
-def _make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> Any:
+def make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> Any:
     """Return the `compute` function: 64 rows at a time, so that the sums of only one pass need registers.
 
     Tensor cores idle between two passes. Each pass therefore loads its scales, and the last one waits for the next

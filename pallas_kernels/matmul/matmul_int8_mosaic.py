@@ -69,10 +69,10 @@ def matmul_int8_block(
         raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
     # A tile that starts inside of a block extends into one more.
     b_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
-    b_stream = hopper.Stream.from_rows(b_scale, b_rows, lambda _, col: lax.div(col, BLOCK))
+    b_stream = hopper.Stream.from_rows(b_scale, b_rows, lambda position: lax.div(position.col, BLOCK))
 
     def a_block_stream(scales: jax.Array) -> hopper.Stream:
-        return hopper.Stream.from_rows(scales, 1, lambda row, _: lax.div(row, BLOCK))
+        return hopper.Stream.from_rows(scales, 1, lambda position: lax.div(position.row, BLOCK))
 
     second_operand, streams = None, [a_block_stream(a_scale), b_stream]
     if residual is not None:

@@ -59,12 +59,32 @@ def matmul(
     is_int8 = a.dtype == jnp.int8
     hopper.check_operands(a, b, out_dtype, (jnp.int8,) if is_int8 else hopper.FP8_DTYPES)
     (m, k), n = a.shape, b.shape[0]
-    if is_int8 and k > MAX_INT8_K:
-        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; multiply parts of K")
+    if is_int8:
+        check_int8_k(k)
     fast = fast or is_int8  # int32 sums are exact
     hopper.check_epilogue(epilogue, m, n)
     max_cols = 160 if residual is not None else 192  # more columns need too many registers in the epilogue
     tile = tile or best_tile(m, n, k, max_cols, fast)
+    return hopper.pipelined_matmul(
+        make_compute(tile, jnp.int32 if is_int8 else jnp.float32, fast),
+        a,
+        b,
+        name="int8_matmul" if is_int8 else "fp8_matmul" if fast else "fp8_matmul_promoted",
+        tile=tile,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+
+
+def check_int8_k(k: int) -> None:
+    """Raise ValueError unless int32 holds sums of K products of int8."""
+    if k > MAX_INT8_K:
+        raise ValueError(f"K is {k}: int32 holds sums of {MAX_INT8_K} products of int8; multiply parts of K")
+
+
+def make_compute(tile: hopper.Tile, accumulator_dtype: Any, fast: bool) -> Any:
+    """Return the `compute` function: one accumulator over K with `fast`, otherwise sums over 512, promoted to fp32."""
     shape = (tile.rows, tile.cols)
 
     def add_all(pipeline: hopper.WarpgroupPipeline, finish: Any) -> None:
@@ -83,10 +103,10 @@ def matmul(
 
             last = pipeline.loop_over_k(body, jnp.int32(0))
             plgpu.wgmma_wait(0)
-            pipeline.release(last, pipeline.k_steps)
+            pl.when(pipeline.k_steps > 0)(lambda: pipeline.release(last, pipeline.k_steps))
             finish([(0, 0, acc[...])])
 
-        pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.int32 if is_int8 else jnp.float32))
+        pl.run_scoped(accumulate, plgpu.ACC(shape, accumulator_dtype))
 
     width = math.gcd(tile.cols, 64)  # in parts, sums need fewer registers
     column_starts = range(0, tile.cols, width)
@@ -110,16 +130,7 @@ def matmul(
         total = pipeline.loop_over_k(body, tuple(zero for _ in column_starts), unroll=SLICES_PER_PROMOTION)
         finish([(0, first, x) for first, x in zip(column_starts, total, strict=True)])
 
-    return hopper.pipelined_matmul(
-        add_all if fast else promote,
-        a,
-        b,
-        name="int8_matmul" if is_int8 else "fp8_matmul" if fast else "fp8_matmul_promoted",
-        tile=tile,
-        epilogue=epilogue,
-        out_dtype=out_dtype,
-        interpret=interpret,
-    )
+    return add_all if fast else promote
 
 
 def best_tile(m: int, n: int, k: int, max_cols: int = 192, fast: bool = True) -> hopper.Tile:

@@ -54,7 +54,7 @@ def matmul_mx(
     tile = tile or hopper.Tile(64, 128, num_stages=5, cluster=hopper.choose_cluster(m, 128))
     if tile.rows != 64:
         raise ValueError(f"{tile} has {tile.rows} rows; microscaled products take 64")
-    stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda row, _: row)
+    stream = hopper.Stream.from_slices(_exponent_words(a_exponent, k), tile.block_rows, lambda position: position.row)
     return hopper.pipelined_matmul(
         _make_compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
         out_dtype=out_dtype, use_inline_wgmma=True, static_key=unroll, interpret=interpret,

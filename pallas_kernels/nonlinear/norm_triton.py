@@ -97,13 +97,13 @@ def _backward(
     dweight = tl.zeros((1, BLOCK_N), tl.float32)
     dbias = tl.zeros((1, BLOCK_N), tl.float32)
     amax_keys = tl.zeros((1, BLOCK_N), tl.int32)
-    if OPERATION.scaled:
+    if OPERATION.has_scale:
         weight = codec.to_fp32(tl.load(weight_ptr + n, mask=n < N, other=0.0))[None, :]
     for j in tl.range(0, BLOCK_M, ROWS_PER_STEP, num_stages=NUM_STAGES):
         m = program * BLOCK_M + j + row
         first = (program * BLOCK_M + j).to(tl.int64) * N
         mask, group_mask = scaling.tile_mask(m, n, M, N), scaling.tile_mask(m, g, M, GROUPS)
-        if OPERATION.exact:
+        if OPERATION.reads_arrays:
             scale = 1.0
         elif PAIRS:
             words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first // (2 * GROUP)
@@ -117,7 +117,7 @@ def _backward(
         dy = codec.to_fp32(scaling.load_raw(dy_ptr + first, offsets, mask, MASKED))
         if RESIDUAL and NUM_STAGES > 1:
             residual = codec.to_fp32(scaling.load_raw(residual_ptr + first, offsets, mask, MASKED))
-        if OPERATION.exact:
+        if OPERATION.reads_arrays:
             x_hat = codec.to_fp32(codes[0])
             if OPERATION.centered:
                 x_hat = x_hat - (tl.sum(x_hat, 1) / N)[:, None]
@@ -126,9 +126,9 @@ def _backward(
             x_hat = storage.decode_codes(codes, OPERATION) * scaling.repeat_columns(scale, 8) * rstd
         dweight += tl.sum(dy * x_hat, 0)[None, :]
         dx_hat = dy
-        if OPERATION.biased:
+        if OPERATION.has_bias:
             dbias += tl.sum(dy, 0)[None, :]
-        if OPERATION.scaled:
+        if OPERATION.has_scale:
             dx_hat = dy * weight
         dx = dx_hat - x_hat * (tl.sum(dx_hat * x_hat, 1) / N)[:, None]
         if OPERATION.centered:
@@ -145,9 +145,9 @@ def _backward(
         )
     tl.store(amax_ptr + program, scaling.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
     sum_offsets, group_mask = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
-    if OPERATION.scaled:
+    if OPERATION.has_scale:
         scaling.store(dweight_ptr, sum_offsets, dweight, group_mask, MASKED)
-    if OPERATION.biased:
+    if OPERATION.has_bias:
         scaling.store(dbias_ptr, sum_offsets, dbias, group_mask, MASKED)
 
 
@@ -198,21 +198,21 @@ def forward(
     ]
     result_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
     inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, result_scale))]
-    codes, scales, inverse, mean, tile_amax, result_codes, row_scale = quantize_triton.call(
+    codes, scales, rstd, mean, tile_amax, result_codes, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
         RESIDUAL_CODING=coding.constants if coding else scaling.NO_CODING, OUT_CODING=result_coding, BY_ROW=by_row,
     )  # fmt: skip
     quantized: Any = storage.bytes_to_codes(result_codes, result[1]) if result else None
     quantized = (quantized, row_scale) if by_row else quantized
     input_codes = (storage.bytes_to_codes(codes, coding.dtype), scales) if coding else (None, None)
-    return *input_codes, inverse, mean if operation.centered else None, jnp.max(tile_amax), quantized
+    return *input_codes, rstd, mean if operation.centered else None, jnp.max(tile_amax), quantized
 
 
 def backward(
     operation: Operation,
     codes: Array,
     scales: Array | None,
-    inverse: Array,
+    rstd: Array,
     weight: Array | None,
     dy: Array,
     dtype: Any,
@@ -223,8 +223,9 @@ def backward(
     """Return the cotangents of a norm's input, weight and bias.
 
     Args:
-        codes, scales: of the input, centered if the norm is, packed if of ten bits; if exact, the input and None.
-        inverse: reciprocal root mean squares, fp32 (M,).
+        codes, scales: of the input, centered if the norm is, packed if of ten bits; the input and None if the
+            operation reads arrays.
+        rstd: reciprocal root mean squares, fp32 (M,).
         dy: (M, N), the cotangent of the result.
         residual: (M, N), a cotangent that is added to that of the input before it is rounded.
 
@@ -236,14 +237,14 @@ def backward(
     launch = QuantizeLaunch(rows, block_n, max(4, block_n // 512))
     programs = -(-m // launch.block_m)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
-            for p in (operation.scaled, operation.biased)]  # fmt: skip
+            for p in (operation.has_scale, operation.has_bias)]  # fmt: skip
     scales, *optional = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
-    first = codes if operation.exact else storage.bytes_to_codes(codes, jnp.uint8)
-    inputs = [first, scales, dy, inverse, *optional]
+    first = codes if operation.reads_arrays else storage.bytes_to_codes(codes, jnp.uint8)
+    inputs = [first, scales, dy, rstd, *optional]
     rows_per_step = 2 if rows % 2 == 0 and block_n < 2048 else 1
     bytes_per_element = (
         first.dtype.itemsize
-        + (0 if operation.exact else scales.dtype.itemsize / 8)
+        + (0 if operation.reads_arrays else scales.dtype.itemsize / 8)
         + (0.5 if operation.format == "int10" else 0)
         + dy.dtype.itemsize
         + (0 if residual is None else residual.dtype.itemsize)
@@ -256,8 +257,8 @@ def backward(
     )  # fmt: skip
     return (
         dx,
-        jnp.sum(dweight, 0) if operation.scaled else None,
-        jnp.sum(dbias, 0) if operation.biased else None,
+        jnp.sum(dweight, 0) if operation.has_scale else None,
+        jnp.sum(dbias, 0) if operation.has_bias else None,
         jnp.max(tile_amax),
     )
 

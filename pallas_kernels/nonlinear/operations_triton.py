@@ -24,23 +24,23 @@ class Operation(NamedTuple):
     Attributes:
         activation: index into ACTIVATIONS.
         gated: whether the activated gate is multiplied by `up`.
-        exact: whether operands are arrays, not codes.
+        reads_arrays: whether operands are arrays, not codes.
         group: codes of a row per scale.
         format: code format, as in `scaling_triton.Coding`; "int10" is packed.
         dtype: dtype to which values are rounded, an index into `quantize_triton.PLAIN_DTYPES`.
-        centered, scaled, biased: whether a norm has `mean`, `weight` and `bias`.
+        centered, has_scale, has_bias: whether a norm has `mean`, `weight` and `bias`.
         activated: whether the activated gate is also a residual.
     """
 
     activation: int = 0
     gated: bool = True
-    exact: bool = False
+    reads_arrays: bool = False
     group: int = 16
     format: str = "float8_e4m3fn"
     dtype: int = 1
     centered: bool = False
-    scaled: bool = False
-    biased: bool = False
+    has_scale: bool = False
+    has_bias: bool = False
     activated: bool = False
 
 
@@ -88,13 +88,13 @@ def load_codes_and_scales(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return codes as `storage_triton.load_codes`, and their scales; if exact, values in place of both."""
+    """Return codes as `storage_triton.load_codes`, and their scales; values in place of both if it reads arrays."""
     GROUP: tl.constexpr = OPERATION.group
     GROUPS: tl.constexpr = (N + GROUP - 1) // GROUP
     STEP: tl.constexpr = GROUP if n.shape[0] > GROUP else n.shape[0]  # a tile may be narrower than a group
     codes = storage.load_codes(codes_ptr, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     scale = codes[0]
-    if not OPERATION.exact:
+    if not OPERATION.reads_arrays:
         g = left // GROUP + tl.arange(0, n.shape[0] // STEP)
         scale_offsets = tl.multiple_of(m.to(tl.int64)[:, None] * GROUPS + g[None, :], (1, 1))
         scale = scaling.load_raw(scale_ptr, scale_offsets, scaling.tile_mask(m, g, M, GROUPS), MASKED)
@@ -104,7 +104,7 @@ def load_codes_and_scales(
 @triton.jit
 def decode_loaded(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     """Return fp32 values from the result of `load_codes_and_scales`."""
-    if OPERATION.exact:
+    if OPERATION.reads_arrays:
         y = x[0][0].to(tl.float32)
     else:
         y = storage.decode_codes(x[0], OPERATION) * scaling.repeat_columns(
@@ -134,10 +134,10 @@ def normalize(
     # Broadcast to the tile's shape: each thread then reads its own values.
     offsets, mask = tl.broadcast_to(n[None, :], x.shape), tl.broadcast_to((n < N)[None, :], x.shape)
     factor = rstd[:, None]
-    if OPERATION.scaled:
+    if OPERATION.has_scale:
         factor = factor * codec.to_fp32(scaling.load_raw(weight_ptr, offsets, mask, MASKED))
     y = x * factor
-    if OPERATION.biased:
+    if OPERATION.has_bias:
         y = y + codec.to_fp32(scaling.load_raw(bias_ptr, offsets, mask, MASKED))
     return y
 
@@ -149,18 +149,18 @@ def compute_result(
 ) -> tl.tensor:  # fmt: skip
     """Return fp32 values of a tile of the result, rounded to the operation's dtype."""
     mask = scaling.tile_mask(m, n, M, N)
-    if OPERATION.exact:
+    if OPERATION.reads_arrays:
         x = scaling.load(p.first + first, offsets, mask, MASKED)
     else:
         x = load_values(p.first, p.first_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)
     if NORM:
-        if OPERATION.exact and OPERATION.centered:
+        if OPERATION.reads_arrays and OPERATION.centered:
             x = x - tl.load(p.mean + m, mask=m < M, other=0.0)[:, None]
-        y = normalize(x, tl.load(p.inverse + m, mask=m < M, other=0.0), p.weight, p.bias, n, N, MASKED, OPERATION)
+        y = normalize(x, tl.load(p.rstd + m, mask=m < M, other=0.0), p.weight, p.bias, n, N, MASKED, OPERATION)
     else:
         y, _ = activation_and_slope(x, OPERATION.activation)
         if OPERATION.gated:
-            if OPERATION.exact:
+            if OPERATION.reads_arrays:
                 up = scaling.load(p.up + first, offsets, mask, MASKED)
             else:
                 up = load_values(p.up, p.up_scale, first, offsets, m, left, n, M, N, MASKED, OPERATION)

@@ -56,7 +56,7 @@ class Operands(NamedTuple):
     activated: Array | None = None
     activated_scale: Array | None = None
     gradient: Array | None = None
-    inverse: Array | None = None
+    rstd: Array | None = None
     mean: Array | None = None
     weight: Array | None = None
     bias: Array | None = None
@@ -133,7 +133,7 @@ def _store_all_codes(
 @triton.jit
 def _quantize_results(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
-    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, rstd: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, scale2: tl.tensor, rows0: tl.tensor, columns0: tl.tensor,
     rows1: tl.tensor, columns1: tl.tensor, columns2: tl.tensor, sums0: tl.tensor, sums1: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr,
@@ -141,9 +141,7 @@ def _quantize_results(
     BY_ROW: tl.constexpr, SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the codes of a tile; with cotangents, optionally transposed codes of the result and column sums."""
-    p = Operands(
-        first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
-    )
+    p = Operands(first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, rstd, mean, weight, bias)
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     IS_PAIR: tl.constexpr = KINDS.is_pair
@@ -218,15 +216,13 @@ def _quantize_results(
 @triton.jit
 def _quantize_and_predict(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
-    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, rstd: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, scale: tl.tensor, transposed_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     CODING: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store transposed codes of an activation's result and the amax of its cotangents, per row with BY_ROW."""
-    p = Operands(
-        first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
-    )
+    p = Operands(first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, rstd, mean, weight, bias)
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = scaling.reversed_program_id()
@@ -362,7 +358,7 @@ def quantize_and_predict(
 ) -> tuple[Array, list[Array]]:
     """Return codes (N, M) of an activation's result, and the amax of its cotangents, for the next scale.
 
-    Each amax is that of `sampled_amax_triton.peaks`, an fp32 scalar. The arguments are those of `quantize`;
+    Each amax is that of `sampled_amax_triton.compute_amaxes`, an fp32 scalar. The arguments are those of `quantize`;
     `operands.gradient` is the cotangent of the result. With a scale per row, (M,), each amax is (M,), too.
     """
     m, n = storage.matrix_shape(operands.first, operation)

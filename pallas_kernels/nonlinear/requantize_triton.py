@@ -26,7 +26,7 @@ NUM_PROGRAMS = 1024
 @triton.jit
 def _requantize_if(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
-    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, rstd: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, scale_ptr: tl.tensor, condition_ptr: tl.tensor, codes_ptr: tl.tensor, unused: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
     KINDS: tl.constexpr, CODING: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -36,9 +36,7 @@ def _requantize_if(
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
     if tl.load(condition_ptr) > 0:
-        p = Operands(
-            first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
-        )
+        p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, rstd, mean, weight, bias)
         for j in range((TILES + PROGRAMS - 1) // PROGRAMS):
             tile = j * PROGRAMS + tl.program_id(0)
             top, left = tile // TILES_N * BLOCK_M, tile % TILES_N * BLOCK_N
@@ -64,7 +62,7 @@ def requantize_if(
     """Return codes of a result (M, N), in place: recomputed under `scale` if `condition`, otherwise unchanged.
 
     Args:
-        operation, kinds: the operation, with `exact` operands; `quantize_recomputed_triton.NORM` or `RESULT`.
+        operation, kinds: the operation, which reads arrays; `quantize_recomputed_triton.NORM` or `RESULT`.
         codes: float8_e4m3fn or float8_e5m2 (M, N).
         scale, condition: fp32 and boolean scalar.
     """

@@ -1,7 +1,7 @@
 """Largest finite magnitudes of norm and activation results and of activation cotangents, which are not stored.
 
-In: `Operands` on (M, N). Out: fp32 (). Hardware: Ada or newer for FP8 residuals, Ampere otherwise. Reference: `peaks`
-in fp8jax/ops/quantization/fused_reference.py.
+In: `Operands` on (M, N). Out: fp32 (). Hardware: Ada or newer for FP8 residuals, Ampere otherwise. Reference:
+`compute_amaxes` in fp8jax/ops/quantization/fused_reference.py.
 """
 
 import jax
@@ -27,12 +27,12 @@ _TRUE = np.ones(1, np.int32)
 @triton.jit
 def _peaks(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
-    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, rstd: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, compute_if_ptr: tl.tensor, amax0_ptr: tl.tensor, amax1_ptr: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr,
     CODING: tl.constexpr, SAMPLE_STRIDE: tl.constexpr, CONDITIONAL: tl.constexpr,
 ) -> None:  # fmt: skip
-    p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, rstd, mean, weight, bias)
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -52,7 +52,7 @@ def _peaks(
         tl.store(amax0_ptr + program, ops.tile_amax(y0, m, n, M, N, MASKED, CODING))
 
 
-def peaks(
+def compute_amaxes(
     operation: Operation,
     kinds: tuple[int, ...],
     operands: Operands,
@@ -77,4 +77,4 @@ def peaks(
         CONDITIONAL=compute_if is not None,
     )  # fmt: skip
     amax = [jnp.max(x) for x in outputs[: len(kinds)]]
-    return amax if compute_if is None else [jnp.where(compute_if, peak, 0.0) for peak in amax]
+    return amax if compute_if is None else [jnp.where(compute_if, amax, 0.0) for amax in amax]

@@ -65,7 +65,7 @@ class AdamWScalars(NamedTuple):
         """Whether the step has a gradient scale or a condition."""
         return self.grad_scale is not None or self.apply_if is not None
 
-    def to_vector(self, words: Array | None = None) -> Array:
+    def to_vector(self, seed: Array | None = None) -> Array:
         """Return the scalars as the kernel reads them, fp32, with both corrections factored out of the moments.
 
         Let c = sqrt(correction2) and r = sqrt(v + eps_root * correction2). Then direction = m / (r + eps * c) * c /
@@ -130,8 +130,8 @@ class AdamWScalars(NamedTuple):
         if self.max_direction is not None:
             limit = jnp.asarray(self.max_direction, jnp.float32)
             values += [limit / general_scale, limit / fast_scale]
-        if words is not None:
-            values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
+        if seed is not None:
+            values += list(jax.lax.bitcast_convert_type(seed, jnp.float32))
         if self.dither is not None:
             values.append(jnp.asarray(self.dither, jnp.float32))
         return jnp.stack(values)
@@ -411,7 +411,7 @@ def adamw(
 
 
 _MAX_RESULTS = 8
-_scalars_to_vector = jax.jit(lambda scalars, words: scalars.to_vector(words))  # traced once for equal parameters
+_scalars_to_vector = jax.jit(lambda scalars, seed: scalars.to_vector(seed))  # traced once for equal parameters
 
 
 def log2_code_magnitudes(dtype: Any) -> np.ndarray:

@@ -253,7 +253,7 @@ def fp8lm(
     scalars: FP8LMScalars,
     *,
     in_place: bool,
-    words: Array | None = None,
+    seed: Array | None = None,
     run: tuple[int, int] | None = None,
     rounding: tuple[float, float] = (0.0, 0.0),
     launch: FP8LMLaunch | None = None,
@@ -264,14 +264,14 @@ def fp8lm(
     Args:
         grad: gradient, of any shape, fp32, bf16 or fp16, or FP8 codes.
         weight: the working copy, fp32, bf16 or fp16; if it is not a rounding of the master weight, it replaces it. Or
-            the master weight: fp32; in place, bf16 with `words`, or its bf16 high part and int8 or int16 remainder.
+            the master weight: fp32; in place, bf16 with `seed`, or its bf16 high part and int8 or int16 remainder.
         codes: fp16 codes of the master weight, unless `weight` is it; FP8 codes of the first moment; and fp16 ones of
             the second moment.
         scales: fp32 (1 + 3 n, layers) for n arrays of codes and the layers of the leading axes. In order: scales of the
             gradient's codes, old scales, new scales, and reciprocals of the new ones; powers of two.
         scalars: the scalars of the step. If it is not applied, all stays, and a change and the maxima are undefined.
         in_place: whether the new working copy is returned, otherwise its change.
-        words: two noise words for stochastic rounding of master weights, and the position of the first element in the
+        seed: two noise words for stochastic rounding of master weights, and the position of the first element in the
             whole array; None rounds to nearest.
         run: for a shard: consecutive elements of the whole, and the distance to the next such run; None if all are
             consecutive.
@@ -289,9 +289,9 @@ def fp8lm(
     """
     weight, remainder = weight if isinstance(weight, tuple) else (weight, None)
     *master, mu, nu = codes
-    reason = unsupported_reason(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
-    if not master and not _is_valid_master(weight, remainder, in_place, words is not None):
-        reason = "a master weight is fp32, or for a step bf16 with words, or with a remainder, int8 or int16"
+    reason = unsupported_reason(grad.shape, grad.dtype, weight.dtype, mu.dtype, seed is not None)
+    if not master and not _is_valid_master(weight, remainder, in_place, seed is not None):
+        reason = "a master weight is fp32, or for a step bf16 with a seed, or with a remainder, int8 or int16"
     if reason is not None:
         raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
     launch, layers = launch or FP8LMLaunch(), scales.shape[1]
@@ -306,7 +306,7 @@ def fp8lm(
     scalar_vector = scalars.to_vector()
     *master_outputs, mu, nu, result, amax = call_triton.call(
         *(grad, weight, *(master_inputs or [scalar_vector]), mu, nu, scales, scalar_vector),
-        scalar_vector if words is None else words,
+        scalar_vector if seed is None else seed,
         *(layers, tiles, length // vector),
         *(run or (1, 1)),
         *[1] * (1 - len(master_inputs)),
@@ -322,7 +322,7 @@ def fp8lm(
         IS_STEP=in_place,
         GRAD_IS_CODES=grad.dtype in CODE_DTYPES,
         GATED=scalars.has_gate,
-        STOCHASTIC=words is not None,
+        STOCHASTIC=seed is not None,
         HAS_RUNS=run is not None,
         NUM_CODES=len(codes),
         REMAINDER_BITS=0 if remainder is None else 8 * remainder.dtype.itemsize,

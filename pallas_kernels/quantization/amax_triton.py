@@ -1,6 +1,6 @@
-"""Largest finite magnitudes of a matrix, of its rows and of its columns, in one pass.
+"""Largest finite magnitudes of the rows and columns of a matrix, in one pass.
 
-In: (M, N) fp32, bf16 or fp16. Out: fp32 (), (M,) and (N,). Hardware: as for `quantize_triton`. Reference:
+In: (M, N) fp32, bf16 or fp16. Out: fp32 (M,) and (N,). Hardware: as for `quantize_triton`. Reference:
 `compute_amax` in fp8jax/core/scaling.py.
 """
 
@@ -16,14 +16,10 @@ from pallas_kernels.quantization import quantize_triton
 from pallas_kernels.quantization import scaling_triton as scaling
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
-# The largest number of partial maxima: each program of the quantize kernel reads all of them, from a cache.
-MAX_PARTIALS = 1024
-
 
 class AmaxOutputs(NamedTuple):
     """Which maxima are computed."""
 
-    tensor: bool
     rows: bool
     columns: bool
 
@@ -31,7 +27,6 @@ class AmaxOutputs(NamedTuple):
 @triton.jit
 def _amax(
     x_ptr: tl.tensor,
-    tile_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     M: tl.constexpr,
@@ -42,7 +37,7 @@ def _amax(
     OUTPUTS: tl.constexpr,
     CODING: tl.constexpr,
 ) -> None:
-    """Write the maxima of a strip of TILES_PER_STRIP tiles, one below the other, of its rows and of its columns."""
+    """Write the maxima of the rows and of the columns of a strip of TILES_PER_STRIP tiles, one below the other."""
     MASKED: tl.constexpr = M % (BLOCK_M * TILES_PER_STRIP) > 0 or N % BLOCK_N > 0
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = scaling.reversed_program_id()
@@ -59,8 +54,6 @@ def _amax(
         amax_keys = tl.maximum(amax_keys, keys)
         if OUTPUTS.rows:
             tl.store(rows_ptr + tile_n * M + m, scaling.magnitude_from_key(tl.max(keys, 1), CODING), mask=m < M)
-    if OUTPUTS.tensor:
-        tl.store(tile_ptr + program, scaling.magnitude_from_key(tl.max(tl.max(amax_keys, 1), 0), CODING))
     if OUTPUTS.columns:
         tl.store(columns_ptr + strip * N + n, scaling.magnitude_from_key(tl.max(amax_keys, 0), CODING), mask=n < N)
 
@@ -68,43 +61,34 @@ def _amax(
 def compute_amax(
     x: Array,
     *,
-    tensor: bool = False,
     rows: bool = False,
     columns: bool = False,
     integers: bool = False,
     launch: QuantizeLaunch | None = None,
     tiles_per_strip: int | None = None,
-    num_partials: int = 0,
     compute_capability: int | None = None,
-) -> tuple[Array | None, Array | None, Array | None]:
-    """Return the largest finite magnitudes of a matrix.
+) -> tuple[Array | None, Array | None]:
+    """Return the largest finite magnitudes of the rows and columns of a matrix.
 
     Args:
         x: (M, N), fp32, bf16 or fp16.
-        tensor, rows, columns: which maxima to return.
+        rows, columns: which maxima to return.
         integers: whether a maximum is NaN if a value is NaN or Inf, which integer codes cannot represent.
         launch, compute_capability: as in `quantize_triton.quantize`.
         tiles_per_strip: tiles per program, one below the other; tuning only.
-        num_partials: if positive, return about so many maxima of parts for the tensor, (n,), at most `MAX_PARTIALS`.
 
     Returns:
-        fp32 maxima of the tensor (), of the rows (M,) and of the columns (N,); None for those that are not requested.
+        fp32 maxima of the rows (M,) and of the columns (N,); None for those that are not requested.
     """
     # Chosen by measurement on an H100.
-    launch = launch or QuantizeLaunch(16 if columns else 32, 256, 4 if rows or columns else 8)
+    launch = launch or QuantizeLaunch(16 if columns else 32, 256, 4)
     m, n = x.shape
-    if tiles_per_strip is None:
-        tiles = -(-m // launch.block_m) * -(-n // launch.block_n)
-        tiles_per_strip = 16 if columns else -(-tiles // num_partials) if num_partials else 1
+    tiles_per_strip = tiles_per_strip or (16 if columns else 1)
     strips, tiles_n = -(-m // (launch.block_m * tiles_per_strip)), -(-n // launch.block_n)
-    shapes = ((strips * tiles_n,) if tensor else (1,), (tiles_n, m) if rows else (1,), (strips, n) if columns else (1,))
+    shapes = ((tiles_n, m) if rows else (1,), (strips, n) if columns else (1,))
     coding = scaling.INTEGER_CODING if integers else scaling.NO_CODING
     outputs = quantize_triton.call(
         _amax, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * tiles_n, launch,
-        compute_capability, TILES_PER_STRIP=tiles_per_strip, OUTPUTS=AmaxOutputs(tensor, rows, columns), CODING=coding,
+        compute_capability, TILES_PER_STRIP=tiles_per_strip, OUTPUTS=AmaxOutputs(rows, columns), CODING=coding,
     )  # fmt: skip
-    requests = zip((tensor, rows, columns), outputs, (None, 0, 0), strict=True)
-    tensor_amax, row_amax, column_amax = (
-        jnp.max(partial_amax, axis=axis) if is_wanted else None for is_wanted, partial_amax, axis in requests
-    )
-    return outputs[0] if tensor and num_partials else tensor_amax, row_amax, column_amax
+    return jnp.max(outputs[0], 0) if rows else None, jnp.max(outputs[1], 0) if columns else None

@@ -156,7 +156,7 @@ def quantize(
     threshold: Array,
     side: int,
     *,
-    words: Array | None = None,
+    seed: Array | None = None,
     place: Array | None = None,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
@@ -167,7 +167,7 @@ def quantize(
         x: (M, N), fp32, bf16 or fp16.
         threshold: fp32 scalar.
         side: side of a block, 32 or 128.
-        words: two uint32 words, for `FallbackCodes.stochastic`; None omits it.
+        seed: two uint32 words, for `FallbackCodes.stochastic`; None omits it.
         place, launch, compute_capability: as in `quantize_triton.quantize`.
 
     Raises:
@@ -180,23 +180,23 @@ def quantize(
     m, n = x.shape
     blocks = (-(-m // side), -(-n // side))
     noise = jnp.zeros(4, jnp.uint32)
-    if words is not None:
-        noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
+    if seed is not None:
+        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if place is None else place])
     shape = jax.ShapeDtypeStruct
     shapes = [
         *(shape((m, n), jnp.uint8), shape(blocks, jnp.float32)),
         *(shape((m, n), jnp.uint8), shape(blocks, jnp.float32), shape(blocks, jnp.uint8)),
-        shape((m, n) if words is not None else (1, 1), jnp.uint8),
+        shape((m, n) if seed is not None else (1, 1), jnp.uint8),
     ]
     coding = scaling.Coding("block", jnp.int8, side).constants
     programs = -(-m // launch.block_m) * -(-n // launch.block_n)
     base, base_scale, residual, residual_scale, is_fallback, stochastic = quantize_triton.call(
         _fallback, [x, threshold.reshape(1).astype(jnp.float32), noise], shapes, programs, launch, compute_capability,
-        CODING=coding, HAS_STOCHASTIC=words is not None, STOCHASTIC_CODING=coding._replace(stochastic=True),
+        CODING=coding, HAS_STOCHASTIC=seed is not None, STOCHASTIC_CODING=coding._replace(stochastic=True),
     )  # fmt: skip
     base, residual, stochastic = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, stochastic))
     return FallbackCodes(
-        base, base_scale, residual, residual_scale, is_fallback != 0, stochastic if words is not None else None
+        base, base_scale, residual, residual_scale, is_fallback != 0, stochastic if seed is not None else None
     )
 
 

@@ -133,8 +133,8 @@ def _quantize(
             transposed = u[:, None] + v[None, :] * ((M + BLOCK - 1) // BLOCK)
             scaling.store(column_scales_ptr, transposed, scale, group_mask, MASKED)
         inverse_scale = scaling.repeat_columns(scaling.repeat_rows(scaling.reciprocal(scale), BLOCK // 4), BLOCK)
-    elif ROW_CODING.num_partials > 0:
-        scale = scaling.scale_from_partial_amax(row_scale_ptr, ROW_CODING)
+    elif ROW_CODING.has_amax:
+        scale = scaling.scale_from_amax(row_scale_ptr, ROW_CODING)
         tl.store(row_scales_ptr, scale, mask=program == 0)
         inverse_scale = scaling.reciprocal(scale)
     elif ROW_CODING.kind != "none" and ROW_CODING.kind != "group" and not ROW_CODING.by_row:
@@ -145,8 +145,8 @@ def _quantize(
     if COLUMN_CODING.kind != "none" and COLUMN_CODING.kind != "same":
         GROUP_QUARTER: tl.constexpr = COLUMN_CODING.size // 4
         if COLUMN_CODING.kind != "group":
-            if COLUMN_CODING.num_partials > 0:
-                scale = scaling.scale_from_partial_amax(column_scale_ptr, COLUMN_CODING)
+            if COLUMN_CODING.has_amax:
+                scale = scaling.scale_from_amax(column_scale_ptr, COLUMN_CODING)
                 tl.store(column_scales_ptr, scale, mask=program == 0)
                 factor = scaling.reciprocal(scale)
             elif COLUMN_CODING.by_row:
@@ -243,9 +243,9 @@ def quantize(
     *,
     row_scale: Array | None = None,
     column_scale: Array | None = None,
-    partial_amax: Array | None = None,
+    amax: Array | None = None,
     round_up_bf16: bool = False,
-    words: Array | None = None,
+    seed: Array | None = None,
     place: Array | None = None,
     sums: bool = False,
     launch: QuantizeLaunch | None = None,
@@ -259,10 +259,10 @@ def quantize(
         columns: coding of x.T, (N, M), or None; "same" for the transposed codes of `rows`, of kind "tensor" or "block".
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) per row.
         column_scale: likewise of `columns`, (N, 1) per row of x.T.
-        partial_amax: fp32 (n,) largest finite magnitudes of parts of `x`. Each program reads all; n should be small.
-            Their maximum determines the missing scales of kind "tensor", which are then returned.
-        round_up_bf16: whether that maximum is rounded up to bf16.
-        words: two uint32 random words, new in every call, for stochastic rounding.
+        amax: largest finite magnitude of `x`, fp32 scalar. It determines the missing scales of kind "tensor", which are
+            then returned.
+        round_up_bf16: whether it is rounded up to bf16.
+        seed: two uint32 random words, new in every call, for stochastic rounding.
         place: for a part of a larger matrix, two uint32 words: the columns of that matrix, and the position of the
             part. The position is a quarter of the first row (a multiple of 4) times these columns, plus the first
             column.
@@ -282,10 +282,10 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             quantize_x = functools.partial(
-                quantize, x, words=words, place=place, launch=launch, compute_capability=compute_capability
+                quantize, x, seed=seed, place=place, launch=launch, compute_capability=compute_capability
             )
             first, _, column_sums = quantize_x(
-                rows, None, row_scale=row_scale, partial_amax=partial_amax, round_up_bf16=round_up_bf16, sums=sums
+                rows, None, row_scale=row_scale, amax=amax, round_up_bf16=round_up_bf16, sums=sums
             )
             return first, quantize_x(None, columns)[1], column_sums
         rows, columns = columns, "same"
@@ -299,8 +299,8 @@ def quantize(
         raise ValueError(f"the quantize kernel cannot run: {reason}")
     if is_same and (rows is None or rows.kind not in ("tensor", "block")):
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
-    if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
-        raise ValueError("stochastic rounding needs words")
+    if any(c is not None and c.stochastic for c in (rows, coding)) and seed is None:
+        raise ValueError("stochastic rounding needs a seed")
     launch = launch or _best_launch(rows, coding, is_same, dtype)
     shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
     placeholder = jnp.ones((1, 1), jnp.float32)
@@ -311,23 +311,19 @@ def quantize(
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
     has_computed_scale = [
-        partial_amax is not None and c is not None and c.kind == "tensor" and s is None and not (is_same and i)
+        amax is not None and c is not None and c.kind == "tensor" and s is None and not (is_same and i)
         for i, (c, s) in enumerate(zip((rows, coding), (row_scale, column_scale), strict=True))
     ]
     for i in (i for i, mask in enumerate(has_computed_scale) if mask):
-        assert partial_amax is not None
-        scales[i] = partial_amax
-        constants[i] = constants[i]._replace(
-            num_partials=partial_amax.size,
-            num_partials_pow2=triton.next_power_of_2(partial_amax.size),
-            round_up_bf16=round_up_bf16,
-        )
+        assert amax is not None
+        scales[i] = amax.reshape(1)
+        constants[i] = constants[i]._replace(has_amax=True, round_up_bf16=round_up_bf16)
     if is_same:
         constants[1] = constants[1]._replace(kind="same")
     constants[0] = constants[0]._replace(writes_codes=writes_rows)
     noise = jnp.zeros(4, jnp.uint32)
-    if words is not None:
-        noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
+    if seed is not None:
+        noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if place is None else place])
     tiles_m = -(-m // launch.block_m)
     shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
     if len(matrices) > 1 and COLUMN_ALIGNMENT % launch.block_n:

@@ -81,9 +81,8 @@ class CodingConstants(NamedTuple):
     writes_codes: bool = True
     scales_transposed: bool = False  # whether scales are stored transposed
     integer: bool = False
-    num_partials: int = 0  # partial maxima for the scale; 0 for a given scale
-    num_partials_pow2: int = 0  # next power of two
-    round_up_bf16: bool = False  # whether their maximum is rounded up to bf16
+    has_amax: bool = False  # whether the tensor's amax is given in place of the scale
+    round_up_bf16: bool = False  # whether that amax is rounded up to bf16
 
 
 NO_CODING = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
@@ -196,12 +195,9 @@ def scale_from_key(key: tl.tensor, CODING: tl.constexpr, dtype: tl.constexpr) ->
 
 
 @triton.jit
-def scale_from_partial_amax(partial_amax_ptr: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
-    """Return the fp32 scale of a tensor from the largest finite magnitudes of its parts."""
-    offsets = tl.arange(0, CODING.num_partials_pow2)
-    amax_bits = tl.max(
-        float_bits(tl.load(partial_amax_ptr + offsets, mask=offsets < CODING.num_partials, other=0.0)), 0
-    )
+def scale_from_amax(amax_ptr: tl.tensor, CODING: tl.constexpr) -> tl.tensor:
+    """Return the fp32 scale of a tensor from its largest finite magnitude."""
+    amax_bits = float_bits(tl.load(amax_ptr))
     if CODING.round_up_bf16:
         amax_bits = (amax_bits + 0xFFFF) & -0x10000
     amax = from_bits(amax_bits)

@@ -29,12 +29,14 @@ def load_codes(
     codes_ptr: tl.tensor, first: tl.tensor, offsets: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, PREFETCH: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
-    """Return the codes of a tile, or its values if exact. Ten bits: low bytes, and words with the high bits of eight.
+    """Return the codes of a tile, or its values if it reads arrays.
+
+    Codes of ten bits are low bytes, and words with the high bits of eight.
 
     `left` is the first of the columns `n`. An asynchronous copy needs at least four bytes. With PREFETCH, words are
     therefore those of sixteen codes, and each is read twice.
     """
-    if OPERATION.format == "int10" and not OPERATION.exact:
+    if OPERATION.format == "int10" and not OPERATION.reads_arrays:
         row = m.to(tl.int64)[:, None]
         low = scaling.load_raw(codes_ptr, row * (N // 4 * 5) + n[None, :], scaling.tile_mask(m, n, M, N), MASKED)
         CODES_PER_WORD: tl.constexpr = 16 if PREFETCH else 8
@@ -108,9 +110,9 @@ def result_coding(result: tuple[Array | None, Any] | None) -> tuple[scaling.Codi
 
 
 def matrix_shape(codes: Array, operation: Any) -> tuple[int, int]:
-    """Return the shape of the matrix with these codes, or of the matrix itself if exact."""
+    """Return the shape of the matrix with these codes, or of the matrix itself if it reads arrays."""
     m, n = codes.shape
-    return m, (n // 5 * 4 if operation.format == "int10" and not operation.exact else n)
+    return m, (n // 5 * 4 if operation.format == "int10" and not operation.reads_arrays else n)
 
 
 def unsupported_reason(shape: tuple[int, ...], dtype: Any, coding: Coding | None) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core.recipe import Comm, Linear, Optimizer, Recipe, Weights
-from fp8jax.ops.products.scaled_linear import ScalingState
+from fp8jax.ops.products.linear import ScalingState
 
 BLOCK = "int8:block32"
 THRESHOLD = Linear(BLOCK, BLOCK, BLOCK, scaling="threshold")

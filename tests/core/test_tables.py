@@ -1,5 +1,6 @@
 """Tables and sentences fit into the terminal, and lose nothing by it."""
 
+import itertools
 import re
 
 import pytest
@@ -73,6 +74,46 @@ def test_sentences(width):
     assert max(map(len, folded.splitlines())) <= width
     assert "".join(folded.split()) == "".join(text.split())
     assert width < 79 or words(folded) == words(text)
+
+
+def expand(text):
+    """The paths of a text in brace notation, as a shell expands it."""
+    pieces = []
+    for piece in re.split(r"(\{[^}]*\})", text):
+        names = []
+        for name in piece.strip("{}").split(",") if piece.startswith("{") else [piece]:
+            first, dots, last = name.partition("..")
+            names += [str(n) for n in range(int(first), int(last) + 1)] if dots else [name]
+        pieces.append(names)
+    return ["".join(names) for names in itertools.product(*pieces)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "folded"),
+    [
+        ([f"blocks/{i}/{name}" for i in range(24) for name in ("q", "k")], ["blocks/{0..23}/{q,k}"]),
+        ([f"h_{i}/fc{j}" for i in range(3) for j in (1, 2)], ["h_{0..2}/fc{1..2}"]),
+        (["a/0/w", "a/3/w", "a/4/w", "a/5/w"], ["a/{0,3..5}/w"]),
+        (["a/0/e/0", "a/0/e/1", "a/1/e/0"], None),  # no box: more than one name, and none too much
+        (["q", "k", "layer_01/w", "layer_02/w", "x1"], None),
+        (["up", "up", "down"], ["{up,down}"]),
+        (["11/w", "9/w", "10/w"], ["{9..11}/w"]),
+    ],
+)
+def test_folded_paths_stand_for_the_same_paths(paths, folded):
+    found = tables.fold_paths(paths)
+    assert sorted(path for text in found for path in expand(text)) == sorted(set(paths))
+    assert folded is None or found == folded
+
+
+def test_sections_have_common_columns_and_titles():
+    rows = [("a/b", "1", "why it is so, at length"), ("c", "22", "")]
+    text = tables.sectioned_table(("name", "n", "note"), [("First: of two", rows), ("Second", rows[:1])], 28)
+    assert max(map(len, text.splitlines())) <= 28
+    lines = text.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == ["name   n   note", "First: of two", "Second"]
+    (column,) = {line.index("why") for line in lines if "why" in line}
+    assert column == lines[0].index("note")
 
 
 def test_the_terminal_says_the_width(monkeypatch):

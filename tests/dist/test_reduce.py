@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.dist import Factors, all_reduce_gradients, init_factors, reduce_scatter_gradients
-from fp8jax.dist.auto_scale import next_factor
 from fp8jax.dist.chunks import buckets
-from fp8jax.dist.reduce import resolve
+from fp8jax.dist.reduce import next_factor, resolve
 from fp8jax.dist.shared_scales import sum_codes
 from fp8jax.ops.dispatch import choice
 from fp8jax.recipes import Comm

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import fp8jax
 from fp8jax.core.scaling import find_scaling
-from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence, sequence_collectives, wire_format
+from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence, sequence, sequence_collectives
 from fp8jax.dist.collectives import Collective, collectives
 from fp8jax.ops.autodiff.residuals import from_bytes
 from fp8jax.ops.products import operands
@@ -292,13 +292,13 @@ def test_planned_crossings_count_what_is_gathered_again_and_powers_of_two():
 
 def test_what_travels_of_each_setting():
     operand, total = (
-        functools.partial(wire_format.operand_wire_format, "f"),
-        functools.partial(wire_format.sum_wire_format, "f"),
+        functools.partial(sequence.operand_wire_format, "f"),
+        functools.partial(sequence.sum_wire_format, "f"),
     )
-    assert [operand(name, "x") for name in wire_format.PLAIN] == [
-        wire_format.WireFormat(None, name) for name in wire_format.PLAIN
+    assert [operand(name, "x") for name in sequence.PLAIN] == [
+        sequence.WireFormat(None, name) for name in sequence.PLAIN
     ]
-    assert operand("jetfire", "dy") == wire_format.WireFormat(None)  # rounded stochastically where it is multiplied
+    assert operand("jetfire", "dy") == sequence.WireFormat(None)  # rounded stochastically where it is multiplied
     assert operand("auto", "x").dtype is None
     delayed = dataclasses.replace(fp8jax.recipes.te_current().linear, x="e4m3", dy="e5m2", margin=1)
     assert [operand(delayed, side).spec.format for side in ("x", "dy")] == ["e4m3", "e5m2"]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, 
 # What takes longer than to try the code once: arms that differ in their recipe alone.
 FEWER = {
     "step": ["--arm", "coat", "--torch"],
-    "models": ["--models", "gpt350m", "--arm", "bf16", "coat"],
+    "models": ["--models", "gpt350m", "--torch", "--arm", "bf16", "coat"],
     "layer": ["--only", "te_current"],
     "release": ["--arm", "coat, released, offloaded, bf16+int8 masters", "bf16"],
 }
@@ -136,7 +136,7 @@ def test_a_checkpointed_model_computes_the_same_and_two_gpus_have_a_batch_each()
 
 def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp_path):
     from experiments.bench import rates
-    from fp8jax.ops.products.cost_model import Rates
+    from fp8jax.rewrite.cost_model import Rates
 
     monkeypatch.setenv("FP8JAX_DRY", "1")
     table = tmp_path / "rates.json"

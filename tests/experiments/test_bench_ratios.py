@@ -68,6 +68,8 @@ def test_adapters_are_compared_with_those_of_16_bits(monkeypatch):
         def __call__(self):
             return 1.0
 
+        def prepare(self): ...
+
         def stop(self): ...
 
         def needs(self):
@@ -125,11 +127,15 @@ def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
     assert found["coat", "temporaries"] == (4, 2)
     assert (found["bf16", "arrays"], found["coat", "arrays"]) == ((7, None), (9, None))
     assert all(math.isclose(found["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))
+    alone = models.rows("c", times, {"coat": 4.0}, {"coat": 9})  # bf16 did not run
+    assert [(r["value"], r["baseline"], r["ratio"]) for r in alone] == [
+        (value, None, None) for value in (2000, 5000, 4, 9)
+    ]
 
 
 def test_an_optimizer_is_compared_with_the_fastest_way_to_move_its_bytes(monkeypatch):
     pytest.importorskip("jax_triton")
-    from experiments.bench import optimizer
+    from experiments.bench import optimizer_arms as optimizer
 
     times = {"four warps": (3.0, None), "eight warps": (2.0, 2.5), "bytes only": (None, 2.5), "ours": (4.0, 5.0),
              "optax": (8.0, 4.0)}  # fmt: skip

@@ -32,7 +32,7 @@ def test_each_arm_and_seed_is_trained_with_its_own_flags_once(tmp_path, monkeypa
         (run / "metrics.jsonl").write_text('{"loss": 2.0, "valid_loss": 1.0}')
         return 0
 
-    monkeypatch.setattr(finetuning.train, "main", train)
+    monkeypatch.setattr(finetuning.cli, "main", train)
     arms = ["bf16", "LoRA on e4m3"]
     assert finetuning.losses(tmp_path, "tiny", folder, arms, until=0.0) == {}
     for _ in range(2):

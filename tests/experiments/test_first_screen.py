@@ -1,5 +1,7 @@
 """README's first table: the card with most figures, then the newest, and nothing without bf16 or without ours."""
 
+import re
+
 import pytest
 
 from experiments.results import first_screen
@@ -58,7 +60,8 @@ def test_all_lines_are_of_the_first_line_s_card_where_it_has_them():
     del both["h9"]
     shown, sources = lines(found)
     assert [cells(line)[-1] for line in shown] == ["7 ms", "4 ms"]
-    assert "H9, aaa" in sources and "H100, bbb" in sources
+    assert "H9, aaa" in sources
+    assert "H100, bbb" in sources
 
 
 def test_a_newer_card_that_measured_less_is_not_shown():
@@ -88,3 +91,19 @@ def test_a_line_of_another_case_or_metric_is_not_taken():
     for row in planted["rows"]:
         row["case"] = "GPT-2 350M"
     assert lines({"models": {"h100": planted}})[0] == []
+
+
+def test_the_picture_has_a_bar_for_each_implementation_with_its_figures():
+    measured = result("2026-11-02", "bbb", **{"bf16": 219.4, "torch bf16": 222.2, "coat": 170.0, "coat_fast": 161.2})
+    steps = list(measured["rows"])
+    measured["rows"] += [{**row, "metric": "temporaries", "value": 10 + i} for i, row in enumerate(steps)]
+    text = first_screen.picture(measured, "H9")
+    shown = re.findall(r">([^<>]+)</text>", text)
+    names = ["fp8jax coat_fast", "JAX bf16", "torch.compile bf16"]
+    assert sorted(set(shown) & {*names, "`coat`", "torchao float8 tensorwise"}) == sorted(names)
+    assert {"222", "219", "161", "11.0", "10.0", "13.0"} <= set(shown)
+    assert any("one H9" in word for word in shown)
+    assert first_screen.picture(measured, "H9") == text
+    measured["rows"] = steps  # without memory
+    with pytest.raises(ValueError, match="no bar for README's picture"):
+        first_screen.picture(measured, "H9")

@@ -13,7 +13,6 @@ import fp8jax
 from experiments import mesh
 from experiments.errors import UserError
 from experiments.models.llama import LlamaConfig
-from experiments.papers import release_clipping
 from experiments.train import cli, config, trained
 from experiments.train.optimizer import with_master
 from experiments.train.released import ReleasedOptimizer
@@ -142,26 +141,3 @@ def test_a_run_goes_on_and_its_export_has_the_masters(release, tmp_path, capsys)
     jax.tree.map(np.testing.assert_array_equal, high, found.params)
     assert any((np.asarray(a) != np.asarray(b, np.float32)).any() for a, b in zip(masters, held, strict=True))
     assert optax.tree.norm(found.masters) > 0
-
-
-def test_the_table_of_clippings():
-    """Of losses of text alone, from the plain step's with the same order."""
-    tenth = np.arange(80)
-    plain = [release_clipping.ClippedRun(np.full(80, x), np.where(tenth < 20, 1.0, 0.1), x) for x in (2.0, 4.0)]
-    other = [run._replace(losses=np.where(tenth == 40, 99.0, 1.1 * run.losses), valid=x * run.valid)
-             for run, x in zip(plain, (1.1, 1.3), strict=True)]  # fmt: skip
-    logs = {("text", release_clipping.PLAIN): plain, ("text", release_clipping.SHARES): other}
-    found = {row.pivot: row.value for row in release_clipping.rows(logs, clip=0.5)}
-    expected = {
-        "validation: % above": 20,
-        "± (validation)": 20 / 2**0.5,
-        "last tenth: % above": 10,
-        "steps clipped": 25,
-    }
-    for column, value in expected.items():
-        assert found[release_clipping.SHARES, column] == pytest.approx(value)
-    assert found[release_clipping.PLAIN, "validation loss"] == 3
-    assert found[release_clipping.PLAIN, "last tenth: % above"] == 0
-    batches = np.zeros((90, 2, 3), np.int32)
-    changed = release_clipping.noisy(batches, 0).any((1, 2))
-    assert list(np.flatnonzero(changed)) == [40, 80]

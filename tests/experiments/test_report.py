@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from experiments.errors import DiskError
 from experiments.files import write_json
 from experiments.train import report
 from experiments.train.result import Result
@@ -102,7 +103,7 @@ def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report.os, "replace", fail)
-    with pytest.raises(report.DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
+    with pytest.raises(DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
         write_json(path, {"a": 2})
     assert path.read_text() == '{\n "a": 1\n}\n'
 

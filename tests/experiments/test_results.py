@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.papers import recipe_parity
+from experiments.papers import parity
 from experiments.results import record, runner
 
 MAKE = """import json, pathlib, sys
@@ -213,13 +213,10 @@ def test_studies_are_those_that_pages_are_made_of():
     named = {job.name: job for job in runner.TRAINED}
     assert len(named) == len(runner.TRAINED)
     options = {name: dict(zip(job.command[1::2], job.command[2::2], strict=False)) for name, job in named.items()}
-    for study, name in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals")):
-        arms = {of["--arms"] for job, of in options.items() if of.get("--study", "recipes") == study
-                and named[job].command[0].endswith("recipe_parity")}  # fmt: skip
-        of = recipe_parity.STUDIES[study]
-        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.others}, name
-    small = {of["--arms"] for of in options.values() if "--arms" in of} - {"coat, fast accumulation"}
-    assert small <= set(recipe_parity.ARMS)
+    for study in ("recipes", "intervals"):
+        arms = {of["--arms"] for of in options.values() if of.get("--study") == study}
+        of = parity.STUDIES[study]
+        assert {"bf16", *of.recipes} <= arms <= {"bf16", *of.recipes, *of.others}, study
     assert {job.gpus for job in named.values() if "fp8_lm" in job.command} == {2}
 
 

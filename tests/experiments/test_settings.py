@@ -262,7 +262,7 @@ def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_
     assert chosen(*every) == {False}  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(form, "missing_triton", lambda kernel: None)
-    monkeypatch.setattr(form.missing_kernels, "missing_kernels_reason", lambda: None)
+    monkeypatch.setattr(form.choice, "keeps_nonlinear_unchanged", lambda: False)
     assert chosen("moss", "te_current", "fp8_lm", "coat", "fast") == {False}
     assert chosen("bf16", "deepseek", "int8_block", "te_delayed") == {"products"}
     assert chosen(*every, how="products") == {"products"}
@@ -270,7 +270,7 @@ def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_
     monkeypatch.setattr(form, "missing_triton", lambda kernel: "no jax-triton")
     assert chosen("moss", "te_current", "fp8_lm", "bf16") == {"products"}
     assert chosen("coat", "fast") == {False}
-    monkeypatch.setattr(form.missing_kernels, "missing_kernels_reason", lambda: "no jax-triton")
+    monkeypatch.setattr(form.choice, "keeps_nonlinear_unchanged", lambda: True)
     assert chosen("coat", "fast") == {"products"}  # contexts are as written
 
 

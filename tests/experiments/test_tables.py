@@ -15,20 +15,16 @@ from flax import nnx
 import fp8jax
 from experiments import flags
 from experiments.bench import arms as bench_arms
-from experiments.bench import cases
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.papers import (
     coat_activations,
-    coat_efficiency,
-    coat_expansion,
     coat_memory,
     coat_optimizer,
     coat_speed,
     common,
-    moss_speed,
 )
 from experiments.papers.common import Row
-from experiments.results import claims, lookup, quotes, record, report, runner
+from experiments.results import figures, jobs, record, report, runner
 
 ROOT = Path(__file__).parents[2]
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
@@ -184,7 +180,8 @@ ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "
 RESULT = {"bench": "x", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
 
 
-def test_a_results_file_becomes_a_page(tmp_path):
+def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef0")  # a file of a checkout with changes is left out
     results = tmp_path / "results"
     row = Row("big", "error", 2.0, "1", "small", 2.0, 7.5, 3.0, "Table 1", ("big", "column"))
     base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
@@ -210,7 +207,7 @@ def test_a_results_file_becomes_a_page(tmp_path):
     assert "![x](../h9/x.png)" in x
     front = (tmp_path / "RESULTS.md").read_text()
     assert "- [Mine](results/pages/mine.md): " in front
-    assert front.count("not measured yet") == len(claims.CLAIMS)
+    assert front.count("not measured yet") == len(figures.read("headlines.toml")["headline"])
 
 
 def test_rows_of_several_commits_and_cards_show_it(tmp_path):
@@ -236,7 +233,8 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
 
 
 def test_a_figure_stands_with_its_card_and_commit(monkeypatch):
-    monkeypatch.setattr(claims, "CLAIMS", [claims.Claim("What", "x", lookup.value("xla", "time", "ms"), "2 (paper)")])
+    headline = {"bench": "x", "label": "What", "ours": "{[value xla > time]:.1f} ms", "paper": "2 (paper)"}
+    monkeypatch.setattr(figures, "read", lambda name: {"headline": [headline]})
     cards = {"h100": RESULT, "h200": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def", "device": "e"}]}}
     line = next(line for line in report.front({"x": cards}, "pages").splitlines() if line.startswith("| What"))
     assert "| 1.5 ms (H100)<br>3.0 ms (H200) | 2 (paper) |" in line
@@ -281,10 +279,11 @@ def test_pages_and_figures_in_the_readme_are_what_the_files_give():
         assert (ROOT / name).read_text() == text, message
     pages = report.quoting(ROOT / "README.md")
     assert {"README.md", "docs/status.md", "docs/howto/optimizer.md"} <= set(pages)
+    pages[report.PICTURE] = (ROOT / report.PICTURE).read_text()
     assert report.with_figures(pages, ROOT / "results") == pages, message
 
 
-def test_claims_are_looked_up_in_the_rows_they_name():
+def test_figures_are_looked_up_in_the_rows_they_name():
     rows = [
         {**ROW, "case": case, "impl": impl, "metric": metric, "value": value, "baseline": base, "ratio": ratio}
         for case, impl, metric, value, base, ratio in (
@@ -295,15 +294,18 @@ def test_claims_are_looked_up_in_the_rows_they_name():
             ("geometric mean", "ours", "time", None, "bf16", 1.62),
         )
     ]
-    result = RESULT | {"rows": rows}
-    assert lookup.ratio("ours", "time", "bf16")(result) == "1.50 to 1.75 x"
-    assert lookup.ratio("ours", "time", case=lookup.MEANS)(result) == "1.62 x"
-    assert lookup.value("ours", "time", "ms", case="one")(result) == "2.0 ms"
-    assert lookup.ratio("ours", "rate")(result) is None
-    assert lookup.several(lookup.ratio("no", "time"), lookup.beside("them", lookup.ratio("theirs", "time")))(
-        result
-    ) == "them 0.88 x"  # fmt: skip
-    assert claims.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
+    for template, want in (
+        ("{[ratio ours > time > bf16]:.2f} x", "1.50 to 1.75 x"),
+        ("{[ratio ours > time > > geometric mean]:.2f} x", "1.62 x"),
+        ("{[value ours > time > > one]:.1f} ms", "2.0 ms"),
+        ("{[value ours or theirs > ti* > > two or three] / 2:.0f}", "2 to 4"),
+        ("{sum([value *s > time]) - 1:.0f}", "17"),
+        ("{[ratio ours > rate]:.2f} x", None),
+        ("{[ratio no > time]:.2f}; them {[ratio theirs > time]:.2f} x", "them 0.88 x"),
+        ("{[value ours > time > > geometric mean]:.2f}", "not finite"),
+    ):
+        assert figures.filled(template, {"rows": rows}) == want, template
+    assert figures.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
 
 
 def test_figures_that_were_counted_wrong_are_left_out_with_a_note(tmp_path):
@@ -349,16 +351,16 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
     assert {r["impl"] for r in h200 if "coat_fast" in r["impl"]} == {"former coat_fast"}
 
 
-def test_every_claim_about_a_file_that_is_there_names_rows_of_it():
-    """Those that wait for a run name files or arms that are new."""
+def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
     results = report.read(ROOT / "results")
-    found = {c.text: any(map(c.ours, results.get(c.bench, {}).values())) for c in claims.CLAIMS}
-    # RESULTS.md says of each that has not run yet at a commit that is known that it waits.
-    waiting = set[str]()
-    assert {text for text, ours in found.items() if not ours} == waiting
-    made = {job.name for jobs in (*runner.JOBS.values(), runner.DERIVED) for job in jobs}
-    quoted = {figure.bench for quote in quotes.QUOTES for figure in quote.figures}
-    assert {claim.bench for claim in claims.CLAIMS} | quoted <= made, "a figure that no command makes"
+    for headline in figures.read("headlines.toml")["headline"]:
+        of_cards = results[headline["bench"]].values()
+        for template in (headline["ours"], headline.get("peer")):
+            assert template is None or any(figures.filled(template, result) for result in of_cards), headline
+    made = {job.name for each in (*runner.JOBS.values(), runner.DERIVED) for job in each} | {*jobs.SETTLED}
+    assert {*results} - made <= {"finetuning_60m", "fp8_lm_precision_125m"}, "a file that no command makes"
+    assert made >= {headline["bench"] for headline in figures.read("headlines.toml")["headline"]}
+    assert made >= {match[1] for quote in figures.quotes() for match in figures.FIGURE.finditer(quote.text)}
 
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
@@ -370,90 +372,3 @@ def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", given)
         assert flags.recommend() == want
         assert flags.recommend() == os.environ["XLA_FLAGS"] == want
-
-
-def test_products_of_moss_are_times_of_measured_rates_beside_the_paper_s():
-    def row(impl, rate, case="2048x7168x4096"):
-        return {"case": case, "impl": impl, "metric": "rate", "value": rate, "baseline": None}
-
-    rows = moss_speed.products({"rows": [row("ours tensor", 1000.0), row("ours mx, codes folded first", 500.0)]})
-    assert [row.case for row in rows] == ["2048x7168x4096"] * 2
-    # 2 x 2048 x 7168 x 4096 operations at 1,000 tera-operations a second.
-    assert [row.value for row in rows] == [pytest.approx(0.12026, rel=1e-4), pytest.approx(0.24052, rel=1e-4)]
-    assert [row.ratio for row in rows] == [1, 2]
-    assert [(row.paper, row.paper_ratio) for row in rows] == [(0.26, 1), (0.25, pytest.approx(0.25 / 0.26))]
-
-
-def test_every_product_of_moss_s_table_is_timed():
-    assert set(cases.MOSS) == set(moss_speed.PAPER)
-    assert set(cases.MOSS) <= set(cases.GEMMS)
-    assert len(cases.GEMMS) == len(set(cases.GEMMS))
-
-
-def test_the_trade_of_speed_for_fidelity_takes_each_recipe_s_own_scaling():
-    step = {"rows": [{"case": f"{lookup.ONE}, 8 x 2048 tokens", "impl": impl, "metric": "tokens/s", "value": value,
-                      "baseline": None} for impl, value in (("moss", 2.0), ("coat", 1.0), ("bf16", 0.5))]}  # fmt: skip
-    snr = {"rows": [{"case": f"{name}, {when}, {scheme}", "value": value}
-                    for name, less in zip(moss_speed.ACTIVATIONS, (0, 1, 2), strict=True)
-                    for when, later in (("late", 0), ("early", 9))
-                    for scheme, value in (("per tensor", 30 - less - later),
-                                          ("two-level, row", 33 - less - later))]}  # fmt: skip
-    rows = moss_speed.landscape(step, snr)
-    points = {(row.case, row.metric): row.value for row in rows}
-    assert points == {("moss", "tokens/s"): 2, ("moss", "SNR"): 32, ("coat", "tokens/s"): 1, ("coat", "SNR"): 29}
-    assert len(moss_speed.draw(rows).axes[0].lines) == 2
-
-
-def test_coats_table_11_is_made_of_steps_of_several_gpus(tmp_path):
-    def result(*arms):
-        rows = [ROW | {"impl": arm, "metric": metric, "value": value, "device": "2 x NVIDIA H9"}
-                for arm, *values in arms
-                for metric, value in zip(("tokens/s", "memory", "batch"), values, strict=False)]  # fmt: skip
-        return RESULT | {"rows": rows, "command": "c", "date": "2026-01-01"}
-
-    step = result(("bf16, recomputed", 20_000.0, 79.0), ("coat", 36_000.0, 70.0, 10))
-    rows = {(row.case, row.metric): row for row in coat_efficiency.rows(2, step)}
-    whole = rows["FP8 optimizer and activations", "tokens/s"]
-    assert (whole.value, whole.ratio, whole.paper, whole.paper_ratio) == (18_000, 1.8, 11_351, 1.85)
-    assert rows["FP8 optimizer and activations", "batch"].value == 10
-    assert ("bf16", "batch") not in rows
-    assert ("FP8 optimizer", "tokens/s") not in rows
-    assert rows["FP8 optimizer and activations", "memory"].paper == 35.6
-    assert coat_efficiency.rows(4, step)[-1].paper == 11_257
-    (tmp_path / "h9x2").mkdir()
-    (tmp_path / "h9x2" / "step_7b_fit.json").write_text(json.dumps(step))
-    assert coat_efficiency.main(["--results", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "h9x2" / "coat_efficiency.json").read_text())
-    assert {row["device"] for row in content["rows"]} == {"2 x NVIDIA H9"}
-    # The paper's own ratios, of its tokens a second.
-    for measured in coat_efficiency.PAPER.values():
-        for one in measured:
-            assert one.tokens / measured[0].tokens == pytest.approx(one.speedup, abs=0.01)
-
-
-def test_steps_by_how_weights_are_scaled_stand_beside_the_papers():
-    times = {"moss, weights just in time": 200.0, "moss, weights delayed": 196.0, "moss": 190.0}
-    step = {"rows": [ROW | {"impl": name, "metric": "step", "value": value} for name, value in times.items()]}
-    rows = {(row.case, row.unit): row for row in moss_speed.scalings(step)}
-    assert rows["moss, automatic", "ms"].ratio == pytest.approx(200 / 190)
-    assert rows["moss, automatic", "ms"].paper_ratio == pytest.approx(68.5 / 63.1)  # the paper's 1.087
-    assert rows["moss, weights just in time", "%"].value == pytest.approx(100 * 10 / 200)
-    assert rows["moss, weights just in time", "%"].paper == pytest.approx(100 * 3.6 / 68.5)
-    assert moss_speed.scalings({"rows": []}) == []
-
-
-@pytest.mark.parametrize("b2", coat_expansion.DECAYS)
-def test_moments_of_the_table_of_expansion_are_adam_s(b2):
-    gradients = np.random.default_rng(0).standard_normal((140, 4, 128)).astype(np.float32)
-    tx = optax.scale_by_adam(coat_expansion.B1, b2, coat_expansion.EPS)
-    state, exact = tx.init(jnp.zeros((4, 128))), []
-    for g in gradients:
-        direction, state = jax.jit(tx.update)(jnp.asarray(g), state)
-        exact.append(direction)
-    found = list(coat_expansion.moments({"w": gradients}, b2))
-    assert len(found) == 2
-    for (m, v), direction in zip(found, exact[119::20], strict=True):
-        np.testing.assert_allclose(m / (np.sqrt(v) + coat_expansion.EPS), direction, rtol=1e-3, atol=1e-5)
-    errors = [coat_expansion.error({"w": gradients}, b2, expand) for expand in coat_expansion.ARMS.values()]
-    # Half a step of 3 bits at most in each moment; expansion leaves less.
-    assert max(errors[1:]) < errors[0] < 2.0**-4

@@ -21,7 +21,7 @@ from experiments.train.sections import Lora
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Linear, Weights
-from fp8jax.rewrite import cost_selection
+from fp8jax.rewrite import cost_model
 from tests.distance import order, relative
 from tests.rows import slow
 
@@ -282,6 +282,6 @@ def test_in_8_bits_it_is_as_far_from_fp32_as_on_one_device(name, where):
 @pytest.mark.slow
 def test_products_that_gain_gather_codes_alone(monkeypatch):
     """`auto` decides when shapes are seen, after weights are gathered: XLA leaves out the form that nothing reads."""
-    monkeypatch.setattr(cost_selection.cost_model, "estimate_gain", lambda *_, **__: 1.0)
+    monkeypatch.setattr(cost_model, "estimate_gain", lambda *_, **__: 1.0)
     sent = [totals(program(name, "fsdp")[0]) for name in ("auto", "coat")]
     assert sent[0] == sent[1]

@@ -12,7 +12,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import LlamaConfig
-from experiments.models.vlm import COLOURS, VLM, WORDS, ViTConfig, caption_loss, pairs
+from tests.experiments.vlm import COLOURS, VLM, WORDS, ViTConfig, caption_loss, pairs
 
 VISION = ViTConfig(image=16, patch=4, dim=32, layers=2, heads=2, mlp_dim=64)
 TEXT = LlamaConfig(vocab=len(WORDS), dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=64)

@@ -21,7 +21,7 @@ from fp8jax.core import scaling
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.autodiff.residuals import InputFacts
 from fp8jax.ops.nonlinear import activation
-from fp8jax.ops.products import cotangent, operands, product
+from fp8jax.ops.products import operands, product
 from fp8jax.ops.quantization import fused_outputs, quantize
 from pallas_kernels.nonlinear import norm_triton, requantize_triton
 from tests.kernels.triton_interpreter import prepare
@@ -243,14 +243,14 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         fused_outputs.on_cuda = lambda: True
         return run(f, args), want, seen
 
-    fused_outputs.quantize_fused, cotangent.quantize_and_sum = kernels, watched
+    fused_outputs.quantize_fused, product.quantize_and_sum = kernels, watched
     operands.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused_outputs.quantize_fused, fused_outputs.on_cuda = codes, on_cuda
         operands.quantize = plain
-        cotangent.quantize_and_sum = summed
+        product.quantize_and_sum = summed
         for name, make in by_rows.items():
             setattr(fused_outputs, name, make)
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])

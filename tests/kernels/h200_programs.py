@@ -13,8 +13,9 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import target
 from fp8jax.ops.matmul import hopper
-from fp8jax.ops.products.linear import linear
-from fp8jax.ops.products.scaled_linear import ScalingState, scaled_linear
+from fp8jax.ops.products.linear import ScalingState, linear, scaled_linear
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
+from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
 from pallas_kernels.matmul.matmul_mosaic import matmul
@@ -188,6 +189,69 @@ INT8 = [
     functools.partial(int8_rows, out=F32),
     int8_everything,
     functools.partial(int8_everything, 16384, 4096, 11008),
+]
+
+
+# Tokens, width, inner width and experts of a layer.
+TOKENS, WIDTH, INNER, EXPERTS = 131072, 2560, 1280, 64
+
+
+def grouped(dtype: Any = E4M3, n: int = 2 * INNER, out: Any = BF16, fast: bool = True) -> Program:
+    """A grouped product with scales of matrices, rows and columns."""
+
+    def program(a: Any, b: Any, sizes: Any, s: Any, r: Any, c: Any) -> jax.Array:
+        return grouped_matmul(a, b, sizes, scale=s, row_scale=r, column_scale=c, out_dtype=out, fast=fast)
+
+    operands = Shape((TOKENS, WIDTH), dtype), Shape((EXPERTS, n, WIDTH), dtype), Shape((EXPERTS,), jnp.int32)
+    return program, (*operands, Shape((EXPERTS,), F32), Shape((TOKENS,), F32), Shape((EXPERTS, n), F32))
+
+
+def grouped_dw(
+    dtype: Any = E4M3, m: int = WIDTH, n: int = 2 * INNER, fast: bool = True, is_k_major: bool = True
+) -> Program:
+    """The gradients of all experts' weights, with scales of matrices, rows and columns."""
+
+    def program(a: Any, b: Any, starts: Any, lengths: Any, s: Any, r: Any, c: Any) -> jax.Array:
+        settings: Any = {"scale": s, "row_scale": r, "column_scale": c, "fast": fast, "is_k_major": is_k_major}
+        return grouped_matmul_dw(a, b, starts, lengths, **settings)
+
+    tokens = TOKENS + 128 * EXPERTS
+    shapes = [(size, tokens) if is_k_major else (tokens, size) for size in (m, n)]
+    numbers, scales = Shape((EXPERTS,), jnp.int32), [Shape((EXPERTS, *x), F32) for x in ((), (m,), (n,))]
+    return program, (*(Shape(shape, dtype) for shape in shapes), numbers, numbers, *scales)
+
+
+def grouped_block(tokens: int = TOKENS, n: int = 2 * INNER, out: Any = BF16) -> Program:
+    def program(a: Any, b: Any, sa: Any, sb: Any, sizes: Any) -> jax.Array:
+        return grouped_block_matmul(a, b, sa, sb, sizes, out_dtype=out)
+
+    operands = Shape((tokens, WIDTH), E4M3), Shape((EXPERTS, n, WIDTH), E4M3)
+    scales = Shape((tokens, WIDTH // 128), F32), Shape((EXPERTS, -(-n // 128), WIDTH // 128), F32)
+    return program, (*operands, *scales, Shape((EXPERTS,), jnp.int32))
+
+
+# Tiles of 128, 160 and 192 columns; rows of a matrix that do not fill a tile.
+GROUPED = [
+    *(functools.partial(grouped, n=n) for n in (1024, 2560, 1536)),
+    functools.partial(grouped, out=F32),
+    functools.partial(grouped, I8, 1536),
+    functools.partial(grouped, BF16),
+    functools.partial(grouped, fast=False),
+    *(functools.partial(grouped_dw, n=n) for n in (1024, 2560, 1536)),
+    functools.partial(grouped_dw, m=1000),
+    functools.partial(grouped_dw, I8, n=1536),
+    functools.partial(grouped_dw, BF16, n=1536, is_k_major=False),
+    functools.partial(grouped_dw, fast=False),
+    *(functools.partial(grouped_block, tokens) for tokens in (TOKENS, 4096)),
+    functools.partial(grouped_block, out=F32),
+]
+# Those whose epilogue has all that the others' have, in tiles of most registers.
+GROUPED_LARGEST = [
+    functools.partial(grouped, n=1536),
+    functools.partial(grouped, fast=False),
+    functools.partial(grouped_dw, m=1000, n=1536),
+    functools.partial(grouped_dw, BF16, m=1000, n=1536, is_k_major=False),
+    grouped_block,
 ]
 
 

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.losses import logits as op
+from fp8jax.ops.losses import head as op
 
 # Tiles that are whole, and parts of them; a row of several tiles; twice the z-loss, smoothing, formats.
 CASES = [

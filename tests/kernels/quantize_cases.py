@@ -188,9 +188,9 @@ def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
     ):  # fmt: skip
         size = np.abs(np.where(np.isfinite(values), values, np.nan if integers else 0))
         size = np.where(size < np.finfo(np.float32).tiny, 0, size)
-        wants = size.max(), size.max(1), size.max(0)
-        for asked in ((True, True, True), (False, True, False), (True, False, True)):
-            of = dict(zip(("tensor", "rows", "columns"), asked, strict=True))
+        wants = size.max(1), size.max(0)
+        for asked in ((True, True), (True, False), (False, True)):
+            of = dict(zip(("rows", "columns"), asked, strict=True))
             got = amax_triton.compute_amax(
                 jnp.asarray(values), **of, integers=integers, launch=launch, tiles_per_strip=down
             )
@@ -210,7 +210,7 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     x[::32, ::32] = 4.0  # of every block the largest
     x[32, 0], x[64, 0], x[-1, -1] = np.nextafter(np.float32(4), np.float32(9)), 8.0, 1e-42
     run = functools.partial(fallback_triton.quantize, threshold=jnp.float32(4.0), side=side)
-    found = run(jnp.asarray(x), words=words)
+    found = run(jnp.asarray(x), seed=words)
     used = np.zeros((-(-shape[0] // side), -(-shape[1] // side)), bool)
     used[1, 0] = used[2, 0] = True  # above the threshold, and not at it
     falls = np.kron(used, np.ones((side, side), bool))[: shape[0], : shape[1]]
@@ -229,10 +229,10 @@ def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     drawn = np.asarray(found.stochastic)
     for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
         place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
-        part = run(jnp.asarray(x[top:, left:]), words=words, place=place)
+        part = run(jnp.asarray(x[top:, left:]), seed=words, place=place)
         wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.stochastic), drawn[top:, left:])
     wrong["noise of other words"] = sum(
-        int((np.asarray(run(jnp.asarray(x), words=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())
+        int((np.asarray(run(jnp.asarray(x), seed=jnp.array(other, jnp.uint32)).stochastic) == drawn).all())
         for other in ([1, 3], [2, 2])
     )
     return wrong
@@ -315,7 +315,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     values = np.asarray(dataclasses.replace(want, scale=finite).dequantize())
     row = jnp.zeros(shape).at[m // 2].set(1.0)
     _, dweight, *_ = norm_triton.backward(
-        Operation(scaled=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
+        Operation(has_scale=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
         row, jnp.float32,
     )  # fmt: skip
     assert dweight is not None
@@ -393,7 +393,7 @@ def wrong_where_computed(name: str) -> list[int]:
 
     fmt, found = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
-    operation = quantize_recomputed_triton.Operation(gated=False, exact=True, dtype=0)
+    operation = quantize_recomputed_triton.Operation(gated=False, reads_arrays=True, dtype=0)
     result = fused_outputs.FusedOutputs(
         operation, (quantize_recomputed_triton.RESULT,), quantize_recomputed_triton.Operands(jnp.asarray(x))
     )
@@ -409,27 +409,6 @@ def wrong_where_computed(name: str) -> list[int]:
             else:
                 found.append(_differ(codes, expected))
             found.append(int(float(q.scale[0, 0]) != max(scale, given_scales.TINY)))
-    return found
-
-
-def wrong_squares() -> dict[str, float]:
-    """By what is summed, how far its squares are from those in float64, relatively; 1 where NaN is lost."""
-    from pallas_kernels.optimizers import squares_triton
-
-    random = np.random.default_rng(7)
-    # More arrays than a launch takes, of pieces that are whole, of parts of them, and of single elements.
-    sizes = [1, 300, 512, (4, 256), (3, 513), *range(2, 40), 4096 + 7]
-    draw = lambda dtype: [jnp.asarray(random.standard_normal(n), dtype) for n in sizes]  # noqa: E731
-    trees = {name: draw(name) for name in ("float32", "bfloat16")}
-    trees["both, and none"] = [*trees["float32"][:3], jnp.zeros((0, 3)), *trees["bfloat16"], *trees["float32"][3:]]
-    found = {}
-    for name, arrays in trees.items():
-        total = float(squares_triton.sum_of_squares(arrays, piece=512, block=128, compute_capability=90))
-        want = sum(float(np.sum(np.square(np.asarray(x).astype(np.float64)))) for x in arrays)
-        found[name] = abs(total / want - 1)
-        bad = [x.at[(-1,) * x.ndim].set(jnp.nan) if i == len(arrays) - 1 else x for i, x in enumerate(arrays)]
-        seen = squares_triton.sum_of_squares(bad, piece=512, block=128, compute_capability=90)
-        found[f"{name}, NaN"] = float(not np.isnan(float(seen)))
     return found
 
 

@@ -220,7 +220,7 @@ def ten_bits() -> Programs:
     import jax.numpy as jnp
 
     import fp8jax
-    from fp8jax.ops.products.scaled_linear import ScalingState
+    from fp8jax.ops.products.linear import ScalingState
 
     recipe = fp8jax.recipes.int8_fallback()
 

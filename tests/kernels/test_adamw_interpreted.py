@@ -23,7 +23,7 @@ import pytest
 
 from fp8jax.core import masters, noise
 from fp8jax.ops.dispatch import partition
-from fp8jax.ops.optimizers import adamw_kernel
+from fp8jax.ops.optimizers import adamw
 from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, special, stored
 
@@ -101,7 +101,7 @@ def prepare() -> None:
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
     tools.arithmetic()
     call_triton.call, call_triton.check = call, lambda _: None
-    adamw_kernel._vmap_as_leading_axis = lambda local: local
+    adamw._vmap_as_leading_axis = lambda local: local
     jax.custom_batching.sequential_vmap, partition.on_one_device = (lambda function: function), lambda: True
 
 
@@ -216,7 +216,7 @@ def compare_shards() -> None:
     leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"), jnp.asarray(values))
     whole = adamw_cases.step(*leaf, ADAM, impl="triton", stochastic_nu=True)
     cut, groups = np.s_[1:, 2:4, 256:], np.s_[1:, 2:4, 2:]
-    storages = [adamw_kernel._kernel_storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
+    storages = [adamw._kernel_storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
     words = np.asarray(noise.step_seed(ADAM.count)).copy()
     words[0] += np.uint32((1 * 6 * 4 + 2 * 4 + 2) * 16 * noise.STRIDE % 2**32)
     moments = [
@@ -226,7 +226,7 @@ def compare_shards() -> None:
     scalars = adamw_triton.AdamWScalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
-        dead_elements=adamw_kernel.dead_element_params(),
+        dead_elements=adamw.dead_element_params(),
         in_place=True, nu_seed=words, salt=noise.param_seed(""), run=(2, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))

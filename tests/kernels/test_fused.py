@@ -92,7 +92,7 @@ def odd(*which: str) -> None:
 
     prepare()
     kept, x = Coding("group", size=16, scale_dtype=jnp.bfloat16), odd_values()
-    norm, silu, ones = Operation(scaled=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
+    norm, silu, ones = Operation(has_scale=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
     differ, by_row = {}, jnp.exp2(jnp.arange(20.0) % 7 - 5)
     plain = jax.random.normal(jax.random.key(1), x.shape)
     # All of one shape, for which everything is compiled once.
@@ -107,13 +107,18 @@ def odd(*which: str) -> None:
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         (first, second, _), *_ = fused_reference.encode_activation_residuals(silu, inner, 2 * inner, kept)
         operands, scale = quantize_recomputed_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
-        result_coding, exact = (scale, jnp.float8_e4m3fn), Operation(exact=True)
+        result_coding, exact = (scale, jnp.float8_e4m3fn), Operation(reads_arrays=True)
         # The largest values times a gradient overflow in XLA's order of factors.
         least = jnp.where(jnp.isfinite(rows), jnp.clip(rows, -1e30, 1e30), rows)
         itself = quantize_recomputed_triton.Operands(least, up=least[::-1], gradient=jnp.tanh(plain).astype(rows.dtype))
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
         both = quantize_recomputed_triton.Operands(gate, up=up)
-        to_mend = silu._replace(exact=True), (quantize_recomputed_triton.RESULT,), both, jnp.zeros(gate.shape, twice[1])
+        to_mend = (
+            silu._replace(reads_arrays=True),
+            (quantize_recomputed_triton.RESULT,),
+            both,
+            jnp.zeros(gate.shape, twice[1]),
+        )
         scales_of_rows = by_row[: len(rows)], 4 * by_row[: len(rows)]
         cotangents = (
             Operation(),
@@ -213,7 +218,7 @@ def odd_ten_bits() -> None:
     prepare()
     kept, x = Coding("group", jnp.int16, 32, scale_dtype=jnp.bfloat16), odd_values()
     silu = Operation(dtype=0, activated=True, format="int10", group=32)
-    norm = Operation(dtype=0, scaled=True, format="int10", group=32)
+    norm = Operation(dtype=0, has_scale=True, format="int10", group=32)
     ones, inverse, differ = jnp.ones(80), jnp.full(20, 0.7), {}
     for name, rows in (("odd", x), ("finite", x.at[:3].set(x[-3:]))):
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
@@ -280,7 +285,7 @@ def registers() -> None:
     from pallas_kernels.nonlinear.operations_triton import IDENTITY, Operation
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
     from pallas_kernels.nonlinear.requantize_triton import requantize_if
-    from pallas_kernels.nonlinear.sampled_amax_triton import peaks
+    from pallas_kernels.nonlinear.sampled_amax_triton import compute_amaxes
     from pallas_kernels.quantization.scaling_triton import Coding
 
     options, one, rows = {"compute_capability": 90}, jnp.float32(1), 16384
@@ -292,7 +297,7 @@ def registers() -> None:
     )  # fmt: skip
     codes, scales = (jax.ShapeDtypeStruct((rows, n), d) for n, d in ((11008, e4m3), (11008 // 16, jnp.bfloat16)))
     few, few_scales = (jax.ShapeDtypeStruct((rows, n), d) for n, d in ((4096, e4m3), (4096 // 16, jnp.bfloat16)))
-    silu, exact, norm = Operation(), Operation(exact=True), Operation(scaled=True)
+    silu, exact, norm = Operation(), Operation(reads_arrays=True), Operation(has_scale=True)
 
     def quantized(operation, kinds, dtype, names, rows, columns, again=None):
         def run(*arrays):
@@ -305,7 +310,7 @@ def registers() -> None:
         return run
 
     activation = ("first", "first_scale", "up", "up_scale", "gradient")
-    pair = lambda *arrays: peaks(  # noqa: E731
+    pair = lambda *arrays: compute_amaxes(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
     ahead = lambda *arrays: quantize_recomputed_triton.quantize_and_predict(  # noqa: E731
@@ -313,7 +318,7 @@ def registers() -> None:
     )
     back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
     added = lambda *arrays: norm_triton.backward(norm, *arrays[:5], jnp.bfloat16, arrays[5], **options)  # noqa: E731
-    centered = Operation(scaled=True, biased=True, centered=True)
+    centered = Operation(has_scale=True, has_bias=True, centered=True)
     wide_back = lambda *arrays: norm_triton.backward(centered, *arrays, jnp.bfloat16, **options)  # noqa: E731
     wider = [
         jax.ShapeDtypeStruct(shape, dtype)
@@ -326,7 +331,7 @@ def registers() -> None:
                              ((16384,), jnp.float32), ((rows, 16384), jnp.float32), ((rows, 16384), jnp.float32))
     ]  # fmt: skip
     kept_of = (codes, scales, codes, scales)
-    of_norm = ("first", "first_scale", "inverse", "weight")
+    of_norm = ("first", "first_scale", "rstd", "weight")
     programs = {
         "kept of silu": (lambda g, u: activation_triton.encode_activation_residuals(silu, g, u, kept, **options), wide,
             wide),
@@ -335,7 +340,7 @@ def registers() -> None:
             wide, wide),
         "mended": (lambda g, u, y: requantize_if(exact, (RESULT,), Operands(g, up=u), y, one, one > 0, **options),
                    wide, wide, codes),
-        "mended norm": (lambda x, i, w, y: requantize_if(norm._replace(exact=True), (NORM,), Operands(x, inverse=i,
+        "mended norm": (lambda x, i, w, y: requantize_if(norm._replace(reads_arrays=True), (NORM,), Operands(x, rstd=i,
                                                 weight=w), y, one, one > 0, **options), narrow, inverse, weight, few),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
@@ -344,7 +349,7 @@ def registers() -> None:
             quantized(silu, (GATE, UP), e5m2, activation, True, True, (one, e4m3)), *kept_of, wide),
         "silu again": (quantized(silu, (RESULT,), e4m3, activation[:4], False, True), *kept_of),
         "silu": (quantized(exact, (RESULT,), e4m3, ("first", "up"), True, False), wide, wide),
-        "norm": (quantized(norm._replace(exact=True), (NORM,), e4m3, ("first", *of_norm[2:]), True, False),
+        "norm": (quantized(norm._replace(reads_arrays=True), (NORM,), e4m3, ("first", *of_norm[2:]), True, False),
                  narrow, inverse, weight),
         "norm again": (quantized(norm, (NORM,), e4m3, of_norm, False, True), few, few_scales, inverse, weight),
         "rms norm": (lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, **options), narrow, weight),
@@ -391,7 +396,7 @@ def registers() -> None:
             wide, wide, wide, inverse),
         "exact norm, columns": (
             lambda x, s, i, w: quantize_recomputed_triton.quantize(
-                norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), (s,), e4m3, rows=False,
+                norm._replace(reads_arrays=True), (NORM,), Operands(x, rstd=i, weight=w), (s,), e4m3, rows=False,
                 columns=True, **options),
             narrow, inverse, inverse, weight),
         "itself, columns": (
@@ -401,7 +406,7 @@ def registers() -> None:
             narrow, inverse),
         "rms norm, backward, exact": (
             lambda x, i, w, dy, r: norm_triton.backward(
-                norm._replace(exact=True), x, None, i, w, dy, jnp.bfloat16, r, **options),
+                norm._replace(reads_arrays=True), x, None, i, w, dy, jnp.bfloat16, r, **options),
             narrow, inverse, weight, narrow, narrow),
         "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
         "rms norm, backward, residual": (added, few, few_scales, inverse, weight, narrow, narrow),

@@ -43,7 +43,7 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     scaled, biased, centered = given
     scale_dtype = jnp.float32 if wide else jnp.bfloat16
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
-    operation = Operation(scaled=scaled, biased=biased, centered=centered, dtype=index)
+    operation = Operation(has_scale=scaled, has_bias=biased, centered=centered, dtype=index)
     codes = jnp.asarray(normal(0, m, n) * 50, jnp.float8_e4m3fn)
     scales = jnp.asarray(np.exp(normal(1, m, n // 16)) / 50, scale_dtype)
     # Each row has a size of its own, and what is added is as large as the gradient itself.
@@ -56,13 +56,13 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
     run = lambda dy: norm_triton.backward(  # noqa: E731
         operation, codes, scales, inverse, weight, dy, dtype, others if residual else None, compute_capability=90
     )
-    *found, peak = run(dy)
-    assert float(peak) == np.abs(np.asarray(found[0]).astype(np.float32)).max()
+    *found, amax = run(dy)
+    assert float(amax) == np.abs(np.asarray(found[0]).astype(np.float32)).max()
     # Rows that are not finite have no say.
-    bad, *_, peak = run(dy.at[m - 1, 3].set(jnp.inf).at[0, 0].set(jnp.nan))
+    bad, *_, amax = run(dy.at[m - 1, 3].set(jnp.inf).at[0, 0].set(jnp.nan))
     magnitudes = np.abs(np.asarray(bad).astype(np.float32))
     assert not np.isfinite(magnitudes[[0, m - 1]]).any()
-    assert float(peak) == magnitudes[1:-1].max()
+    assert float(amax) == magnitudes[1:-1].max()
 
     wide_ = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
     normalized = wide_(codes) * np.repeat(wide_(scales), 16, 1) * wide_(inverse)[:, None]

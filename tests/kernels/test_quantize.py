@@ -44,21 +44,21 @@ def check(got, want, few=3e-4):
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tensor, three matrices": 64,
-    "tensor, sums": 64, "tensor, of maxima": 64, "weights, of maxima": 80, "maxima of parts": 128, "squares": 64,
+    "tensor, sums": 64, "tensor, of its amax": 64, "weights, of their amax": 80,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
-    "exponentials": 64, "cotangents": 128,
+    "exponentials": 64, "cotangents": 128, "groups of rows": 96,
 }  # fmt: skip
 
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
     from pallas_kernels.losses import logits_triton
-    from pallas_kernels.optimizers import squares_triton
     from pallas_kernels.quantization import (
         amax_triton,
         fallback_triton,
         fold_triton,
+        quantize_groups_triton,
         quantize_rows_triton,
         quantize_triton,
         transpose_triton,
@@ -77,22 +77,16 @@ def registers() -> None:
     programs = {
         "rows of 4096": lambda x: rows(x[:, :4096]),
         "rows of 11008": rows,
-        "maxima": lambda x: amax_triton.compute_amax(x, rows=True, columns=True, **options)[1:],
+        "maxima": lambda x: amax_triton.compute_amax(x, rows=True, columns=True, **options),
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
-        "tensor, of maxima": lambda x: both(x, coding("tensor", e5m2), partial_amax=jnp.ones(1024), round_up_bf16=True),
+        "tensor, of its amax": lambda x: both(x, coding("tensor", e5m2), amax=one, round_up_bf16=True),
         "tensor, three matrices": lambda x: both(
-            (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), partial_amax=jnp.ones(1024)
+            (x[:, :4096], x[:, 4096:6912], x[:, 6912:]), coding("tensor", e5m2), amax=one
         ),
-        "weights, of maxima": lambda x: both(
-            x.astype(jnp.float32), coding("tensor"), None, partial_amax=jnp.ones(1024)
-        ),
-        "maxima of parts": lambda x: amax_triton.compute_amax(
-            x, tensor=True, num_partials=amax_triton.MAX_PARTIALS, **options
-        )[0],
-        "squares": lambda x: squares_triton.sum_of_squares([x, x[0]], **options),
-        "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
+        "weights, of their amax": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, amax=one),
+        "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, seed=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
         "groups both ways": lambda x: both(x, group, group),
         "blocks": lambda x: both(x, coding("block", size=128)),
@@ -103,6 +97,17 @@ def registers() -> None:
         ),
         "codes shifted": lambda x: transpose_triton.transpose(
             x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
+        ),
+        "groups of rows": lambda x: quantize_groups_triton.quantize_groups(
+            x,
+            jnp.zeros((3, 1089), jnp.int32),
+            64,
+            index=jnp.zeros(131072, jnp.int32),
+            rows=coding("token"),
+            columns=coding("token", e5m2),
+            row_scale=jnp.ones(131072),
+            column_scale=jnp.ones(64),
+            **options,
         ),
         "exponentials": lambda x: logits_triton.max_and_sum_exp(x, **options),
         "cotangents": lambda x: logits_triton.quantize_cotangents(
@@ -116,7 +121,7 @@ def registers() -> None:
             **options,
         ),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
-        "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, words=words, **options),
+        "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, seed=words, **options),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
     print(json.dumps({name: h200.assembled(program, x) for name, program in programs.items()}))

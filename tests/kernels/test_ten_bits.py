@@ -35,9 +35,9 @@ def registers(arch: str = "sm_90a") -> None:
     bf16, e4m3, one = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32(1)
     options, itself = {"compute_capability": int(arch[3:5])}, (None, bf16)
     kept = Coding("group", jnp.int16, 128, scale_dtype=bf16)
-    norm = Operation(scaled=True, format="int10", group=128)
-    layer, gelu = norm._replace(centered=True, biased=True), norm._replace(scaled=False, gated=False, activation=2)
-    silu = norm._replace(scaled=False, activated=True)
+    norm = Operation(has_scale=True, format="int10", group=128)
+    layer, gelu = norm._replace(centered=True, has_bias=True), norm._replace(has_scale=False, gated=False, activation=2)
+    silu = norm._replace(has_scale=False, activated=True)
 
     def array(n, dtype=bf16):
         return jax.ShapeDtypeStruct((ROWS, n), dtype)
@@ -180,7 +180,7 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
     from pallas_kernels.quantization.scaling_triton import Coding
 
     kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
-    operation = Operation(scaled=True, centered=centered, biased=centered, format="int10", group=128)
+    operation = Operation(has_scale=True, centered=centered, has_bias=centered, format="int10", group=128)
     x, dy, others = (values(i, ROWS, channels) for i in range(3))
     weight, bias = (1 + 0.1 * values(3 + i, channels) for i in range(2))
 
@@ -201,9 +201,9 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
         run = jax.jit(lambda *a: on.backward(operation, *a[:3], weight, a[3], jnp.bfloat16, a[4]))
         return run(*want[:3], dy, others)
 
-    (dx, *sums, peak), (want_dx, *want_sums, _) = backward(fused_kernels), backward(fused_reference)
+    (dx, *sums, amax), (want_dx, *want_sums, _) = backward(fused_kernels), backward(fused_reference)
     alike(dx, want_dx)
-    assert float(peak) == np.abs(np.asarray(dx).astype(np.float32)).max()
+    assert float(amax) == np.abs(np.asarray(dx).astype(np.float32)).max()
     for a, b in zip(sums, want_sums, strict=True):
         assert (a is None) == (b is None)
         assert a is None or relative(a, b) < 1e-4

@@ -24,7 +24,7 @@ from pallas_kernels.dispatch import call_triton
 from pallas_kernels.matmul import matmul_int8_triton
 from pallas_kernels.nonlinear import operations_triton
 from pallas_kernels.quantization import encode_triton, quantize_triton
-from tests.kernels import int8_cases, logits_cases, ptx
+from tests.kernels import group_cases, int8_cases, logits_cases, ptx
 from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
@@ -253,11 +253,10 @@ def main() -> None:
     for name, differ in given:
         if any(differ):
             wrong[name] = differ
-    for name, error in cases.wrong_squares().items():
-        if not error < 1e-6:
-            wrong[f"squares {name}"] = [error]
     for case in logits_cases.CASES:
         wrong |= {f"logits {case}: {name}": [n] for name, n in logits_cases.wrong(case, "triton").items() if n}
+    for group_case in group_cases.CASES:
+        wrong |= {f"{group_case}: {name}": [n] for name, n in group_cases.wrong(group_case, "triton").items() if n}
     print(json.dumps(wrong))
 
 

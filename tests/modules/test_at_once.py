@@ -16,7 +16,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Block, LlamaConfig, products_saveable, rope_tables
-from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.quantization import fused_outputs
 from tests.rows import slow
 
@@ -46,7 +46,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(fused_outputs, "run", lambda call, *arrays: call(on, *arrays))
 
     def switch(use):
-        trace_cache.clear_cache()
+        choice.clear_trace_cache()
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: use)
         counted.clear()
         return counted

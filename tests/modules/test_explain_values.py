@@ -71,7 +71,7 @@ def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model, monkey
     assert (found["down"].residual, found["down"].token_spanning_spec) == ("e4m3:tensor, 1 B/element", "e4m3:tensor")
     assert {layer.path: layer.shape for layer in report.layers} == {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
     monkeypatch.setenv("COLUMNS", "400")
-    (row,) = [line for line in str(report).splitlines() if line.startswith("gate")]
+    (row,) = [line for line in report.details.splitlines() if line.startswith("gate")]
     cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
     want = ["(16,24)", *found["gate"].products.values(), "int10:group128, 1.281 B/element", "rule 'gate'"]
     assert [cell for cell in cells[1:] if cell in want] == want
@@ -113,7 +113,7 @@ def test_each_norm_and_activation_is_said_to_save_what_its_rule_says(model, monk
         report = fp8jax.explain(MODELS[model](), rules, X)
         entries = {entry.kind: (entry.path, entry.residual, entry.reason) for entry in report.context_entries}
         assert entries == {"RMSNorm": ("norm", saved, "rule 'norm'"), "silu(gate) * up": ("down", other, "rule 'down'")}
-        lines = str(report).splitlines()
+        lines = report.details.splitlines()
         assert sum(line.startswith("norm ") and saved + "  " in line for line in lines) == 1
         residuals = {layer.path: layer.residual for layer in report.layers}
         codes = "e4m3:tensor, 1 B/element"
@@ -148,6 +148,23 @@ def test_how_often_products_run_counts_loops():
     counts = {p.operands: (p.occurrences, p.executions) for p in report.program.traced if p.is_8bit}
     assert counts == dict.fromkeys(counts, (1, 3))
     assert len(counts) == 3
+
+
+def test_products_that_lose_their_8_bits_are_told_on_a_gpu(monkeypatch):
+    """On a CPU nothing is compiled unless a user asks for it."""
+    compilations = []
+
+    def inspect():
+        compilations.append(True)
+        lost = compiled.Product("dot", ("bf16", "bf16"), 1, 7, "e4m3 x e4m3")
+        return compiled.Program("gpu", (), (lost,))
+
+    report = Explanation((layer(),), inspect=inspect)
+    assert "WARNING" not in str(report)
+    assert not compilations
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "WARNING: 7 products of e4m3 x e4m3 run in bf16" in str(report)
+    assert str(report).count("WARNING") == len(compilations) == 1
 
 
 SWITCHBACK = fp8jax.recipes.switchback().linear
@@ -188,7 +205,7 @@ def test_a_layer_whose_weight_is_not_trained_multiplies_codes_and_has_no_wgrad(r
     assert found.residual == saved
     plain = found._replace(frozen=FrozenInfo(None, 16, 24, 2))
     assert plain.products["forward"] == f"{x} x bfloat16"
-    (row,) = [line for line in str(Explanation((found,))).splitlines() if line.startswith("a/b")]
+    (row,) = [line for line in Explanation((found,)).details.splitlines() if line.startswith("a/b")]
     assert " ".join(row.split()).endswith(f"int8:token {saved} why")
     unknown = found._replace(dtype=None, frozen=FrozenInfo(None, 16, 24, 2))
     assert unknown.residual == "as written"

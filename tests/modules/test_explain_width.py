@@ -1,7 +1,8 @@
-"""What `explain` prints fits into the terminal's columns, and says the same in few and in many."""
+"""What `explain` prints fits into the terminal: a summary on one screen, and details that lose nothing."""
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
@@ -46,12 +47,59 @@ REPORTS = {
 def test_it_fits_and_loses_nothing(name, monkeypatch):
     report = REPORTS[name]()
     monkeypatch.setenv("COLUMNS", "400")
-    whole = str(report)
+    whole = report.details
     assert max(map(len, whole.splitlines())) > 100
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
-        folded = str(report)
+        assert max(map(len, str(report).splitlines())) <= columns
+        folded = report.details
         assert max(map(len, folded.splitlines())) <= columns
         # What stands in the wide table stands in the narrow one, too: broken after "/", "," or "_", without "-".
         lost = [word for word in whole.split() if word != "-" and word not in folded]
         assert all(piece in folded for word in lost for piece in re.findall(r"[^/,_]*[/,_]|[^/,_]+", word))
+
+
+LAYERS = 24
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.mlp = nnx.RMSNorm(64, rngs=rngs), Mlp(rngs)
+        self.query, self.key = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        h = self.norm(x)
+        scores = jax.nn.softmax(self.query(h) @ self.key(h).T)
+        return self.mlp(scores @ x) + x
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_many_equal_blocks_are_one_screen(monkeypatch):
+    """Each row of the plan is in the summary, folded with its like; what a rule leaves out of two blocks is seen."""
+    monkeypatch.setenv("COLUMNS", "100")
+    left = fp8jax.Rule("blocks/(0|23)/query", None)
+    report = fp8jax.explain(nnx.eval_shape(lambda: Deep(nnx.Rngs(0))), [left, "coat"], X)
+    assert len(report.rows) > 200
+    assert len(str(report).splitlines()) <= 40
+    monkeypatch.setenv("COLUMNS", "300")
+    text = str(report)
+    for folded in (
+        "blocks/{1..22}/query",
+        "blocks/{0,23}/query",
+        "blocks/{0..23}/key",
+        "blocks/{0..23}/mlp/{gate_of_channels,projection_to_many_channels}",
+        "blocks/{0..23}/mlp/head",
+    ):
+        assert folded in text
+    # Products of data have no path, but a line.
+    assert re.search(rf"\({LAYERS} times\) +dot_general", text)
+    assert "rule 'blocks/(0|23)/query'" in text

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 
 import fp8jax
 from fp8jax.modules.linen import DotGeneral
-from fp8jax.ops.products import cotangent
+from fp8jax.ops.products import product
 from fp8jax.ops.products.linear import key_from_data
 from tests.modules import architectures
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo, train, within_noise
@@ -294,6 +294,6 @@ def test_a_model_not_written_here_trains_as_in_bf16_and_a_broken_recipe_does_not
     plain = train(*arm(None))
     assert plain[:, -1].max() < plain[:, 0].min() - 1
     assert within_noise(train(*arm(DEEPSEEK)), plain)
-    broken = architectures.starve_gradients(cotangent.quantize_and_sum)
-    monkeypatch.setattr(cotangent, "quantize_and_sum", broken)
+    broken = architectures.starve_gradients(product.quantize_and_sum)
+    monkeypatch.setattr(product, "quantize_and_sum", broken)
     assert not within_noise(train(*arm(TE)), plain)

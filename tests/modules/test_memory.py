@@ -15,9 +15,9 @@ from flax import nnx
 import fp8jax
 from experiments.models.flash import dot_product_attention
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
-from experiments.models.vlm import VLM, ViTConfig
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.recipes import Context
+from tests.experiments.vlm import VLM, ViTConfig
 from tests.programs import residuals
 from tests.rows import few, slow
 

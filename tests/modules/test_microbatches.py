@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.ops.products.scaled_linear import ScalingStats
+from fp8jax.ops.products.linear import ScalingStats
 
 PART = dataclasses.replace(fp8jax.recipes.te_delayed().linear, amax_history_length=3)
 # Of each microbatch how large its input, the weight and its gradient are; the largest stands in another place each

@@ -9,7 +9,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import recipes
-from fp8jax.modules import matrices
+from fp8jax.modules import calls
 
 X, W = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 16))
 ONE = jnp.ones(16)
@@ -97,7 +97,7 @@ def test_a_part_that_says_nothing_of_an_operation_is_refused():
     ],
 )
 def test_matrices_are_told_by_name_and_shape(name, shape, taken):
-    assert matrices.is_matrix(name, shape) == taken
+    assert calls.is_matrix(name, shape) == taken
 
 
 def test_what_is_no_model_is_told_what_takes_it():
@@ -109,7 +109,7 @@ def test_what_is_no_model_is_told_what_takes_it():
         (other["equinox"], "f takes, not Mlp, of Equinox; fp8jax.transform"),
         (other["haiku"], "f takes, not Mlp, of Haiku; fp8jax.transform"),
     ):
-        assert matrices.wrong_model_message("f takes", model).startswith(said)
+        assert calls.wrong_model_message("f takes", model).startswith(said)
 
 
 def test_a_module_of_the_other_flax_is_told_its_function():

@@ -14,7 +14,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Block, Llama, LlamaConfig, rope_tables
-from fp8jax.ops.products import cotangent
+from fp8jax.ops.products import product
 from tests.modules import architectures
 from tests.modules.architectures import MiniGPT, train, within_noise
 from tests.programs import dots, residuals
@@ -350,6 +350,6 @@ def test_a_model_not_written_here_trains_as_in_bf16_and_a_broken_recipe_does_not
     plain = train(*arm(None))
     assert plain[:, -1].max() < plain[:, 0].min() - 1
     assert within_noise(train(*arm(TE)), plain)
-    broken = architectures.starve_gradients(cotangent.quantize_and_sum)
-    monkeypatch.setattr(cotangent, "quantize_and_sum", broken)
+    broken = architectures.starve_gradients(product.quantize_and_sum)
+    monkeypatch.setattr(product, "quantize_and_sum", broken)
     assert not within_noise(train(*arm(TE)), plain)

@@ -290,26 +290,56 @@ def test_attention_of_einsums_trains_in_linen(own, recipe):
 
 
 @RECIPES
-def test_products_with_batch_axes_are_refused_with_what_to_do(recipe):
-    said = r" has batch axes.*: under (delayed|threshold) scaling .*Leave it out, \[fp8jax.Rule\(.*, None\), recipe"
-    experts, x = nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), jnp.ones((2, 8, WIDTH))
+def test_products_with_batch_axes_of_nnx_are_left_with_a_reason(recipe):
+    """Layers of experts stay in 16 bits; a layer beside them is quantized."""
+    experts = nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
     general = nnx.LinearGeneral(WIDTH, WIDTH, batch_axis={0: 2}, rngs=nnx.Rngs(0))
-    for model, path in ((nnx.Sequential(experts, general), "layers/0"), (general, "")):
-        with pytest.raises(ValueError, match=f"{path}{said}"):
-            fp8jax.nnx.quantize(model, recipe)(x)
-    late = fp8jax.nnx.quantize(nnx.Einsum("bd,df->bf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), recipe)
-    own = fp8jax.nnx.quantize(NnxEinsum("ebd,edf->ebf", (2, WIDTH, WIDTH), nnx.Rngs(0)), recipe)
-    for call in (lambda: late(x, "ebd,edf->ebf"), lambda: own(x)):
-        with pytest.raises(ValueError, match=said):
-            call()
+    own = NnxEinsum("ebd,edf->ebf", (2, WIDTH, WIDTH), nnx.Rngs(0))
+    model, x = nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), experts, general, own), X[:, :4]
+    quantized = fp8jax.nnx.quantize(model, recipe)
+    with pytest.warns(fp8jax.UnquantizedWarning, match="has batch axes or groups, .* scaling would need a state"):
+        y = quantized(x)
+    assert 0 < relative(y, model(x)) < 0.1
+    explained = fp8jax.explain(quantized, x)
+    assert [layer.path for layer in explained.quantized_layers] == ["layers/0"]
+    assert [layer.path for layer in explained.skipped_layers] == ["layers/1", "layers/2", "layers/3"]
+    fp8jax.nnx.advance_scaling(quantized)
+
+
+@RECIPES
+def test_batch_axes_of_linen_are_axes_of_the_states(recipe):
+    """Each expert has a state of its own. One of them has no tokens."""
 
     class Experts(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Einsum((2, WIDTH, WIDTH), "ebd,edf->ebf", name="experts")(x)
+            return nn.Einsum((2, WIDTH, WIDTH), "ebd,edf->ebf", use_bias=False, name="experts")(x)
 
-    with pytest.raises(ValueError, match=f"experts{said}"):
-        fp8jax.linen.quantize(Experts(), recipe).init(KEY, x)
+    plain, x = Experts(), X.at[1].set(0)
+    model = fp8jax.linen.quantize(plain, recipe)
+    variables = model.init(KEY, x)
+    name = "x" if recipe is DELAYED else "threshold_x"
+    assert variables["fp8jax_scaling"]["experts"][name].shape[0] == 2
+
+    def loss(params, statistics):
+        collections = variables | {"params": params, "fp8jax_statistics": statistics}
+        y, new = model.apply(collections, x, mutable=["fp8jax_scaling"])
+        return jnp.sum(jnp.sin(y)), (y, new["fp8jax_scaling"])
+
+    (grads, seen), (y, scaling) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(
+        variables["params"], variables.get("fp8jax_statistics", {})
+    )
+    state = fp8jax.linen.advance_scaling(scaling, seen, recipe)["experts"]
+    if recipe is DELAYED:
+        np.testing.assert_allclose(state["x"], [[9, 0, 0], [0, 0, 0]], rtol=1e-6)
+        kernel = np.abs(np.asarray(variables["params"]["experts"]["kernel"]))
+        np.testing.assert_allclose(state["w"][:, 0], kernel.max((1, 2)), rtol=1e-6)
+        np.testing.assert_array_equal(state["dy"][:, 0] > 0, [True, True])
+    else:
+        np.testing.assert_allclose(state["threshold_x"], [1.3, 1], rtol=1e-6)
+    want, vjp = jax.vjp(lambda p: plain.apply({"params": p}, x), variables["params"])
+    assert 0 < relative(y, want) < 0.1
+    assert 0 < relative(grads, vjp(jnp.cos(want))[0]) < 0.1
 
 
 MIXED = dataclasses.replace(DELAYED, w_scaling="automatic")

@@ -11,7 +11,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
-from fp8jax.ops.autodiff.gradient_facts import current
+from fp8jax.ops.autodiff.residuals import current
 from tests.programs import dots, residuals
 
 COAT, TE = fp8jax.recipes.coat(), fp8jax.recipes.te_current()

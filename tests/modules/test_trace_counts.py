@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.ops.products import product, scaled_linear
+from fp8jax.ops.products import linear
+from fp8jax.rewrite import operations
 from tests.distance import relative
 from tests.rows import slow
 
@@ -145,12 +146,10 @@ def test_bodies_of_nnx_run_once(scan):
 @pytest.mark.parametrize("recipe", [COAT, fp8jax.recipes.int8_fallback()], ids=["coat", "int8_fallback"])
 def test_runs_aside_make_no_codes_of_what_layers_read(monkeypatch, recipe):
     products = []
-    multiply = product.recipe_dot_from_source
-    for module in (product, scaled_linear):
+    multiply = linear.recipe_dot
+    for module in (linear, operations):
         monkeypatch.setattr(
-            module,
-            "recipe_dot_from_source",
-            lambda *args, **options: products.append(1) or multiply(*args, **options),
+            module, "recipe_dot", lambda *args, **options: products.append(1) or multiply(*args, **options)
         )
     model = fp8jax.nnx.quantize(NnxModel(nnx.Rngs(0), False), (fp8jax.Rule("out", None), fp8jax.Rule(".*", recipe)))
     graph, params, rest = nnx.split(model, nnx.Param, ...)

@@ -9,10 +9,10 @@ import pytest
 
 import fp8jax
 from fp8jax.core import derivatives
-from fp8jax.ops.autodiff import gradient_facts
-from fp8jax.ops.autodiff.gradient_facts import GradientFacts
-from fp8jax.ops.autodiff.residuals import NO_FACTS
-from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.autodiff import residuals
+from fp8jax.ops.autodiff.residuals import NO_FACTS, GradientFacts
+from fp8jax.ops.dispatch import choice
+from fp8jax.ops.products import product
 from fp8jax.ops.products.linear import linears
 from fp8jax.ops.products.operands import CodesResidual
 from fp8jax.ops.products.weights import freeze
@@ -228,7 +228,8 @@ def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypat
         return operand(self, side, cotangent_facts)
 
     monkeypatch.setattr(CodesResidual, "operand", predicting)
-    monkeypatch.setattr(gradient_facts, "current", lambda: known)
+    for module in (residuals, product):
+        monkeypatch.setattr(module, "current_gradient_facts", lambda: known)
 
     @jax.jit
     def program(x):
@@ -271,7 +272,7 @@ def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
     own, saved = program(), kept()
     without = []
     monkeypatch.setattr(derivatives, "second_order_guard", lambda *_: without.append(True))
-    trace_cache.clear_cache()
+    choice.clear_trace_cache()
     assert program() == own
     assert kept() == saved
     assert len(without) >= 8, "four operations, in both"

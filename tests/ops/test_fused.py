@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.dispatch import trace_cache
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.nonlinear import norm
 from fp8jax.ops.quantization import fused_outputs
 
@@ -34,7 +34,7 @@ def made(monkeypatch):
     )
 
     def switch(on):
-        trace_cache.clear_cache()  # what was traced before knows nothing of the switch
+        choice.clear_trace_cache()  # what was traced before knows nothing of the switch
         monkeypatch.setattr(fused_outputs, "on_cuda", lambda: on)
         found.clear()
         return found
@@ -114,13 +114,13 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
 
 
 @pytest.mark.parametrize(("case", "calls"), [
-    ("silu True faithful", {"quantize": 2, "peaks": 1}),
+    ("silu True faithful", {"quantize": 2, "compute_amaxes": 1}),
     # What the weight's gradient reads is made with the largest magnitudes of the cotangents, or with their codes.
     ("silu True lean", {"quantize": 2, "quantize_and_predict": 1}),
     # A sample is read first, of results and of cotangents. All is read again only under a flag: by
-    # `requantize_if` forward, by `peaks` backward.
-    ("silu True bound", {"peaks": 3, "requantize_if": 1, "quantize": 1}),
-    ("gelu False bound", {"peaks": 3, "requantize_if": 1, "quantize": 1}),
+    # `requantize_if` forward, by `compute_amaxes` backward.
+    ("silu True bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
+    ("gelu False bound", {"compute_amaxes": 3, "requantize_if": 1, "quantize": 1}),
     # Where layers take other codes, results and cotangents are written once.
     ("silu True ten bits", {"cotangents": 1}),
     ("gelu_tanh False ten bits", {"cotangents": 1}),
@@ -132,7 +132,7 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
     def run(call, *arrays):
         def watched(on, *arrays):
             names = (
-                "quantize", "peaks", "quantize_and_predict", "encode_activation_residuals", "requantize_if",
+                "quantize", "compute_amaxes", "quantize_and_predict", "encode_activation_residuals", "requantize_if",
                 "cotangents", "forward", "backward",
             )  # fmt: skip
             count = lambda name: lambda *a, **k: counted.update([name]) or getattr(on, name)(*a, **k)  # noqa: E731

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.autodiff import gradient_facts
+from fp8jax.ops.autodiff import residuals
 from fp8jax.ops.autodiff.residuals import ArrayFacts
 
 SAID = ArrayFacts(amax=jnp.float32(3))
 
 
 def test_a_gradient_is_known_once_and_only_itself():
-    known, x = gradient_facts.GradientFacts(), jnp.ones(3)
+    known, x = residuals.GradientFacts(), jnp.ones(3)
     known.attach(x, SAID)
     known.attach(None, SAID)  # of an input that has no gradient
     assert known.pop(x + 0) is None
@@ -27,7 +27,7 @@ def test_a_gradient_is_known_once_and_only_itself():
 
 @pytest.mark.usefixtures("young_heap")
 def test_an_array_that_took_the_place_of_another_one_is_not_known():
-    known, x = gradient_facts.GradientFacts(), jnp.ones(3)
+    known, x = residuals.GradientFacts(), jnp.ones(3)
     known.attach(x, SAID)
     (place, (_, trace, origin)), other = next(iter(known._facts.items())), jnp.ones(3)
     known._facts[id(other)] = weakref.ref(x), trace, origin
@@ -38,7 +38,7 @@ def test_an_array_that_took_the_place_of_another_one_is_not_known():
 
 
 def test_a_gradient_is_not_known_in_a_program_inside():
-    known = gradient_facts.GradientFacts()
+    known = residuals.GradientFacts()
 
     @jax.jit
     def program(x):
@@ -57,30 +57,30 @@ def test_a_gradient_is_not_known_in_a_program_inside():
 
 def test_runs_and_programs_have_facts_of_their_own():
     x = jnp.ones(3)
-    around = gradient_facts.current()
-    with gradient_facts.scope():
-        inner = gradient_facts.current()
-        with gradient_facts.scope():
-            assert gradient_facts.current() not in (inner, around)
-        assert gradient_facts.current() is inner
+    around = residuals.current_gradient_facts()
+    with residuals.gradient_facts_scope():
+        inner = residuals.current_gradient_facts()
+        with residuals.gradient_facts_scope():
+            assert residuals.current_gradient_facts() not in (inner, around)
+        assert residuals.current_gradient_facts() is inner
         inner.attach(x, SAID)
-    assert gradient_facts.current() is around
+    assert residuals.current_gradient_facts() is around
     assert around.pop(x) is None
     held = []
 
     def program(y):
-        own = gradient_facts.current()
-        assert own is gradient_facts.current()
+        own = residuals.current_gradient_facts()
+        assert own is residuals.current_gradient_facts()
         own.attach(y, SAID)
         held.append((y, own))
-        return jax.jit(lambda z: (held.append((z, gradient_facts.current())), own)[0] or z)(y)
+        return jax.jit(lambda z: (held.append((z, residuals.current_gradient_facts())), own)[0] or z)(y)
 
     for _ in range(3):
         jax.jit(lambda y: program(y))(x)
     facts = [own for _, own in held]
     assert len({id(own) for own in (around, *facts)}) == 7
-    assert gradient_facts.current() is not facts[-1]
-    assert gradient_facts.current().pop(held[0][0]) is None
+    assert residuals.current_gradient_facts() is not facts[-1]
+    assert residuals.current_gradient_facts().pop(held[0][0]) is None
     # Nothing of the first program is referenced by the thread.
     first = weakref.ref(facts[0])
     del facts
@@ -94,9 +94,9 @@ def test_a_program_around_another_one_has_its_facts_before_and_after():
 
     @jax.jit
     def program(x):
-        found.append(gradient_facts.current())
-        jax.jit(lambda y: found.append(gradient_facts.current()) or y)(x)
-        found.append(gradient_facts.current())
+        found.append(residuals.current_gradient_facts())
+        jax.jit(lambda y: found.append(residuals.current_gradient_facts()) or y)(x)
+        found.append(residuals.current_gradient_facts())
         return x
 
     program(jnp.ones(3))

@@ -11,7 +11,7 @@ from jax import P
 
 import fp8jax
 from fp8jax.ops.dispatch import choice
-from fp8jax.ops.losses import head, logits
+from fp8jax.ops.losses import head
 from tests.distance import relative
 
 CHANNELS, VOCABULARY = 16, 48
@@ -33,7 +33,7 @@ def from_facts(seen, z, _, facts, *args):
     root, weights = facts.lse[:, None], facts.weights[:, None]
     hit = facts.labels[:, None] == jnp.arange(z.shape[1])
     d = jnp.exp(z - root) * (1 + facts.two_z_loss * root) - facts.label_weight * hit - facts.other_weight
-    return logits.quantize_cotangents(z, jnp.where(weights == 0, 0.0, weights * d), None, *args)
+    return head.quantize_cotangents(z, jnp.where(weights == 0, 0.0, weights * d), None, *args)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one device", "a vocabulary that two cut"])

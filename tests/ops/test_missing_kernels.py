@@ -13,7 +13,7 @@ from flax import nnx
 from packaging.requirements import Requirement
 
 import fp8jax
-from fp8jax.ops.dispatch import choice, missing_kernels
+from fp8jax.ops.dispatch import choice
 from tests.programs import dots
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -65,21 +65,23 @@ def test_the_line_to_type_has_the_bounds_of_the_package():
         asked = [Requirement(text) for text in extras[extra]]
         asked = [r for r in asked if r.name != "jax" and (r.marker is None or r.marker.evaluate())]
         wanted = {(r.name, r.specifier) for r in asked}
-        assert {(r.name, r.specifier) for r in map(Requirement, missing_kernels.REQUIREMENTS)} == wanted
+        assert {(r.name, r.specifier) for r in map(Requirement, choice.REQUIREMENTS)} == wanted
 
 
 def test_the_reason_and_the_remedy(blocked):
-    assert missing_kernels.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
-    assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in missing_kernels.advice()
+    assert choice.missing_kernels_reason().startswith("jax-triton cannot be imported (ModuleNotFoundError")
+    assert 'Type: pip install "jax-triton>=0.3.1,<0.5"' in choice.missing_kernels_advice()
     with choice.target(kernels=False):  # asked for: contexts follow, and nobody is warned
-        assert missing_kernels.keeps_nonlinear_unchanged()
-        assert missing_kernels.advice() is None
+        assert choice.keeps_nonlinear_unchanged()
+        assert choice.missing_kernels_advice() is None
 
 
 def test_a_gpu_that_is_too_old_is_told_no_package():
     with choice.target(capability=70):
-        assert "because the GPU has compute capability 70, and Triton's kernels need 75" in missing_kernels.advice()
-        assert "pip" not in missing_kernels.advice()
+        assert (
+            "because the GPU has compute capability 70, and Triton's kernels need 75" in choice.missing_kernels_advice()
+        )
+        assert "pip" not in choice.missing_kernels_advice()
 
 
 def test_a_kernel_that_does_not_exist_raises():
@@ -92,9 +94,9 @@ def test_a_kernel_that_does_not_exist_raises():
 
 
 def test_elsewhere_nothing_is_missing():
-    assert missing_kernels.missing_kernels_reason() is None
-    assert missing_kernels.advice() is None
-    assert not missing_kernels.keeps_nonlinear_unchanged()
+    assert choice.missing_kernels_reason() is None
+    assert choice.missing_kernels_advice() is None
+    assert not choice.keeps_nonlinear_unchanged()
 
 
 def of_nnx(recipe):

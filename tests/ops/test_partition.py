@@ -18,11 +18,10 @@ from fp8jax.core import formats as core_formats
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.dispatch import partition, shard_notation
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch import partition
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
+from fp8jax.ops.matmul.hopper import sharded_matmul
 from fp8jax.ops.matmul.matmul import dot_in_16_bits
-from fp8jax.ops.matmul.sharded import sharded_matmul
 from fp8jax.ops.quantization import fallback, fused_reference
 from fp8jax.ops.quantization import quantize as ops
 from tests.rows import slow
@@ -161,8 +160,8 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = shard_notation.Notation(
-        *([shard_notation.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
+    notation_ = partition.ShardingRule(
+        *([partition.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sum_dim="k"
     )
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
     assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scatter_axes == {}
@@ -170,7 +169,7 @@ def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
 
 
 def test_what_a_notation_says_of_cuts():
-    of = lambda *sides: shard_notation.Notation(*([shard_notation.dimensions(t) for t in side] for side in sides))  # noqa: E731
+    of = lambda *sides: partition.ShardingRule(*([partition.dimensions(t) for t in side] for side in sides))  # noqa: E731
     two = of(("m n/4", "m n"), ("m n/6",))
     assert (two.unit("n"), two.unit("m")) == (12, 1)
     for shapes in (((8, 6), (9, 24)), ((9, 6), (8, 24))):
@@ -256,10 +255,9 @@ def stand_ins(monkeypatch):
     real = fused_kernels.quantize_recomputed_triton
     monkeypatch.setattr(fused_kernels, "quantize_recomputed_triton", Reference(Operands=real.Operands))
 
-    def maxima(x, *, tensor=False, rows=False, columns=False, num_partials=0, integers=False, compute_capability):
+    def maxima(x, *, rows=False, columns=False, integers=False, compute_capability):
         y = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32)
-        found = (jnp.max(y.reshape(4, -1), 1) if num_partials else jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
-        return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
+        return jnp.max(y, 1) if rows else None, jnp.max(y, 0) if columns else None
 
     def quantize(
         x,
@@ -268,15 +266,15 @@ def stand_ins(monkeypatch):
         *,
         row_scale,
         column_scale,
-        partial_amax,
+        amax,
         round_up_bf16,
-        words,
+        seed,
         place,
         sums,
         compute_capability,
     ):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
-        assert partial_amax is None or partial_amax.ndim == 1
+        assert amax is None or amax.shape == ()
         settle = scaling.find_scaling("two_stage" if round_up_bf16 else "current").reduce_amax
 
         def one(y, coding, scale):
@@ -284,14 +282,14 @@ def stand_ins(monkeypatch):
                 return None
             formats = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8}
             name = {jnp.dtype(f): n for n, f in formats.items()}[coding.dtype]
-            if words is not None:
+            if seed is not None:
                 i, j = (lax.broadcasted_iota(jnp.uint32, y.shape, axis) for axis in (0, 1))
-                number = (i // 4) * place[0] + j + place[1] + words[0]
+                number = (i // 4) * place[0] + j + place[1] + seed[0]
                 codes = (number % 251).astype(jnp.uint8).view(jnp.int8)
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
             if coding.kind == "tensor" and scale is None:
-                scale = scaling.to_scale(settle(jnp.max(partial_amax)), core_formats.get(name)).reshape(1, 1)
+                scale = scaling.to_scale(settle(amax), core_formats.get(name)).reshape(1, 1)
             q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
             return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
 
@@ -356,7 +354,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     mesh, x, up, dy = mesh_of(kind), *(draw(i, 1024, 64) for i in range(3))
     weight = draw(3, 64)
     spec = QuantSpec("e4m3", "group", 16)
-    norm = fused_outputs._describe(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
+    norm = fused_outputs._describe(x, spec, jnp.float32, True, {"centered": True, "has_scale": True, "has_bias": True})
     gated = fused_outputs._describe(
         x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False}
     )
@@ -364,13 +362,13 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     from pallas_kernels.nonlinear.quantize_recomputed_triton import GATE, NORM, RESULT, UP, Operands
 
     def everything(on, x, up, dy, weight):
-        codes, scales, inverse, mean, peak, made = on.forward(
+        codes, scales, inverse, mean, amax, made = on.forward(
             norm, x, weight, weight, 1e-6, coding, result=(jnp.float32(0.01), jnp.float8_e4m3fn)
         )
         back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
         parts, top, _ = on.encode_activation_residuals(gated, x, up, coding)
-        exact, plain = gated._replace(exact=True), Operands(x, up=up)
-        sample = on.peaks(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
+        exact, plain = gated._replace(reads_arrays=True), Operands(x, up=up)
+        sample = on.compute_amaxes(exact, (RESULT,), plain, every=scaling.SAMPLE_EVERY)
         (g, gs), (u, us) = parts[:2]
         kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
         ahead = on.quantize_and_predict(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
@@ -378,13 +376,13 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
         )
         mended = on.requantize_if(exact, (RESULT,), plain, made, jnp.float32(0.02), top > 0)
-        of_norm = Operands(x, inverse=inverse, mean=mean, weight=weight, bias=weight)
-        again = on.requantize_if(norm._replace(exact=True), (NORM,), of_norm, made, jnp.float32(0.02), peak > 0)
+        of_norm = Operands(x, rstd=inverse, mean=mean, weight=weight, bias=weight)
+        again = on.requantize_if(norm._replace(reads_arrays=True), (NORM,), of_norm, made, jnp.float32(0.02), amax > 0)
         exact_parts = (
             codes,
             scales,
             inverse,
-            peak,
+            amax,
             made,
             parts,
             top,
@@ -395,7 +393,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             again,
             back[0],
         )
-        asked = [on.peaks(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
+        asked = [on.compute_amaxes(gated, (GATE, UP), kept, compute_if=flag) for flag in (top > 0, top < 0)]
         return (*exact_parts, asked), [*back[1:], *totals]
 
     wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
@@ -439,7 +437,7 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
     from fp8jax.core.noise import round_stochastic
-    from fp8jax.ops.optimizers import adamw_kernel
+    from fp8jax.ops.optimizers import adamw
     from fp8jax.ops.optimizers.leaf import Adam, Leaf
     from pallas_kernels.optimizers import adamw_triton
 
@@ -449,29 +447,29 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         inner, stride = run or (codes.size, 1)
         n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
         number = n // inner * stride + n % inner
-        words = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
+        index = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
         change = grad / 1024
         if in_place:
             change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
             change = round_stochastic(change, seed)
-        return change, mu, (codes, lax.bitcast_convert_type(words, jnp.float32), exponent)
+        return change, mu, (codes, lax.bitcast_convert_type(index, jnp.float32), exponent)
 
     monkeypatch.setattr(adamw_triton, "adamw", stand_in)
     shape, size = (4, 8, 256), 32
     spec = QuantSpec("e4m3", "group", size, expand=True)
     dtype = jnp.bfloat16 if stochastic else jnp.float32
-    words = noise.step_seed(jnp.int32(3))
+    seed = noise.step_seed(jnp.int32(3))
     weight = draw(1, *shape).astype(dtype)
     leaf = Leaf(
         draw(0, *shape), weight, quantize_with_scale(draw(2, *shape), spec, None),
         quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None),
-        weight_seed=words if stochastic else None, salt=7,
+        weight_seed=seed if stochastic else None, salt=7,
     )  # fmt: skip
-    adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=words)
+    adam = Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1, seed=seed)
 
     def run(leaf):
-        new, _, mu, nu, _ = adamw_kernel.step_leaves(adam, [leaf])[0]
+        new, _, mu, nu, _ = adamw.step_leaves(adam, [leaf])[0]
         return new, mu.codes, lax.bitcast_convert_type(nu.scale, jnp.uint32)
 
     mesh = mesh_of(kind)
@@ -480,10 +478,10 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     for layout in layouts:
         placed = jax.tree.map(lambda x: place(mesh, x, *(layout if x.ndim == 3 else ())), leaf)  # noqa: B023
         new, codes, found = jax.jit(run)(placed)
-        same(found, np.asarray(words)[0] + numbers)
+        same(found, np.asarray(seed)[0] + numbers)
         same(codes, leaf.mu.codes)
         moved = weight.astype(jnp.float32) + leaf.grad / 1024
-        same(new, round_stochastic(moved, words) if stochastic else moved)
+        same(new, round_stochastic(moved, seed) if stochastic else moved)
 
 
 def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from flax import nnx
 import fp8jax
 from experiments.models.plain import PlainLlama
 from fp8jax.core import formats
-from fp8jax.ops.dispatch import choice, trace_cache
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.quantization import quantize
 from tests.kernels import h200
 
@@ -21,7 +21,7 @@ SEEN = []
 
 @pytest.fixture(autouse=True)
 def fresh():
-    trace_cache.clear_cache()
+    choice.clear_trace_cache()
     SEEN.clear()
 
 
@@ -38,7 +38,7 @@ def count(*functions, x=None):
     """How many traces calls of functions in one program take, and what they give."""
     SEEN.clear()
     x = jnp.arange(3.0) if x is None else x
-    found = jax.jit(lambda x: [trace_cache.call_traced_once(f, x) for f in functions])(x)
+    found = jax.jit(lambda x: [choice.call_traced_once(f, x) for f in functions])(x)
     return len(SEEN), found
 
 
@@ -70,7 +70,7 @@ def test_other_types_and_another_target_are_traced_anew():
     assert count(function, x=jnp.ones(4))[0] == 1
     with choice.target(capability=90):
         assert count(function)[0] == 1
-    trace_cache.clear_cache()
+    choice.clear_trace_cache()
     assert count(function)[0] == 1
 
 
@@ -78,9 +78,9 @@ def test_what_closes_over_arrays_is_never_another_array_s():
     def program(a, b):
         add = lambda y: lambda x: noted("a", x) + y  # noqa: E731
         return (
-            trace_cache.call_traced_once(add(a), b),
-            trace_cache.call_traced_once(add(b), b),
-            trace_cache.call_traced_once(functools.partial(lambda y, x: x - y, a), b),
+            choice.call_traced_once(add(a), b),
+            choice.call_traced_once(add(b), b),
+            choice.call_traced_once(functools.partial(lambda y, x: x - y, a), b),
         )
 
     a, b = jnp.ones(2), jnp.full(2, 5.0)
@@ -89,11 +89,11 @@ def test_what_closes_over_arrays_is_never_another_array_s():
 
 
 def test_outside_of_a_trace_a_function_sees_arrays():
-    assert trace_cache.call_traced_once(lambda x: float(x) + 1, jnp.float32(2)) == 3
+    assert choice.call_traced_once(lambda x: float(x) + 1, jnp.float32(2)) == 3
 
 
 def test_under_transformations():
-    call = lambda x: trace_cache.call_traced_once(functools.partial(noted, "a"), x).sum()  # noqa: E731
+    call = lambda x: choice.call_traced_once(functools.partial(noted, "a"), x).sum()  # noqa: E731
     np.testing.assert_array_equal(jax.grad(call)(jnp.ones(3)), 2)
     np.testing.assert_array_equal(jax.vmap(call)(jnp.ones((2, 3))), [6, 6])
     np.testing.assert_array_equal(jax.jvp(call, (jnp.ones(3),), (jnp.ones(3),))[1], 6)
@@ -126,7 +126,7 @@ def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
         monkeypatch.setattr(owner, name, lambda *x, plain=plain, name=name: SEEN.append(name) or plain(*x))
     tx, found = fp8jax.optimizer("coat", 1e-3, clip=1.0), []
     for layers in (2, 2, 4):
-        for cached in (trace_cache._call_jitted, adamw_triton._scalars_to_vector, formats.decode_fp8):
+        for cached in (choice._call_jitted, adamw_triton._scalars_to_vector, formats.decode_fp8):
             cached.clear_cache()
         SEEN.clear()
         model = nnx.eval_shape(lambda layers=layers: PlainLlama(64, 64, layers, 4, 2, 128, nnx.Rngs(0)))

@@ -202,7 +202,7 @@ def test_gradients_of_readers_that_are_mapped_or_not(mapped):
             assert relative(a, b) < 0.02
 
 
-def test_jax_sums_no_gradients_of_what_several_layers_read():
+def test_the_norm_adds_the_gradient_of_the_residual_stream():
     x, weights = draw(0, LENGTH, WIDTH), [0.1 * draw(i, WIDTH, WIDTH) for i in (1, 2, 3)]
 
     def f(x):
@@ -213,9 +213,9 @@ def test_jax_sums_no_gradients_of_what_several_layers_read():
         jaxpr = jax.make_jaxpr(jax.grad(f))(x).jaxpr
         return [e for e in jaxpr.eqns if e.primitive.name == "add_any" and e.outvars[0].aval.shape == x.shape]
 
+    assert len(sums(f)) == len(weights) - 1
+    weights = weights[:1]
     assert not sums(f)
-    layers = lambda x: sum(jnp.sum(fp8jax.linear(x, w, recipe=COAT).astype(jnp.float32)) for w in weights)  # noqa: E731
-    assert len(sums(layers)) == 2
 
 
 def test_weights_quantized_before_change_no_bit():

@@ -67,6 +67,11 @@ def test_nnx_optimizer_trains_as_flax_s_own(kind):
     chex.assert_trees_all_equal(nnx.state(theirs), nnx.state(ours))
 
 
+def test_nnx_optimizer_refuses_a_linen_module():
+    with pytest.raises(TypeError, match=r"takes an NNX module, not Dense, a module of Flax Linen: .*linen\.TrainState"):
+        fp8jax.nnx.Optimizer(nn.Dense(4), optax.sgd(0.1), wrt=nnx.Param)
+
+
 def test_nnx_optimizer_hands_arguments_on_to_the_step():
     tx = MADE["compressed_adamw"]()
     start, after = train(fp8jax.nnx.Optimizer, tx, steps=0), train(fp8jax.nnx.Optimizer, tx, apply_if=jnp.bool_(False))

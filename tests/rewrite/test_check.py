@@ -1,5 +1,7 @@
 """`Transformed.check`: each operation is compared with what it stands for."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,6 +39,28 @@ def test_operations_are_within_the_error_of_their_recipe(recipe):
     assert found.first_failure is None, found
     assert all(d.forward_error > 0 and d.gradient_error > 0 for d in found.deviations if d.entry.is_product)
     assert "every operation is within its recipe's error" in str(found)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_states_of_a_call_give_its_scales(reverse):
+    """A history of the first layer far below what it reads now saturates the codes; another layer's does not matter."""
+
+    def stack(p, x):
+        layer = lambda x, w: (jnp.tanh(x @ w.astype(x.dtype)), None)  # noqa: E731
+        return lax.scan(layer, x, p["w"], reverse=reverse)[0]
+
+    p = {"w": 0.2 * jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH))}
+    fast = fp8jax.transform(stack, "te_delayed")
+    states = fast.init(p, X)
+    assert fast.check(p, X, states=states).first_failure is None
+    first = int(reverse)
+    for layer, fails in ((first, True), (1 - first, False)):
+        state = states["w"].state
+        low = state._replace(x=state.x.at[layer].set(1e-3))
+        found = fast.check(p, X, states={"w": dataclasses.replace(states["w"], state=low)})
+        assert (found.first_failure is not None) == fails, found
+    with pytest.raises(ValueError, match="keeps a state, of which the given states have none"):
+        fast.check(p, X, states={"other": states["w"]})
 
 
 def test_the_first_that_is_further_off_is_named(monkeypatch):

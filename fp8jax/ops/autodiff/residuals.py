@@ -1,27 +1,90 @@
-"""Residuals of operations: codes as bytes, and results that are recomputed from them in the backward pass.
+"""Residuals of operations, and facts about arrays and their gradients.
 
 FP8 arrays may not enter a differentiated function, because a cotangent has the dtype of its primal. Codes are passed as
 bytes, which have no gradient. An operation computes its result and its residuals outside of the differentiated
 function, from values alone: one function makes both, and a fused kernel can replace it.
+
+An operation attaches facts to a gradient that it returns, for the operation before. A fact belongs to one array in one
+trace. An array that is computed from it, such as a sum, has no facts, and the operation that reads such an array
+measures it: one more pass over the array, and the same result.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from fp8jax.core import derivatives, encoding, formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.autodiff import gradient_facts
 from fp8jax.ops.dispatch.choice import match_varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding
+
+# How many traces a thread remembers: those of nested programs that it traces in turn.
+_MAX_TRACES = 4
+
+
+class GradientFacts:
+    """`fp8jax.ops.autodiff.residuals.ArrayFacts` of the gradients of one program, each of which is read once."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[Any, Any, Any]] = {}
+
+    def attach(self, x: Array | None, facts: Any) -> None:
+        """Attaches facts to a gradient; does nothing if `x` is no array."""
+        if isinstance(x, Array):
+            key = id(x)
+            remove = lambda _: self._facts.pop(key, None)  # noqa: E731
+            self._facts[key] = weakref.ref(x, remove), get_opaque_trace_state(), facts
+
+    def pop(self, x: Any) -> Any:
+        """Removes and returns the facts of a gradient; None if it has none in this trace, or is several arrays."""
+        reference, trace, facts = self._facts.pop(id(x), (lambda: None, None, None))
+        return facts if reference() is x and trace == get_opaque_trace_state() else None
+
+
+class _Thread(threading.local):
+    """The facts of operations that a thread calls outside of a run, by trace, the latest one last."""
+
+    def __init__(self) -> None:
+        self.by_trace: list[tuple[Any, GradientFacts]] = []
+
+
+_thread = _Thread()
+_run_facts: contextvars.ContextVar[GradientFacts | None] = contextvars.ContextVar("gradients", default=None)
+
+
+def current_gradient_facts() -> GradientFacts:
+    """The facts of the run that an operation is part of. Outside of a run, those of the trace that it is called in."""
+    if (run_facts := _run_facts.get()) is not None:
+        return run_facts
+    trace = get_opaque_trace_state()
+    facts = next((facts for each, facts in _thread.by_trace if each == trace), None) or GradientFacts()
+    others = [pair for pair in _thread.by_trace if pair[0] != trace]
+    _thread.by_trace = [*others[1 - _MAX_TRACES :], (trace, facts)]
+    return facts
+
+
+@contextlib.contextmanager
+def gradient_facts_scope() -> Iterator[None]:
+    """A context in which operations are those of one run."""
+    token = _run_facts.set(GradientFacts())
+    try:
+        yield
+    finally:
+        _run_facts.reset(token)
+
 
 T = TypeVar("T")
 
@@ -248,9 +311,9 @@ def with_saved_vjp(
     """
     y, *inputs = match_varying_axes(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.qualified_op_name(name)
-    token = derivatives.second_order_guard(name, *inputs)
-    config = _VjpConfig(operation, returns_input, gradient_facts.current(), name)
-    result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, token)
+    guard = derivatives.second_order_guard(name, *inputs)
+    config = _VjpConfig(operation, returns_input, current_gradient_facts(), name)
+    result: tuple[Array, Array | None] = _saved_vjp(config, tuple(inputs), residuals, y, guard)
     return result
 
 
@@ -259,29 +322,29 @@ class _VjpConfig(NamedTuple):
 
     operation: Recomputable
     returns_input: bool
-    gradient_facts: gradient_facts.GradientFacts
+    gradient_facts: GradientFacts
     name: str
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saved_vjp(
-    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
+    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, guard: Array
 ) -> tuple[Array, Array | None]:
-    return _forward(config, inputs, residuals, y, token)[0]
+    return _forward(config, inputs, residuals, y, guard)[0]
 
 
 def _forward(
-    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, token: Array
+    config: _VjpConfig, inputs: tuple[Array | None, ...], residuals: Any, y: Array, guard: Array
 ) -> tuple[Any, Any]:
     kinds = tuple(None if x is None else DtypeAndSharding.from_array(x) for x in inputs)
-    y, x = derivatives.differentiable_once(config.name, y, token), inputs[0]
+    y, x = derivatives.differentiable_once(config.name, y, guard), inputs[0]
     if config.returns_input and x is not None:
-        return (match_vmap_axes(y, x), match_vmap_axes(x, y)), (residuals, kinds, token)
-    return (y, None), (residuals, kinds, token)
+        return (match_vmap_axes(y, x), match_vmap_axes(x, y)), (residuals, kinds, guard)
+    return (y, None), (residuals, kinds, guard)
 
 
 def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
-    (operation_residuals, kinds, token), (dy, passthrough_cotangent) = residuals, cotangents
+    (operation_residuals, kinds, guard), (dy, passthrough_cotangent) = residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
     values = lax.stop_gradient((dy, passthrough_cotangent))
     predicted = (config.gradient_facts.pop(dy) or NO_FACTS).predicted
@@ -291,7 +354,7 @@ def _backward(config: _VjpConfig, residuals: Any, cotangents: Any) -> tuple[Any,
         for ct, kind in zip(cotangents_in, kinds, strict=True)
     )
     input_cotangents = derivatives.differentiable_once(
-        config.name, input_cotangents, (dy, passthrough_cotangent, token)
+        config.name, input_cotangents, (dy, passthrough_cotangent, guard)
     )
     for ct, ct_facts in zip(input_cotangents, facts, strict=False):
         config.gradient_facts.attach(ct, ct_facts)

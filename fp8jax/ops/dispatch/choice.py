@@ -1,4 +1,17 @@
-"""Choice between a kernel and XLA: compilation target, recorded choices, and calls by platform."""
+"""Choice between a kernel and XLA: compilation target, recorded choices, calls by platform, and missing kernels.
+
+A model calls the same operations in each block. JAX's cache compares functions by identity, so equal closures and
+partial functions would be traced again for each block. `call_traced_once` compares them by content.
+
+Without Triton kernels XLA quantizes. Two parts of a recipe are then slower than 16 bits:
+
+- 8-bit contexts (`Recipe.context`) cost a pass to quantize and one to decode. Norms and activations of models therefore
+  stay as written, and layers quantize their inputs (`keeps_nonlinear_unchanged`). `fp8jax.rms_norm`, `glu` and the like
+  follow the recipe.
+- 8-bit optimizer states (`Recipe.optimizer`) stay in 8 bits, because they save memory.
+
+The rest is equally fast: products with scales per tensor use cuBLASLt.
+"""
 
 import concurrent.futures
 import contextlib
@@ -7,14 +20,81 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Collection, Iterable, Iterator
+import sys
+import types
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array, lax
 
-from fp8jax.ops.dispatch import trace_cache
+
+class _FunctionByContent:
+    """A function that is hashed and compared by its content."""
+
+    def __init__(self, function: Callable[..., Any], content: Hashable) -> None:
+        self.function, self._content = function, content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _FunctionByContent) and self._content == other._content
+
+
+def call_traced_once(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, with the trace of an earlier call of an equal function on arrays of equal types.
+
+    Functions are equal if their code, closures, bound arguments and defaults are. The trace is also lowered once; XLA
+    inlines the calls. Functions that close over arrays or unhashable objects are traced each time. Outside of a trace
+    the function is called directly.
+
+    Args:
+        function: function of arrays. JAX's cache accounts for its context, such as a mesh and
+            `fp8jax.ops.dispatch.choice.target`.
+        args: trees of arrays.
+    """
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        return function(*args)
+    try:
+        content = _content(function)
+        hash(content)
+    except TypeError:
+        return function(*args)
+    return _call_jitted(_FunctionByContent(function, content), *args)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call_jitted(key: _FunctionByContent, *args: Any) -> Any:
+    return key.function(*args)
+
+
+def clear_trace_cache() -> None:
+    """Clear all traces, for tests that replace what a function calls."""
+    _call_jitted.clear_cache()  # type: ignore[attr-defined]
+
+
+_HASHABLE_TYPES = {bool, int, float, str, type(None), type}
+
+
+def _content(x: Any) -> Hashable:
+    """Return a hashable key of a function or a value in its closure, or raise TypeError if there is none."""
+    if type(x) in _HASHABLE_TYPES:
+        return type(x), x
+    if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):
+        raise TypeError("an array has no content that is known")
+    if isinstance(x, functools.partial):
+        return "partial", _content(x.func), _content(x.args), _content(tuple(sorted(x.keywords.items())))
+    if isinstance(x, types.FunctionType) and (x.__closure__ or x.__defaults__ or x.__kwdefaults__):
+        closure = tuple(cell.cell_contents for cell in x.__closure__ or ())
+        defaults = x.__defaults__ or (), tuple(sorted((x.__kwdefaults__ or {}).items()))
+        return x.__code__, _content(closure), _content(defaults)
+    if type(x) is tuple:
+        return tuple(_content(item) for item in x)
+    return type(x), x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +316,7 @@ def by_platform(
     Both are traced once for equal calls, such as those of a model's blocks. With `hide_explicit_axes` the reference
     sees no Explicit axes.
     """
-    return trace_cache.call_traced_once(functools.partial(_by_platform, cuda, default, hide_explicit_axes), *args)
+    return call_traced_once(functools.partial(_by_platform, cuda, default, hide_explicit_axes), *args)
 
 
 def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], hide_explicit_axes: bool, *args: Any) -> Any:
@@ -325,3 +405,49 @@ def _broken_triton(capability: int) -> str | None:
         return None
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax-triton", "triton", "jax"))
     return f"{versions} do not work together ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+
+
+# The bounds of pyproject.toml, which explains why Python 3.11 needs another Triton.
+REQUIREMENTS = ("jax-triton>=0.3.1,<0.5", *(["triton>=3.6,<3.7"] if sys.version_info < (3, 12) else []))
+_LIBRARY_PACKAGES = ("fp8jax", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools")
+
+
+class MissingKernelsWarning(UserWarning):
+    """Warns that no Triton kernel of fp8jax runs on this GPU, so XLA is used, which is slower."""
+
+
+def missing_kernels_reason() -> str | None:
+    """Return why Triton kernels cannot run in programs traced here, or None if they can or the device needs none.
+
+    Raises:
+        ValueError: the environment variable FP8JAX_KERNEL_CALLS has an unknown value.
+    """
+    return missing_triton("dispatch.call_triton", fp8=False) if on_cuda() else None
+
+
+def keeps_nonlinear_unchanged() -> bool:
+    """Return whether norms and activations of models stay as written, under any context."""
+    return missing_kernels_reason() is not None
+
+
+def missing_kernels_advice() -> str | None:
+    """Return why no kernels run here and the command to install them, or None if they run or are disabled."""
+    if not current_target().kernels or (reason := missing_kernels_reason()) is None:
+        return None
+    packages = " ".join(f'"{requirement}"' for requirement in REQUIREMENTS)
+    # Packages do not help if the GPU is too old.
+    remedy = f". Type: pip install {packages}" if capability() >= TRITON_CAPABILITY else ""
+    return (
+        f"no Triton kernel of fp8jax runs on this GPU, because {reason}. Steps may take longer than in bf16: XLA makes "
+        f"all codes, norms and activations stay as the model has them, and 8-bit optimizer states cost time{remedy}"
+    )
+
+
+def warn_if_kernels_missing() -> None:
+    """Warn, at the caller's line outside of libraries, if no kernel runs on an NVIDIA GPU."""
+    if (message := missing_kernels_advice()) is None or capability() == 0:
+        return
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARY_PACKAGES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, MissingKernelsWarning, stacklevel=level)

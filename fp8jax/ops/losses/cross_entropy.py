@@ -17,26 +17,23 @@ from jax.experimental import checkify
 from fp8jax.core import derivatives, scaling
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.dispatch.choice import cast_varying_like
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import UNSHARDED, DimSharding
+from fp8jax.ops.dispatch.partition import UNSHARDED, DimSharding, run_partitioned
 from fp8jax.ops.dispatch.sharding import explicit_mesh, reshard, spec_of
 from fp8jax.ops.losses.head import (
     CODES_DIMS,
     HeadCodes,
+    LogitCotangentFacts,
+    Logits,
     bound_excess,
     compute_logits,
+    cotangent_bound,
     has_codes,
+    label_logits,
     make_head,
+    max_and_sum_exp,
     max_logit_cotangent,
     quantize_head,
     weight_shape,
-)
-from fp8jax.ops.losses.logits import (
-    LogitCotangentFacts,
-    Logits,
-    cotangent_bound,
-    label_logits,
-    max_and_sum_exp,
     zero_nonfinite,
 )
 from fp8jax.ops.products.linear import require_stateless
@@ -239,7 +236,7 @@ def linear_cross_entropy(
             "on a mesh with Explicit axes the head takes a recipe whose operands have one FP8 scale each, such as "
             "'te_current', or none: give recipe=None, or Auto axes"
         )
-    loss = _LossConfig(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, linear_recipe)
+    config = _LossConfig(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, linear_recipe)
     is_counted = jnp.ones(labels.shape, bool) if where is None else where
     if ignore_label is not None:
         is_counted = is_counted & ~is_ignored(labels, ignore_label)
@@ -247,7 +244,7 @@ def linear_cross_entropy(
         x = jnp.where(is_counted[..., None], x, 0)  # NaN times weight 0 would be NaN in dw
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
-    vocabulary = w.shape[loss.vocabulary_axis]
+    vocabulary = w.shape[config.vocabulary_axis]
     check_labels(labels, is_counted, vocabulary)
     labels = to_int32_labels(labels, vocabulary)
     x, w, bias = cast_varying_like((x, w, bias), x, w, bias, labels, is_counted)
@@ -256,13 +253,13 @@ def linear_cross_entropy(
         derivatives.qualified_op_name(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias
     )
     if reduction == "none":
-        return _per_token(loss, x, w, bias, key, labels, is_counted, guard)
+        return _per_token(config, x, w, bias, key, labels, is_counted, guard)
     weights = is_counted.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
         # Gradients of a mean would underflow in fp16. Divide the sum, whose gradients are scaled in fp32.
-        return _sum(loss, x, w, bias, key, labels, weights, guard) / total
-    return _sum(loss, x, w, bias, key, labels, weights / total, guard)
+        return _sum(config, x, w, bias, key, labels, weights, guard) / total
+    return _sum(config, x, w, bias, key, labels, weights / total, guard)
 
 
 class _Softmax(NamedTuple):
@@ -280,10 +277,10 @@ class _Softmax(NamedTuple):
     has_matmul_output: bool
 
 
-def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
+def _values(config: _LossConfig, sharding: DimSharding, logits: Logits, labels: Array) -> tuple[Array, _Softmax]:
     """Return the loss of each token (...), from logits (..., shard of the vocabulary)."""
-    if loss.softcap is not None:
-        logits = Logits(loss.softcap * jnp.tanh(logits.values / loss.softcap))
+    if config.softcap is not None:
+        logits = Logits(config.softcap * jnp.tanh(logits.values / config.softcap))
     z, (local_max_logit, total) = logits.values, max_and_sum_exp(logits)
     max_logit = zero_nonfinite(sharding.pmax(local_max_logit, "v"))
     lse = max_logit + jnp.log(
@@ -297,12 +294,12 @@ def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Ar
         if logits.matmul_output is None
         else label_logits(logits.matmul_output, local_labels)
     )
-    label_term = (1 - loss.label_smoothing) * local_label_logit
-    if loss.label_smoothing:
-        label_term = label_term + loss.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
+    label_term = (1 - config.label_smoothing) * local_label_logit
+    if config.label_smoothing:
+        label_term = label_term + config.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
     value = lse - sharding.psum(label_term, "v")
-    if loss.z_loss:
-        value = value + loss.z_loss * lse**2
+    if config.z_loss:
+        value = value + config.z_loss * lse**2
     is_valid_label = (labels >= 0) & (labels < vocabulary)
     label_logit = sharding.psum(local_label_logit, "v")
     return jnp.where(is_valid_label, value, jnp.nan), _Softmax(
@@ -310,17 +307,17 @@ def _values(loss: _LossConfig, sharding: DimSharding, logits: Logits, labels: Ar
     )
 
 
-def _logit_cotangents(loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array) -> Array:
+def _logit_cotangents(config: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array) -> Array:
     """Return the gradient of sum(weights * losses) with respect to the logits; 0 for tokens of weight 0."""
     z, is_label, lse, *_ = softmax
     d = jnp.exp(z - lse[..., None])
-    if loss.z_loss:
-        d = d * (1 + 2 * loss.z_loss * lse)[..., None]
-    d = d - jnp.where(is_label, 1 - loss.label_smoothing, 0.0)
-    if loss.label_smoothing:
-        d = d - loss.label_smoothing / (z.shape[-1] * sharding.num_shards("v"))
-    if loss.softcap is not None:
-        d = d * (1 - (z / loss.softcap) ** 2)
+    if config.z_loss:
+        d = d * (1 + 2 * config.z_loss * lse)[..., None]
+    d = d - jnp.where(is_label, 1 - config.label_smoothing, 0.0)
+    if config.label_smoothing:
+        d = d - config.label_smoothing / (z.shape[-1] * sharding.num_shards("v"))
+    if config.softcap is not None:
+        d = d * (1 - (z / config.softcap) ** 2)
     weights = _mark_invalid_labels(softmax, weights)[..., None]
     return jnp.where(weights == 0, 0.0, d * weights)
 
@@ -331,47 +328,47 @@ def _mark_invalid_labels(softmax: _Softmax, weights: Array) -> Array:
 
 
 def _cotangent_facts(
-    loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
+    config: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
 ) -> LogitCotangentFacts | None:
     """Return `_describe_cotangents` if the logits are as the product wrote them, else None."""
-    return _describe_cotangents(loss, sharding, softmax, weights) if softmax.has_matmul_output else None
+    return _describe_cotangents(config, sharding, softmax, weights) if softmax.has_matmul_output else None
 
 
 def _describe_cotangents(
-    loss: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
+    config: _LossConfig, sharding: DimSharding, softmax: _Softmax, weights: Array
 ) -> LogitCotangentFacts:
     """Return the formula of `_logit_cotangents`, before the cap."""
-    other_weight = loss.label_smoothing / (softmax.z.shape[-1] * int(sharding.num_shards("v")))
+    other_weight = config.label_smoothing / (softmax.z.shape[-1] * int(sharding.num_shards("v")))
     lse, labels, weights = (
         x.reshape(-1) for x in (softmax.lse, softmax.local_labels, _mark_invalid_labels(softmax, weights))
     )
     return LogitCotangentFacts(
-        lse, labels.astype(jnp.int32), weights, 2 * loss.z_loss, 1 - loss.label_smoothing, other_weight
+        lse, labels.astype(jnp.int32), weights, 2 * config.z_loss, 1 - config.label_smoothing, other_weight
     )
 
 
 def _run_sharded(
-    loss: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
+    config: _LossConfig, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
 ) -> Any:
     """Run `function(sharding, *operands)` on shards of tokens and vocabulary. `LinearHead` shards its own products."""
-    if loss.linear_recipe is not None and not has_codes(loss.linear_recipe):
+    if config.linear_recipe is not None and not has_codes(config.linear_recipe):
         return function(UNSHARDED, x, w, bias, *other_operands)
-    weight: Any = _WEIGHT_DIMS[loss.vocabulary_axis]
+    weight: Any = _WEIGHT_DIMS[config.vocabulary_axis]
     operand: Array | HeadCodes = w
-    if loss.linear_recipe is not None:
-        weight, vocabulary = CODES_DIMS, w.shape[loss.vocabulary_axis]
+    if config.linear_recipe is not None:
+        weight, vocabulary = CODES_DIMS, w.shape[config.vocabulary_axis]
         max_cotangent = None
         if len(other_operands) > 2:
             assert other_operands[2] is not None
             max_cotangent = scaling.compute_amax(other_operands[2]) * max_logit_cotangent(
-                vocabulary, loss.softcap, loss.z_loss
+                vocabulary, config.softcap, config.z_loss
             )
-        operand = quantize_head(x, w, loss.vocabulary_axis, loss.linear_recipe, max_cotangent)
+        operand = quantize_head(x, w, config.vocabulary_axis, config.linear_recipe, max_cotangent)
     tokens = _token_dims(x)
     ins = (f"{tokens} -", weight, "v", *[tokens if a is not None else "" for a in other_operands])
     operands = (x, operand, bias, *other_operands)
     name = f"linear_cross_entropy_{function.func.__name__}"
-    return cast_varying_like(run_partitioned(name, loss, function, operands, ins, outs, is_kernel=False), operands)
+    return cast_varying_like(run_partitioned(name, config, function, operands, ins, outs, is_kernel=False), operands)
 
 
 _WEIGHT_DIMS = ("v -", "- v")
@@ -381,12 +378,14 @@ def _token_dims(x: Array) -> str:
     return " ".join(f"t{i}" for i in range(x.ndim - 1))
 
 
-def _chunks(loss: _LossConfig, x: Array, shape: tuple[int, ...]) -> TokenChunks:
-    return TokenChunks.from_array(x, shape[loss.vocabulary_axis], has_codes(loss.linear_recipe), loss.tokens_per_chunk)
+def _chunks(config: _LossConfig, x: Array, shape: tuple[int, ...]) -> TokenChunks:
+    return TokenChunks.from_array(
+        x, shape[config.vocabulary_axis], has_codes(config.linear_recipe), config.tokens_per_chunk
+    )
 
 
 def _compute_losses(
-    loss: _LossConfig,
+    config: _LossConfig,
     sharding: DimSharding,
     x: Array,
     w: Array | HeadCodes,
@@ -399,11 +398,11 @@ def _compute_losses(
     Chunks of tokens run one after the other, so that only the logits of one chunk are in memory. `w` and `bias` may be
     of a shard of the vocabulary. `labels` are of the whole one.
     """
-    head = make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype)
-    chunks = _chunks(loss, x, weight_shape(w, loss.vocabulary_axis))
+    head = make_head(w, config.vocabulary_axis, config.linear_recipe, key, x.dtype)
+    chunks = _chunks(config, x, weight_shape(w, config.vocabulary_axis))
 
     def chunk(operands: tuple[Array, Array]) -> Array:
-        return _values(loss, sharding, compute_logits(head, operands[0], bias)[0], operands[1])[0]
+        return _values(config, sharding, compute_logits(head, operands[0], bias)[0], operands[1])[0]
 
     return chunks.merge(lax.map(chunk, (chunks.split(x), chunks.split(labels))))
 
@@ -418,7 +417,7 @@ class _Gradients(NamedTuple):
 
 
 def _compute_gradients(
-    loss: _LossConfig,
+    config: _LossConfig,
     sharding: DimSharding,
     x: Array,
     w: Array | HeadCodes,
@@ -429,29 +428,29 @@ def _compute_gradients(
 ) -> _Gradients:
     """Compute loss and gradients with three products per chunk."""
     head, shape = (
-        make_head(w, loss.vocabulary_axis, loss.linear_recipe, key, x.dtype),
-        weight_shape(w, loss.vocabulary_axis),
+        make_head(w, config.vocabulary_axis, config.linear_recipe, key, x.dtype),
+        weight_shape(w, config.vocabulary_axis),
     )
-    chunks = _chunks(loss, x, shape)
+    chunks = _chunks(config, x, shape)
     tokens = _token_dims(x)
 
     def chunk(sums: Any, operands: Any) -> Any:
         x, labels, weights = operands
         logits, vjp_fn = compute_logits(head, x, bias)
-        values, softmax = _values(loss, sharding, logits, labels)
-        d = _logit_cotangents(loss, sharding, softmax, weights)
+        values, softmax = _values(config, sharding, logits, labels)
+        d = _logit_cotangents(config, sharding, softmax, weights)
         if isinstance(w, HeadCodes):
-            assert loss.linear_recipe is not None
-            facts_before_cap = _describe_cotangents(loss, sharding, softmax, weights)
-            bound = cotangent_bound(facts_before_cap, softmax.z, softmax.label_logit, loss.softcap)
-            divisor = w.chunk_divisor(loss.linear_recipe, bound)
-            if loss.z_loss and loss.softcap is None:
+            assert config.linear_recipe is not None
+            facts_before_cap = _describe_cotangents(config, sharding, softmax, weights)
+            bound = cotangent_bound(facts_before_cap, softmax.z, softmax.label_logit, config.softcap)
+            divisor = w.chunk_divisor(config.linear_recipe, bound)
+            if config.z_loss and config.softcap is None:
                 vocabulary = logits.values.shape[-1] * sharding.num_shards("v")
-                divisor = divisor * bound_excess(vocabulary, loss.z_loss, jnp.where(weights == 0, 0.0, softmax.lse))
-            facts = _cotangent_facts(loss, sharding, softmax, weights / divisor)
+                divisor = divisor * bound_excess(vocabulary, config.z_loss, jnp.where(weights == 0, 0.0, softmax.lse))
+            facts = _cotangent_facts(config, sharding, softmax, weights / divisor)
             dx, dw = (divisor * gradient.astype(jnp.float32) for gradient in vjp_fn(d / divisor, facts))
         else:
-            dx, dw = vjp_fn(d, _cotangent_facts(loss, sharding, softmax, weights))
+            dx, dw = vjp_fn(d, _cotangent_facts(config, sharding, softmax, weights))
         total, sum_w, sum_bias = sums
         if sum_bias is not None:
             sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))
@@ -476,32 +475,32 @@ def _weighted_sum(values: Array, weights: Array) -> Array:
 
 
 def _sharded_losses(
-    loss: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array
+    config: _LossConfig, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array
 ) -> Array:
-    return _run_sharded(loss, functools.partial(_compute_losses, loss), _token_dims(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
+    return _run_sharded(config, functools.partial(_compute_losses, config), _token_dims(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
 
 
 def _sharded_gradients(
-    loss: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
+    config: _LossConfig, differentiable_inputs: tuple[Array | None, ...], *operands: Any
 ) -> _Gradients:
     """Return the gradients. Those under a recipe cannot be differentiated again."""
-    x, w, bias, *other_operands = operands if loss.linear_recipe is None else lax.stop_gradient(operands)
-    outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[loss.vocabulary_axis], "v")
+    x, w, bias, *other_operands = operands if config.linear_recipe is None else lax.stop_gradient(operands)
+    outs = ("", f"{_token_dims(x)} -", _WEIGHT_DIMS[config.vocabulary_axis], "v")
     total, *gradients = _run_sharded(
-        loss, functools.partial(_compute_gradients, loss), outs, x, w, bias, *other_operands
+        config, functools.partial(_compute_gradients, config), outs, x, w, bias, *other_operands
     )
     resharded: list[Any] = [
         g if g is None else reshard(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)
     ]
     result, name = _Gradients(total, *resharded), f"linear_cross_entropy of {x.shape} and {w.shape}"
     return (
-        result if loss.linear_recipe is None else derivatives.differentiable_once(name, result, differentiable_inputs)
+        result if config.linear_recipe is None else derivatives.differentiable_once(name, result, differentiable_inputs)
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    loss: _LossConfig,
+    config: _LossConfig,
     x: Array,
     w: Array,
     bias: Array | None,
@@ -510,17 +509,17 @@ def _sum(
     weights: Array,
     _: Array,
 ) -> Array:
-    return _weighted_sum(_sharded_losses(loss, x, w, bias, key, labels), weights)
+    return _weighted_sum(_sharded_losses(config, x, w, bias, key, labels), weights)
 
 
 def _sum_forward(
-    loss: _LossConfig, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
+    config: _LossConfig, x: Array, w: Array, bias: Array | None, *other_operands: Array | None
 ) -> tuple[Array, Any]:
-    gradients = _sharded_gradients(loss, other_operands[-1:], x, w, bias, *other_operands[:-1])
+    gradients = _sharded_gradients(config, other_operands[-1:], x, w, bias, *other_operands[:-1])
     return gradients.total, (gradients, _dtype_carriers(x, w, bias))
 
 
-def _sum_backward(loss: _LossConfig, residuals: Any, cotangent: Array) -> Any:
+def _sum_backward(config: _LossConfig, residuals: Any, cotangent: Array) -> Any:
     gradients, dtypes = residuals
     return _scale_gradients(gradients, dtypes, cotangent)
 
@@ -544,7 +543,7 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _per_token(
-    loss: _LossConfig,
+    config: _LossConfig,
     x: Array,
     w: Array,
     bias: Array | None,
@@ -553,17 +552,17 @@ def _per_token(
     is_counted: Array,
     _: Array,
 ) -> Array:
-    return jnp.where(is_counted, _sharded_losses(loss, x, w, bias, key, labels), 0.0)
+    return jnp.where(is_counted, _sharded_losses(config, x, w, bias, key, labels), 0.0)
 
 
-def _per_token_forward(loss: _LossConfig, *operands: Array | None) -> Any:
-    return _per_token(loss, *operands), operands
+def _per_token_forward(config: _LossConfig, *operands: Array | None) -> Any:
+    return _per_token(config, *operands), operands
 
 
-def _per_token_backward(loss: _LossConfig, residuals: Any, cotangents: Array) -> Any:
+def _per_token_backward(config: _LossConfig, residuals: Any, cotangents: Array) -> Any:
     x, w, bias, key, labels, is_counted, guard = residuals
     weights = jnp.where(is_counted, cotangents, 0.0)
-    gradients = _sharded_gradients(loss, (cotangents, guard), x, w, bias, key, labels, weights)
+    gradients = _sharded_gradients(config, (cotangents, guard), x, w, bias, key, labels, weights)
     return _scale_gradients(gradients, _dtype_carriers(x, w, bias), 1.0)
 
 

@@ -26,8 +26,13 @@ from fp8jax.ops.dispatch.choice import (
     record_choice,
 )
 from fp8jax.ops.matmul import hopper
-from fp8jax.ops.matmul.hopper import contraction_length, row_scales
-from fp8jax.ops.matmul.sharded import is_unpacked_quantized, sharded_matmul, strip_residual
+from fp8jax.ops.matmul.hopper import (
+    contraction_length,
+    is_unpacked_quantized,
+    row_scales,
+    sharded_matmul,
+    strip_residual,
+)
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.quantize import transpose as transpose
 
@@ -98,7 +103,7 @@ def matmul(
     choice, kernel_name = _choose_with_fallback(a, b, impl, impl == "mosaic" or on_cuda())
     record_choice("fallback matmul" if isinstance(a, FallbackTensor) else "matmul", choice)
     out_spec = out_spec or sharding.product_sharding(strip_residual(a), b, _K_MAJOR)
-    dense_reference = functools.partial(_reference, fast)
+    dense_reference = functools.partial(reference_matmul, fast)
     kernel: Callable[..., Array] | None = None
     if kernel_name is not None:
         kernel = functools.partial(hopper.run, kernel_name, exact, fast)
@@ -238,7 +243,7 @@ def _dot_fp32_sums(a: Array, b: Array, dtype: DTypeLike) -> Array:
     return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
 
 
-def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+def reference_matmul(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
     if 0 in (*a.shape, *b.shape):
         # An empty matrix has no blocks, hence no scales.
         return mark_varying(lambda *_: jnp.zeros((a.shape[0], b.shape[0]), dtype))(a, b)

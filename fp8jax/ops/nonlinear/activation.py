@@ -105,14 +105,14 @@ class ActivationBackward:
         dtype: dtype of its inputs.
         uses_bounds: whether cotangents get scales from bounds.
         writes_cotangents: whether kernels write 16-bit cotangents, as in `fused_outputs.writes_result`.
-        biased: whether the preceding layers have biases. Their gradients are sums of the cotangents.
+        has_bias: whether the preceding layers have biases. Their gradients are sums of the cotangents.
     """
 
     activation: str
     dtype: DTypeLike
     uses_bounds: bool = False
     writes_cotangents: bool = False
-    biased: bool = False
+    has_bias: bool = False
 
     def recompute(self, saved: ActivationResiduals, gradient: CotangentFacts) -> Recomputed:
         activated = ACTIVATIONS[self.activation](dequantize_residual(saved.gate))
@@ -160,7 +160,7 @@ class ActivationBackward:
             kinds = (GATE, UP)[: len(cast)]
             sums = dict(enumerate(predicted.sums))
             outputs = fused_outputs.FusedOutputs(
-                sources[0], kinds, sources[1], predicted.peaks, None, predicted.variants, sums
+                sources[0], kinds, sources[1], predicted.amaxes, None, predicted.variants, sums
             ).outputs
         spec, scales = predicted.spec, predicted.scales or (None,) * len(cast)
         scale_facts = (None if spec is None or scale is None else (spec, scale) for scale in scales)
@@ -189,16 +189,16 @@ class ActivationBackward:
         rows, fmt = gradient.row_bounds(), formats.get(spec.format)
         bounds = tuple(scaling.compute_amax(rows * slope) for slope in slopes)
         if sources is None:
-            peaks = self._cotangent_amaxes(saved, gradient.array)
+            amaxes = self._cotangent_amaxes(saved, gradient.array)
         else:
             operation, operands = sources
-            peaks = fused_outputs.run(functools.partial(_peaks_if_loose, operation, fmt), operands, bounds)
+            amaxes = fused_outputs.run(functools.partial(_amaxes_if_loose, operation, fmt), operands, bounds)
         scale_bounds = (
-            jnp.where(scaling.is_loose(bound, peak, fmt), peak, bound)
-            for bound, peak in zip(bounds, peaks, strict=True)
+            jnp.where(scaling.is_loose(bound, amax, fmt), amax, bound)
+            for bound, amax in zip(bounds, amaxes, strict=True)
         )
         return fused_outputs.CotangentPrediction(
-            spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in scale_bounds), needs_sums=self.biased
+            spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in scale_bounds), needs_sums=self.has_bias
         )
 
     def _cotangent_amaxes(self, saved: ActivationResiduals, dy: Array) -> tuple[Array, ...]:
@@ -229,7 +229,9 @@ class ActivationBackward:
         )
 
 
-def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands: Any, bounds: tuple[Array, ...]) -> Any:
+def _amaxes_if_loose(
+    operation: Any, fmt: formats.Format, backend: Any, operands: Any, bounds: tuple[Array, ...]
+) -> Any:
     """Return the amax of an activation's cotangents, or 0 if a sample of rows shows that no bound is loose.
 
     The results are fp32 scalars, for the gate and, if gated, for `up`.
@@ -238,10 +240,12 @@ def _peaks_if_loose(operation: Any, fmt: formats.Format, backend: Any, operands:
 
     kinds = (GATE, UP)[: len(bounds)]
     with jax.named_scope("sample"):
-        sample = backend.peaks(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
-    is_loose = [(peak == 0) | scaling.is_loose(bound, peak, fmt) for bound, peak in zip(bounds, sample, strict=True)]
+        sample = backend.compute_amaxes(operation, kinds, operands, every=scaling.SAMPLE_EVERY)
+    is_loose = [(amax == 0) | scaling.is_loose(bound, amax, fmt) for bound, amax in zip(bounds, sample, strict=True)]
     with jax.named_scope("mend"):
-        return tuple(backend.peaks(operation, kinds, operands, compute_if=functools.reduce(jnp.logical_or, is_loose)))
+        return tuple(
+            backend.compute_amaxes(operation, kinds, operands, compute_if=functools.reduce(jnp.logical_or, is_loose))
+        )
 
 
 def _row_bounds(residual: QTensor) -> Array:
@@ -361,30 +365,30 @@ def _save_and_quantize_result(
         fused_outputs.to_matrix(gate),
         None if up is None else fused_outputs.to_matrix(up),
     )
-    exact_operation, kinds = operation._replace(exact=True), (quantize_recomputed_triton.RESULT,)
+    exact_operation, kinds = operation._replace(reads_arrays=True), (quantize_recomputed_triton.RESULT,)
 
     def save_and_quantize(backend: Any, *arrays: Any) -> Any:
         save = functools.partial(backend.encode_activation_residuals, operation, *arrays, coding)
         if out_spec is None or out_spec.is_folded:
-            parts, peak, codes = save(result=None if out_spec is None else (None, formats.get(out_spec.format).dtype))
-            return parts, peak, None, codes
+            parts, amax, codes = save(result=None if out_spec is None else (None, formats.get(out_spec.format).dtype))
+            return parts, amax, None, codes
         operands = quantize_recomputed_triton.Operands(arrays[0], up=arrays[1])
         with jax.named_scope("sample"):
-            (sample,) = backend.peaks(exact_operation, kinds, operands, every=scaling.SAMPLE_EVERY)
-        parts, peak, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
-        scale = _scale_from_sample(out_spec, sample, peak)
+            (sample,) = backend.compute_amaxes(exact_operation, kinds, operands, every=scaling.SAMPLE_EVERY)
+        parts, amax, codes = save(result=(_scale_from_sample(out_spec, sample), formats.get(out_spec.format).dtype))
+        scale = _scale_from_sample(out_spec, sample, amax)
         with jax.named_scope("mend"):
             codes = backend.requantize_if(
-                exact_operation, kinds, operands, codes, scale, peak > scaling.amax_from_sample(sample)
+                exact_operation, kinds, operands, codes, scale, amax > scaling.amax_from_sample(sample)
             )
-        return parts, peak, scale, codes
+        return parts, amax, scale, codes
 
     # Without residuals or row codes to compute, the layers that read the result find its scale.
     is_empty = spec is None and (out_spec is None or not out_spec.is_folded)
-    parts, peak, scale, codes = ((), None, None, None) if is_empty else fused_outputs.run(save_and_quantize, g, u)
+    parts, amax, scale, codes = ((), None, None, None) if is_empty else fused_outputs.run(save_and_quantize, g, u)
     residuals = ActivationResiduals(gate, up, None) if spec is None else _to_residuals(parts, gate, spec)
     result = fused_outputs.FusedOutputs(
-        exact_operation, kinds, quantize_recomputed_triton.Operands(g, up=u), () if peak is None else (peak,)
+        exact_operation, kinds, quantize_recomputed_triton.Operands(g, up=u), () if amax is None else (amax,)
     )
     return residuals, result, scale, codes
 

@@ -92,7 +92,7 @@ class NormResiduals(NamedTuple):
     """
 
     codes: QTensor | Array
-    inverse: Array
+    rstd: Array
     scale: Array | None
     bias: Array | None
 
@@ -106,12 +106,12 @@ class NormBackward:
 
     def recompute(self, saved: NormResiduals, gradient: CotangentFacts) -> Recomputed:
         z, mean = self._input(saved)
-        y = apply_normalization(z, saved.inverse, saved.scale, saved.bias).astype(self.dtype)
+        y = apply_normalization(z, saved.rstd, saved.scale, saved.bias).astype(self.dtype)
         operation, fused_output = self._kernel_operation(saved, y), None
         if operation is not None:
             stored_input = fused_outputs.residual_matrices(saved.codes)
             (fused_output,) = _fused_result(
-                operation, stored_input, saved.inverse, mean, saved.scale, saved.bias, None
+                operation, stored_input, saved.rstd, mean, saved.scale, saved.bias, None
             ).outputs
         return Recomputed(y, fused_output)
 
@@ -129,7 +129,7 @@ class NormBackward:
         if operation is None:
             z, _ = self._input(saved)
             dx, *sums = norm_cotangents(
-                z, saved.inverse, saved.scale, dy, centered=self.centered, biased=saved.bias is not None
+                z, saved.rstd, saved.scale, dy, centered=self.centered, has_bias=saved.bias is not None
             )
             return _cast(
                 (dx if passthrough_cotangent is None else dx + passthrough_cotangent.astype(jnp.float32), *sums), dtypes
@@ -137,17 +137,17 @@ class NormBackward:
 
         operands = (
             *fused_outputs.residual_matrices(saved.codes),
-            saved.inverse.reshape(-1),
+            saved.rstd.reshape(-1),
             saved.scale,
             fused_outputs.to_matrix(dy),
         )
         other_cotangents = None if passthrough_cotangent is None else fused_outputs.to_matrix(passthrough_cotangent)
-        dx, *sums, peak = fused_outputs.run(
+        dx, *sums, amax = fused_outputs.run(
             lambda backend, *arrays: backend.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]),
             *operands,
             other_cotangents,
         )
-        return _cast((fused_outputs.reshape_like(dx, dy), *sums), dtypes), (ArrayFacts(amax=peak),)
+        return _cast((fused_outputs.reshape_like(dx, dy), *sums), dtypes), (ArrayFacts(amax=amax),)
 
     def _input(self, saved: NormResiduals) -> tuple[Array, Array | None]:
         """Return the (centered) input, and its mean if that is not part of the residuals."""
@@ -161,7 +161,7 @@ class NormBackward:
         spec = None if isinstance(saved.codes, Array) else saved.codes.spec
         return fused_outputs.describe_operation(
             like, spec, self.dtype, norm=True, fp8=fp8,
-            centered=self.centered, scaled=saved.scale is not None, biased=saved.bias is not None,
+            centered=self.centered, has_scale=saved.scale is not None, has_bias=saved.bias is not None,
         )  # fmt: skip
 
 
@@ -193,11 +193,11 @@ def normalize(
     if context.spec is not None or fused_outputs.emits_codes(recipe):
         operation = fused_outputs.describe_operation(
             x, context.spec, dtype, norm=True, forward=True, fp8=not writes_result,
-            scaled=scale is not None, biased=bias is not None, centered=centered,
+            has_scale=scale is not None, has_bias=bias is not None, centered=centered,
         )  # fmt: skip
     if context.spec is None and operation is None:
-        z, inverse = statistics(x, eps, centered=centered)
-        y = apply_normalization(z, inverse, scale, bias).astype(dtype)
+        z, rstd = statistics(x, eps, centered=centered)
+        y = apply_normalization(z, rstd, scale, bias).astype(dtype)
         return (
             derivatives.check_differentiable_dtypes("a norm", y, x, scale, bias),
             x if returns_input else None,
@@ -213,9 +213,9 @@ def normalize(
     fused_output = codes = out_scale = None
     if operation is None:
         assert context.spec is not None
-        z, inverse = statistics(value, eps, centered=centered)
-        residuals = NormResiduals(quantize_residual(z if centered else value, context.spec), inverse, weight, shift)
-        y = apply_normalization(z, inverse, weight, shift).astype(dtype)
+        z, rstd = statistics(value, eps, centered=centered)
+        residuals = NormResiduals(quantize_residual(z if centered else value, context.spec), rstd, weight, shift)
+        y = apply_normalization(z, rstd, weight, shift).astype(dtype)
         out_scale = None if result_bound is None else result_bound.scale_from_amax(scaling.compute_amax(y))
     elif writes_result:
         residuals, _, _, y, _ = _save_and_quantize_result(
@@ -224,22 +224,22 @@ def normalize(
         y = fused_outputs.reshape_like(y, value)
     else:
         out_dtype = None if out_spec is None else formats.get(out_spec.format).dtype
-        residuals, mean, peak, codes, out_scale = _save_and_quantize_result(
+        residuals, mean, amax, codes, out_scale = _save_and_quantize_result(
             operation, value, weight, shift, context.spec, eps, result_bound, out_dtype
         )
-        z, inverse = value.astype(jnp.float32), residuals.inverse
+        z, rstd = value.astype(jnp.float32), residuals.rstd
         if mean is not None:
-            z = z - mean.reshape(inverse.shape)
-        exact_operation = operation._replace(exact=True)
+            z = z - mean.reshape(rstd.shape)
+        exact_operation = operation._replace(reads_arrays=True)
         (fused_output,) = _fused_result(
-            exact_operation, (fused_outputs.to_matrix(value), None), inverse, mean, weight, shift, peak
+            exact_operation, (fused_outputs.to_matrix(value), None), rstd, mean, weight, shift, amax
         ).outputs
-        y = apply_normalization(z, inverse, weight, shift).astype(dtype)
+        y = apply_normalization(z, rstd, weight, shift).astype(dtype)
     if context.spec is None:
-        residuals = residuals._replace(inverse=with_checkpoint_name(residuals.inverse, PRODUCT_AUX))
+        residuals = residuals._replace(rstd=with_checkpoint_name(residuals.rstd, PRODUCT_AUX))
     else:
         residuals = residuals._replace(
-            codes=with_checkpoint_name(residuals.codes, NORM), inverse=with_checkpoint_name(residuals.inverse, NORM)
+            codes=with_checkpoint_name(residuals.codes, NORM), rstd=with_checkpoint_name(residuals.rstd, NORM)
         )
     recomputable = NormBackward(centered, dtype)
     y, passthrough = with_saved_vjp(
@@ -333,12 +333,12 @@ def _save_and_quantize_result(
     def make(backend: Any, x: Array, scale: Array | None, bias: Array | None, bound: tuple[Array, Array] | None) -> Any:
         result_bound = None if bound is None or out_spec is None else ResultBound(*bound, out_spec)
         result = None if dtype is None else (None if result_bound is None else result_bound.scale, dtype)
-        *residual_arrays, peak, codes = backend.forward(operation, x, scale, bias, eps, coding, result=result)
+        *residual_arrays, amax, codes = backend.forward(operation, x, scale, bias, eps, coding, result=result)
         if result_bound is None:
-            return *residual_arrays, peak, codes, None
-        inverse, mean = residual_arrays[2:]
-        operands = quantize_recomputed_triton.Operands(x, inverse=inverse, mean=mean, weight=scale, bias=bias)
-        out_scale, exact_operation = result_bound.scale_from_amax(peak), operation._replace(exact=True)
+            return *residual_arrays, amax, codes, None
+        rstd, mean = residual_arrays[2:]
+        operands = quantize_recomputed_triton.Operands(x, rstd=rstd, mean=mean, weight=scale, bias=bias)
+        out_scale, exact_operation = result_bound.scale_from_amax(amax), operation._replace(reads_arrays=True)
         with jax.named_scope("mend"):
             codes = backend.requantize_if(
                 exact_operation,
@@ -346,11 +346,11 @@ def _save_and_quantize_result(
                 operands,
                 codes,
                 out_scale,
-                result_bound.is_loose(peak),
+                result_bound.is_loose(amax),
             )
-        return *residual_arrays, peak, codes, out_scale
+        return *residual_arrays, amax, codes, out_scale
 
-    codes, scales, inverse, mean, peak, result, to_scale = fused_outputs.run(
+    codes, scales, rstd, mean, amax, result, to_scale = fused_outputs.run(
         make,
         fused_outputs.to_matrix(x),
         scale,
@@ -359,9 +359,9 @@ def _save_and_quantize_result(
     )
     input_residual = x if spec is None else fused_outputs.to_residual(codes, scales, x, spec)
     return (
-        NormResiduals(input_residual, fused_outputs.reshape_like(inverse[:, None], x), scale, bias),
+        NormResiduals(input_residual, fused_outputs.reshape_like(rstd[:, None], x), scale, bias),
         mean,
-        peak,
+        amax,
         result,
         to_scale,
     )
@@ -370,20 +370,20 @@ def _save_and_quantize_result(
 def _fused_result(
     operation: Any,
     stored_input: tuple[Array, Array | None],
-    inverse: Array,
+    rstd: Array,
     mean: Array | None,
     scale: Array | None,
     bias: Array | None,
-    peak: Array | None,
+    amax: Array | None,
 ) -> fused_outputs.FusedOutputs:
     from pallas_kernels.nonlinear import quantize_recomputed_triton
 
     mean_by_row = None if mean is None else mean.reshape(-1)
     operands = quantize_recomputed_triton.Operands(
-        stored_input[0], stored_input[1], inverse=inverse.reshape(-1), mean=mean_by_row, weight=scale, bias=bias
+        stored_input[0], stored_input[1], rstd=rstd.reshape(-1), mean=mean_by_row, weight=scale, bias=bias
     )
     return fused_outputs.FusedOutputs(
-        operation, (quantize_recomputed_triton.NORM,), operands, () if peak is None else (peak,)
+        operation, (quantize_recomputed_triton.NORM,), operands, () if amax is None else (amax,)
     )
 
 

@@ -123,7 +123,12 @@ def attention_output(
     tokens, matrix = merge(y, *[1] * (y.ndim - 2), 2), merge(w, w.ndim - 1, 1)
     out_spec, token_input = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, input_facts)
     out = recipe_dot(
-        token_input, matrix, require_stateless(recipe), key, weight=StepWeight.from_codes(quantized), out_spec=out_spec
+        token_input,
+        matrix,
+        require_stateless(recipe),
+        key,
+        step_weight=StepWeight.from_codes(quantized),
+        out_spec=out_spec,
     )
     return out if residual is None else residual + out
 
@@ -168,7 +173,7 @@ def glu_linear(
     out_spec = output_spec(h, w, out_sharding)
     h_input = Input(flatten_tokens(h, w), h, input_facts=InputFacts(facts))
     y = recipe_dot(
-        h_input, w, require_stateless(recipe), key, weight=StepWeight.from_codes(quantized), out_spec=out_spec
+        h_input, w, require_stateless(recipe), key, step_weight=StepWeight.from_codes(quantized), out_spec=out_spec
     )
     if residual is not None and recipe.context.residual is not None:
         # cuBLASLt adds in place only to an array without other readers.

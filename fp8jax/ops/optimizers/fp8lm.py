@@ -18,10 +18,9 @@ from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import capability
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 from fp8jax.ops.optimizers import adamw
-from fp8jax.ops.optimizers.adamw_kernel import ShardStride
+from fp8jax.ops.optimizers.adamw import ShardStride
 from fp8jax.ops.optimizers.leaf import Adam, Leaf, StepResult, apply_change, half_step, load, scale_and_clip
 from fp8jax.ops.optimizers.step import FusedOptimizer
 
@@ -235,7 +234,7 @@ def _step_by_kernel(adam: Adam, leaf: Leaf) -> StepResult:
             jnp.stack([scale.reshape(-1) for scale in scale_rows]),
             fp8lm_triton.FP8LMScalars(*x.scalars),
             in_place=leaf.in_place,
-            words=seed,
+            seed=seed,
             run=run,
             rounding=half_step(leaf.dtype),
             compute_capability=capability(),

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
-from fp8jax.ops.dispatch import missing_kernels
+from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import (
     Choice,
     cast_varying_like,
@@ -228,7 +228,7 @@ def step_leaves(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], i
     """The results of a step for some leaves; `impl` and errors as of `step_tree`."""
     impls = [record_choice(optimizer.name, _choose(optimizer, adam, leaf, impl)).impl for leaf in leaves]
     if impl == "auto" and any(leaf.quantized_arrays for leaf in leaves):
-        missing_kernels.warn_if_missing()
+        choice.warn_if_kernels_missing()
     kernel_leaves, other_leaves = (
         [leaf for leaf, name in zip(leaves, impls, strict=True) if (name == "triton") == is_kernel]
         for is_kernel in (True, False)

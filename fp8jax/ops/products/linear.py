@@ -1,17 +1,20 @@
-"""Linear layers, `dot_general` and `einsum` with their three matmuls in the formats of a recipe."""
+"""Linear layers, `dot_general` and `einsum` with their three matmuls in the formats of a recipe.
 
-import dataclasses
+`scaled_linear` has a stateful scaling, whose state the caller holds.
+"""
+
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, derivatives
+from fp8jax.core import blocks, derivatives, formats
 from fp8jax.core.recipe import SAME, Linear, Recipe
+from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.autodiff.residuals import NO_INPUT_FACTS, ArrayFacts, InputFacts
 from fp8jax.ops.dispatch.sharding import (
     OutSharding,
@@ -23,8 +26,8 @@ from fp8jax.ops.dispatch.sharding import (
     spec_of,
     transpose_sharding,
 )
-from fp8jax.ops.products.operands import Input, input_source
-from fp8jax.ops.products.product import output_spec, recipe_dot, recipe_dot_from_source
+from fp8jax.ops.products.operands import Input, fallback_input_source, input_source
+from fp8jax.ops.products.product import Scales, output_spec, recipe_dot
 from fp8jax.ops.products.weights import NO_CODES, FrozenWeight, QuantizedWeight, StepWeight
 from fp8jax.recipes import linear_part
 
@@ -67,7 +70,7 @@ def linear(
         w,
         require_stateless(recipe),
         key,
-        weight=StepWeight.from_codes(quantized),
+        step_weight=StepWeight.from_codes(quantized),
         out_spec=out_spec,
         bias=bias,
     )
@@ -86,8 +89,7 @@ def dot_general(
     out_sharding: OutSharding = None,
     input_facts: InputFacts = NO_INPUT_FACTS,
     bias: Array | None = None,
-    on_passthrough: Callable[[Array], None] | None = None,
-    weight: StepWeight = NO_CODES,
+    step_weight: StepWeight = NO_CODES,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """`jax.lax.dot_general` with the matmuls of a recipe: `lhs` is the input, `rhs` the weight.
@@ -102,8 +104,7 @@ def dot_general(
         quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs); without batch axes.
         input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
-        on_passthrough: as of `fp8jax.ops.products.product.recipe_dot`, called with `lhs`.
-        weight: as of `recipe_dot`, in place of `quantized`.
+        step_weight: as of `recipe_dot`, in place of `quantized`.
         split_sizes: as of `recipe_dot`; `rhs` then has one free axis and no batch axes.
 
     Returns:
@@ -131,36 +132,39 @@ def dot_general(
     if batch:
         if bias is not None:
             raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
-        if quantized is not None or weight.dgrad_codes is not None:
+        if quantized is not None or step_weight.dgrad_codes is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        each = StepWeight(both_layouts=weight.both_layouts)
-        y = jax.vmap(lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, weight=each, out_spec=batched_spec))(
-            x, w, keys
-        )
+        each = StepWeight(layout_policy=step_weight.layout_policy)
+        y = jax.vmap(
+            lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, step_weight=each, out_spec=batched_spec)
+        )(x, w, keys)
     else:
         # Products share the codes of an array, whatever axes they contract. So they must all contract the last axes.
         is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
-        is_view = is_shareable and c == 1
-        matrix_spec = merge_spec(out_spec, (*([1] * len(tokens) if is_view else [len(tokens)]), len(outputs)))
+        differentiates_source = is_shareable and c == 1
+        matrix_spec = merge_spec(
+            out_spec, (*([1] * len(tokens) if differentiates_source else [len(tokens)]), len(outputs))
+        )
         if quantized is not None:
-            weight = StepWeight.from_codes(quantized)
+            step_weight = StepWeight.from_codes(quantized)
         if w is not rhs:
-            weight = weight if weight.values is not None else dataclasses.replace(weight, values=rhs)
-            weight = weight.with_step(
+            step_weight = step_weight.with_step(
                 lambda w: merge(weight_to_matmul_order(w, dimension_numbers), c, len(outputs)),
-                transposed=rhs.ndim == 2 and not weight.transposed,
+                values=rhs,
+                transposed=rhs.ndim == 2 and not step_weight.transposed,
             )
         y = recipe_dot(
-            Input(x, lhs, is_view, input_facts) if is_shareable else Input(x, None, is_view),
+            Input(x, lhs, differentiates_source, input_facts)
+            if is_shareable
+            else Input(x, None, differentiates_source),
             w,
             linear_recipe,
             key,
-            weight=weight,
+            step_weight=step_weight,
             out_spec=matrix_spec,
             bias=bias,
-            on_passthrough=on_passthrough,
             split_sizes=split_sizes,
         )
 
@@ -272,9 +276,6 @@ def linears(
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which share the codes of the input.
 
-    The products add the gradients of the input one by one, each within a dgrad matmul. If JAX added them, XLA would
-    leave one of three sums as a pass of its own.
-
     Args:
         x: (..., inputs).
         weights: each (inputs, outputs).
@@ -285,24 +286,21 @@ def linears(
     Returns:
         (..., outputs) for each weight.
     """
-    linear_recipe, passthrough, results = require_stateless(recipe), None, []
+    linear_recipe, results = require_stateless(recipe), []
     if not weights:
         return ()
     shared_input = Input(flatten_tokens(x, weights[0]), x, input_facts=InputFacts(facts))
     x_source = input_source(shared_input, linear_recipe, key)
-    for i, (w, prequantized) in enumerate(zip(weights, quantized, strict=True)):
+    for w, prequantized in zip(weights, quantized, strict=True):
         flatten_tokens(x, w)
-        out_spec, is_last = output_spec(x, w, out_sharding), i == len(weights) - 1
-        y, passthrough = recipe_dot_from_source(
-            shared_input.value,
-            x_source,
+        y = recipe_dot(
+            shared_input,
             w,
             linear_recipe,
             key,
-            weight=StepWeight.from_codes(prequantized),
-            out_spec=out_spec,
-            passthrough=passthrough,
-            returns_input=not is_last,
+            x_source=x_source,
+            step_weight=StepWeight.from_codes(prequantized),
+            out_spec=output_spec(x, w, out_sharding),
         )
         results.append(y)
     return tuple(results)
@@ -363,3 +361,183 @@ def require_stateless(recipe: Recipe | Linear | str) -> Linear:
             kind = linear_recipe.scaling_name(operand)
             raise ValueError(f"{kind} scaling has a state: call fp8jax.scaled_linear, or take scaling='current'")
     return linear_recipe
+
+
+class ScalingState(NamedTuple):
+    """The scaling state of one linear layer, fp32; None for operands without a state. May have leading layer axes.
+
+    Under delayed scaling each field is an amax history, (history,), newest first.
+    """
+
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+
+
+class ScalingStats(NamedTuple):
+    """The statistics of one call of a linear layer, fp32; None for operands without any.
+
+    Under delayed scaling they are amax. `fp8jax.core.scaling.Stateful.merge_stats` merges those of the calls of a step:
+    amax by maximum, counts by sum.
+    """
+
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+
+
+def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> ScalingState:
+    """The state of one linear layer before the first step.
+
+    Args:
+        recipe: a recipe with a stateful scaling.
+        w: the weight, (inputs, outputs), for scalings that measure it at the start.
+
+    Raises:
+        ValueError: the recipe's scaling has no state.
+    """
+    state = ScalingState()
+    for operand, strategy in _stateful_strategies(recipe).items():
+        state = state._replace(**{operand: strategy.init(w if operand == "w" else None)})
+    return state
+
+
+def scaled_linear(
+    x: Array,
+    w: Array,
+    state: ScalingState,
+    amax_slot: Array | None = None,
+    *,
+    recipe: Recipe | Linear | str,
+    bias: Array | None = None,
+    key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
+    out_sharding: OutSharding = None,
+    input_facts: InputFacts = NO_INPUT_FACTS,
+    step_weight: StepWeight = NO_CODES,
+) -> tuple[Array, ScalingStats]:
+    """`linear` with a stateful scaling.
+
+    Args:
+        x: (..., inputs).
+        w: (inputs, outputs).
+        state: of `init_scaling` or `update_scaling`; no gradient flows to it. Layers that share the codes of an input
+            (`input_facts`) use the scale of the first layer's state.
+        amax_slot: fp32 scalar of any value, another one for each call. Its cotangent is the amax of the output's
+            gradient. JAX sums cotangents: a slot of two calls would get the sum of both. None if the gradient's scaling
+            has no state.
+        recipe: a recipe with a stateful scaling, such as "delayed".
+        quantized: result of `quantize_weight` under the scale that `weight_scale` returns; None quantizes `w` here.
+        bias, key, out_sharding: as of `linear`.
+        input_facts, step_weight: as of `dot_general`.
+
+    Returns:
+        The output, and the statistics of `x` and `w`. Their `dy` is 0: the cotangent of the slot takes its place. Pass
+        the merged statistics of a step to `update_scaling`.
+
+    Raises:
+        ValueError: shapes do not match, the recipe's scaling has no state, or a slot or a key is missing.
+    """
+    strategies, linear_recipe, matrix = _stateful_strategies(recipe), linear_part(recipe), flatten_tokens(x, w)
+    values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
+    state = lax.stop_gradient(state)
+    scales: Scales | None = None
+    for name, value in values.items():
+        if name in strategies and not strategies[name].is_threshold:
+            scales = (scales or Scales())._replace(**{name: _scale(name, value, state, linear_recipe)})
+    if "dy" in strategies:
+        if amax_slot is None:
+            raise ValueError(
+                f"{linear_recipe.scaling} scaling observes gradients: give scaled_linear amax_slot=jnp.zeros([])"
+            )
+        dy_amax = strategies["dy"].expected_amax(_operand_state(state, "dy"))
+        scales = (scales or Scales())._replace(dy_amax=dy_amax, amax_slot=amax_slot)
+    step_weight = step_weight if quantized is None else StepWeight.from_codes(quantized)
+    out_spec = output_spec(x, w, out_sharding)
+    stats: dict[str, Array] = {}
+    threshold, x_source = strategies.get("x"), None
+    if isinstance(threshold, Threshold):
+        x_source = fallback_input_source(matrix, linear_recipe, key, _operand_state(state, "x"), input_facts)
+    y = recipe_dot(
+        Input(matrix, x, input_facts=input_facts),
+        w,
+        linear_recipe,
+        key,
+        x_source=x_source,
+        scales=scales,
+        step_weight=step_weight,
+        out_spec=out_spec,
+        bias=bias,
+    )
+    if isinstance(threshold, Threshold) and x_source is not None:
+        stats["x"] = threshold.count_fallbacks(x_source.fallback_tensor.fallback_mask)
+    stats |= {
+        n: strategies[n].collect_stats(_operand_state(state, n), values[n])
+        for n in values
+        if collects_stats(linear_recipe, n) and n not in stats
+    }
+    if collects_stats(linear_recipe, "dy"):
+        stats["dy"] = jnp.zeros((), jnp.float32)
+    return y, ScalingStats(**stats)
+
+
+def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:
+    """The scale of a weight in this step, an fp32 scalar; None if the scale is computed from the weight itself.
+
+    Raises:
+        ValueError: the recipe's scaling has no state.
+    """
+    linear_recipe = linear_part(recipe)
+    return (
+        _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), linear_recipe)
+        if "w" in _stateful_strategies(recipe)
+        else None
+    )
+
+
+def update_scaling(state: ScalingState, stats: ScalingStats, recipe: Recipe | Linear | str) -> ScalingState:
+    """The state after a step, of one linear layer, or of stacked ones with leading axes on every array.
+
+    Args:
+        state: before the step.
+        stats: of the whole step, merged over its microbatches and replicas.
+        recipe: a recipe with a stateful scaling.
+    """
+    new = {}
+    for operand, strategy in _stateful_strategies(recipe).items():
+        operand_state, operand_stats = _operand_state(state, operand), getattr(stats, operand)
+        if strategy.collects_stats:
+            update = strategy.update
+            for _ in range(jnp.ndim(operand_stats) - len(strategy.stats_shape)):
+                update = jax.vmap(update)
+            operand_state = update(operand_state, operand_stats)
+        new[operand] = operand_state
+    return ScalingState(**new)
+
+
+def collects_stats(linear_recipe: Linear, operand: str) -> bool:
+    """Whether calls of a linear layer return statistics of this operand."""
+    strategy = linear_recipe.states.get(operand)
+    return strategy is not None and strategy.collects_stats
+
+
+def _scale(name: str, value: Array, state: ScalingState, linear_recipe: Linear) -> Array:
+    spec = linear_recipe.spec(name)
+    assert spec is not None
+    return linear_recipe.states[name].scale(_operand_state(state, name), value, formats.get(spec.format))
+
+
+def _operand_state(state: ScalingState, operand: str) -> Array:
+    value = getattr(state, operand)
+    if value is None:
+        raise ValueError(f"the scaling of {operand} keeps a state, and none is given: take that of init_scaling")
+    return value
+
+
+def _stateful_strategies(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
+    linear_recipe = linear_part(recipe)
+    if not linear_recipe.states:
+        raise ValueError(
+            f"the recipe's linear.scaling is {linear_recipe.scaling!r}, which keeps no state, not 'delayed'"
+        )
+    return linear_recipe.states

@@ -52,7 +52,9 @@ from fp8jax.ops.autodiff.residuals import (
     from_bytes,
     to_bytes,
 )
+from fp8jax.ops.dispatch.choice import on_cuda
 from fp8jax.ops.dispatch.sharding import reshape_to_matrix
+from fp8jax.ops.matmul.grouped import DeferredMatrices
 from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization.fallback import FallbackTensor
@@ -384,7 +386,7 @@ def encode(
     """A matrix as an operand, or its transposed copy if `transposed`; unquantized if `spec` is None.
 
     Args:
-        x: the matrix.
+        x: the matrix; or a stack of matrices, which gives an operand of `fp8jax.ops.matmul.grouped.grouped_matmul`.
         spec: of the codes, or None.
         strategy: of per-tensor scales.
         key: PRNG key for stochastic rounding.
@@ -394,6 +396,12 @@ def encode(
         fused_output: what kernels compute `x` from.
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
     """
+    if x.ndim > 2:
+        return _encode_stack(
+            jnp.swapaxes(x, -1, -2) if x_is_transposed else x,
+            scale,
+            MatrixEncoder(spec, strategy, transposed != x_is_transposed, is_scale_clamped),
+        )
     if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
     if spec is None:
@@ -409,19 +417,52 @@ def encode(
     return q
 
 
+@dataclasses.dataclass(frozen=True)
+class MatrixEncoder:
+    """`encode` of a matrix, rounded to nearest. Attributes as of `encode`."""
+
+    spec: QuantSpec
+    strategy: Scaling
+    transposed: bool
+    is_scale_clamped: bool
+
+    def __call__(self, *parts: Any) -> QTensor:
+        x, scale = parts
+        operand = encode(
+            x,
+            self.spec,
+            self.strategy,
+            scale=scale,
+            is_scale_clamped=self.is_scale_clamped,
+            transposed=self.transposed,
+        )
+        assert isinstance(operand, QTensor)
+        return operand
+
+
+def _encode_stack(x: Array, scale: Array | None, encoder: MatrixEncoder) -> Any:
+    """The operands of a stack of matrices."""
+    if encoder.spec is None:
+        return jnp.swapaxes(x, -1, -2) if encoder.transposed else x
+    if on_cuda():
+        return jax.vmap(encoder)(x, scale)
+    # XLA on CPUs computes codes of all matrices at the start of a program, by way of fp32 copies of them.
+    return DeferredMatrices(x, scale, encoder)
+
+
 class Input(NamedTuple):
     """The input of a product, and what is known about it.
 
     Attributes:
         matrix: (tokens, inputs). If it is no view of `source`, it may have several axes of tokens.
         source: the user's array from which it is made; None for itself. Products that read one source share its codes.
-        is_view: whether `source` is (..., inputs), so that gradients flow to it.
+        differentiates_source: whether `source` is (..., inputs), so that gradients flow to it.
         input_facts: facts about `source`.
     """
 
     matrix: Array
     source: Array | None = None
-    is_view: bool = True
+    differentiates_source: bool = True
     input_facts: InputFacts = NO_INPUT_FACTS
 
     @property
@@ -432,16 +473,16 @@ class Input(NamedTuple):
     @property
     def value(self) -> Array:
         """The array that gradients flow to."""
-        return self.source_or_matrix if self.is_view else self.matrix
+        return self.source_or_matrix if self.differentiates_source else self.matrix
 
 
 def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
-    """The source of an input, for `recipe_dot_from_source`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
+    """The source of an input, for `recipe_dot`. Arguments as of `recipe_dot`; `scale` is `scales.x`."""
     side, source, matrix = input_side(recipe), x.source_or_matrix, fused_outputs.to_matrix(x.matrix)
     facts = x.input_facts.facts
     if facts.recompute_rule is not None and facts.recompute_rule[0] == ALREADY_SAVED:
         facts = facts._replace(recompute_rule=(ALREADY_SAVED, source))
-    fused_output = facts.fused_output if x.is_view and source.shape[-1] == matrix.shape[-1] else None
+    fused_output = facts.fused_output if x.differentiates_source and source.shape[-1] == matrix.shape[-1] else None
     facts = facts._replace(fused_output=fused_output and fused_output.cast(matrix.dtype))
     # Layers with scaling states of their own share the codes made under the scale of the first layer.
     strategy, given_scale = side.strategy if scale is None else recipe.strategy("x"), scale
@@ -469,10 +510,9 @@ def fallback_input_source(
     x: Array,
     recipe: Linear,
     key: Array | None,
-    source: Array,
     threshold: Array,
     input_facts: InputFacts = NO_INPUT_FACTS,
-) -> tuple[Array, FallbackBlocks]:
+) -> FallbackBlocks:
     """As `input_source`, of an input in blocks. Blocks above `threshold`, an fp32 scalar, fall back to 16 bits.
 
     Raises:
@@ -498,4 +538,4 @@ def fallback_input_source(
         use, lambda: with_checkpoint_name(make_residual(), INPUT), None, None if subkey is None else key
     )
     # Another product may have made the saved codes. Each layer has a threshold of its own.
-    return source, FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)
+    return FallbackBlocks(fallback_tensors[0] if fallback_tensors else quantizer()[0], codes)

@@ -12,7 +12,6 @@ function: products of one input share them, and the input itself need not be sav
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,27 +23,107 @@ from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
-from fp8jax.ops.autodiff import gradient_facts
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
-from fp8jax.ops.autodiff.gradient_facts import GradientFacts
-from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, match_vmap_axes
+from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, GradientFacts, current_gradient_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
 from fp8jax.ops.matmul.matmul import Operand, matmul
-from fp8jax.ops.products import cotangent
 from fp8jax.ops.products.operands import (
     ForwardOperand,
     Input,
     Residual,
     Source,
+    encode,
     gradient_key,
     input_side,
     input_source,
     weight_side,
 )
-from fp8jax.ops.products.weights import NO_CODES, BothLayouts, FrozenSource, FrozenWeight, StepWeight, weight_source
-from fp8jax.ops.quantization import fused_outputs, packed
+from fp8jax.ops.products.weights import NO_CODES, FrozenSource, FrozenWeight, LayoutPolicy, StepWeight, weight_source
+from fp8jax.ops.quantization import fused_outputs, microscaling
 from fp8jax.ops.quantization.fused_reference import column_sums
+from fp8jax.ops.quantization.quantize import PackedMatrix, concatenate_packed, quantize_and_sum, split_weight
+
+
+class CotangentOperands(NamedTuple):
+    """The operands made from a gradient (tokens, outputs).
+
+    Attributes:
+        rows: operand of dgrad, (tokens, outputs).
+        columns: operand of wgrad, (outputs, tokens).
+        sums: gradient of the bias, the sums over tokens, fp32 (outputs,); None if they are not asked for.
+    """
+
+    rows: Operand
+    columns: Operand
+    sums: Array | None
+
+
+def encode_cotangent(
+    dy: PackedMatrix,
+    recipe: Linear,
+    *,
+    key: Array | None,
+    scale: Array | None,
+    facts: ArrayFacts,
+    shares_token_scales: bool,
+    x_token_scale: Array | None,
+    with_sums: bool,
+) -> CotangentOperands:
+    """The operands of dgrad and wgrad, in one pass over the gradient if the formats allow it.
+
+    Args:
+        dy: (tokens, outputs), or the matrices that it consists of, side by side.
+        recipe: of the product.
+        key: PRNG key for codes that are rounded stochastically.
+        scale: given scale of the codes; None computes it from `dy`.
+        facts: what is known about `dy`.
+        shares_token_scales: whether its scales go with those of the input's tokens
+            (`fp8jax.ops.quantization.microscaling`).
+        x_token_scale: scale of the input's codes, one or one per token; None if it is unknown.
+        with_sums: whether to compute the gradient of a bias.
+    """
+    fused_output = facts.fused_output
+    row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
+    operands: tuple[Operand, Operand]
+    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
+        dy = concatenate_packed(dy)
+        if shares_token_scales and row_spec is not None and row_spec.is_folded:
+            operands = microscaling.gradient_operands(dy, row_spec, x_token_scale, fused_output)
+            return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
+        keys = (None, None) if key is None else jax.random.split(key)
+        operands = (
+            encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output),
+            encode(dy, column_spec, strategy, key=keys[1], scale=scale, transposed=True, fused_output=fused_output),
+        )
+        return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
+    transposed = SAME if recipe.dy_wgrad == SAME else column_spec
+    (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
+        dy,
+        row_spec,
+        transposed,
+        sums=with_sums,
+        scale=scale,
+        strategy=strategy,
+        key=key,
+        fused_output=fused_output,
+        amax=facts.amax,
+    )
+    assert row_codes is not None
+    assert column_codes is not None
+    return CotangentOperands(row_codes, column_codes, sums_over_tokens)
+
+
+def row_bounds(a: Operand, b: Operand) -> Array:
+    """An upper bound of |a @ b.T| in each row, rounded to 16 bits: fp32 (rows,)."""
+
+    def norms(x: Operand) -> Array:
+        if isinstance(x, QTensor) and x.spec.granularity == "tensor":
+            return norms(x.codes) * jnp.max(x.scale, initial=0.0)
+        values = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
+        return jnp.sqrt(jnp.sum(jnp.square(values), -1))
+
+    return 1.01 * (norms(a) * jnp.max(norms(b), initial=0.0))
 
 
 class Scales(NamedTuple):
@@ -68,8 +147,6 @@ class ProductConfig(NamedTuple):
 
     Attributes:
         recipe: formats and scalings of the three matmuls.
-        has_passthrough: whether the input arrives through an earlier product of the same input.
-        returns_input: whether the input is returned for a later product of the same input.
         out_spec: sharding of the result on a mesh with Explicit axes, else None.
         gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
         name: of the product, for error messages.
@@ -77,8 +154,6 @@ class ProductConfig(NamedTuple):
     """
 
     recipe: Linear
-    has_passthrough: bool
-    returns_input: bool
     out_spec: tuple[Any, ...] | None
     gradient_facts: GradientFacts
     name: str
@@ -90,24 +165,22 @@ class Operands(NamedTuple):
 
     Attributes:
         x: input (..., inputs).
-        passthrough: the same input as an earlier product returned it, or None. Its cotangent is then the gradient.
         w: weight (inputs, outputs); None if it is frozen.
         bias: (outputs,), or None.
         x_source, w_source: sources of their codes. No gradient.
         key: PRNG key for gradients that are rounded stochastically, or None.
         scales: given scales, or None.
-        token: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
+        guard: of `fp8jax.core.derivatives.second_order_guard`: a second derivative raises an error, not a silent zero.
     """
 
     x: Array | None = None
-    passthrough: Array | None = None
     w: Array | None = None
     bias: Array | None = None
     x_source: Source | None = None
     w_source: StepWeight | FrozenSource | None = None
     key: Array | None = None
     scales: Scales | None = None
-    token: Array | None = None
+    guard: Array | None = None
 
 
 class Residuals(NamedTuple):
@@ -116,7 +189,7 @@ class Residuals(NamedTuple):
     Attributes:
         x, w: what the sources of input and weight save. The input of a frozen weight is not saved.
         x_kind, w_kind, bias_kind: dtypes and shardings of the gradients; None if there is no such gradient.
-        key, scales, token: as of `Operands`; the token is None if nothing is in 8 bits.
+        key, scales, guard: as of `Operands`; the guard is None if nothing is in 8 bits.
     """
 
     x: Residual | None
@@ -126,7 +199,7 @@ class Residuals(NamedTuple):
     bias_kind: DtypeAndSharding | None
     key: Array | None
     scales: Scales | None
-    token: Array | None
+    guard: Array | None
 
 
 def recipe_dot(
@@ -135,11 +208,11 @@ def recipe_dot(
     recipe: Linear,
     key: Array | None,
     *,
+    x_source: Source | None = None,
     scales: Scales | None = None,
-    weight: StepWeight = NO_CODES,
+    step_weight: StepWeight = NO_CODES,
     out_spec: tuple[Any, ...] | None = None,
     bias: Array | None = None,
-    on_passthrough: Callable[[Array], None] | None = None,
     split_sizes: tuple[int, ...] | None = None,
 ) -> Any:
     """x @ w + bias, with the three matmuls in the formats of a recipe.
@@ -149,13 +222,12 @@ def recipe_dot(
         w: (inputs, outputs). A frozen weight has no gradient.
         recipe: formats and scalings.
         key: PRNG key for recipes that round stochastically.
+        x_source: source of the codes of `x`, which several products may share; None makes it.
         scales: given scales; None computes them from the tensors.
-        weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
+        step_weight: the codes of `w`, or what it is made from; by default the product quantizes and saves `w` itself.
         out_spec: sharding of the result on a mesh with Explicit axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
-        on_passthrough: called with `x.source`, for its other readers. Their gradients are then added in the backward
-            pass of this product.
-        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.packed`), or
+        split_sizes: widths into which the result is split along its last axis (`fp8jax.ops.quantization.quantize`), or
             None.
 
     Returns:
@@ -164,93 +236,41 @@ def recipe_dot(
     Raises:
         ValueError: the key is missing, or as `weight_source`.
     """
-    y, passthrough = recipe_dot_from_source(
-        x.value,
-        input_source(x, recipe, key, scales and scales.x),
-        w,
-        recipe,
-        key,
-        scales=scales,
-        weight=weight,
-        out_spec=out_spec,
-        returns_input=on_passthrough is not None and x.value is x.source,
-        bias=bias,
-        split_sizes=split_sizes,
-    )
-    if on_passthrough is not None and passthrough is not None:
-        on_passthrough(passthrough)
-    return y
-
-
-def recipe_dot_from_source(
-    x: Array,
-    x_source: Source,
-    w: Array | FrozenWeight,
-    recipe: Linear,
-    key: Array | None,
-    *,
-    scales: Scales | None = None,
-    weight: StepWeight = NO_CODES,
-    out_spec: tuple[Any, ...] | None = None,
-    passthrough: Array | None = None,
-    returns_input: bool = False,
-    bias: Array | None = None,
-    split_sizes: tuple[int, ...] | None = None,
-) -> tuple[Any, Array | None]:
-    """`recipe_dot` of an input whose source is given, which several products may share.
-
-    Products of one input can be chained: each one takes the input that the product before returned, and returns it for
-    the next. The gradients of the input are then added one by one along the chain, each within a dgrad matmul.
-
-    Args:
-        x: the array that the gradient flows to.
-        x_source: source of its codes, as of `input_source`.
-        passthrough: the input as the product before returned it, or None.
-        returns_input: whether to return the input.
-        w, recipe, key, scales, weight, out_spec, bias, split_sizes: as of `recipe_dot`.
-
-    Returns:
-        The product, and the input for the next product or None.
-    """
+    x_source = x_source or input_source(x, recipe, key, scales and scales.x)
+    value = x.value
     is_frozen = isinstance(w, FrozenWeight)
-    w_source = weight_source(w, recipe, weight=weight, scale=scales and scales.w)
-    if passthrough is not None and jax.typeof(passthrough) != jax.typeof(x):
-        passthrough = None  # it varies over more mesh axes than x
-    out_spec = out_spec or output_spec(x, w, None)
-    name = derivatives.qualified_op_name(f"a product of {x.shape} and {'a frozen weight' if is_frozen else w.shape}")
+    w_source = weight_source(w, recipe, step_weight=step_weight, scale=scales and scales.w)
+    out_spec = out_spec or output_spec(value, w, None)
+    name = derivatives.qualified_op_name(
+        f"a product of {value.shape} and {'a frozen weight' if is_frozen else w.shape}"
+    )
     dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
 
     trained_w = None if isinstance(w, FrozenWeight) else w
-    x, passthrough, trained_w, bias = match_varying_axes(x, passthrough, trained_w, bias)  # type: ignore[assignment]
+    value, trained_w, bias = match_varying_axes(value, trained_w, bias)  # type: ignore[assignment]
     if isinstance(w_source, StepWeight) and w_source.values is not None:
-        axes = frozenset(varying_axes(x))
+        axes = frozenset(varying_axes(value))
         w_source = w_source.with_step(lambda w: cast_varying_over(w, axes))
-    token = derivatives.second_order_guard(name, x, passthrough, trained_w, bias)
+    guard = derivatives.second_order_guard(name, value, trained_w, bias)
     config = ProductConfig(
         recipe=recipe,
-        has_passthrough=passthrough is not None,
-        returns_input=returns_input,
         out_spec=out_spec,
-        gradient_facts=gradient_facts.current(),
+        gradient_facts=current_gradient_facts(),
         name=name,
         split_sizes=split_sizes,
     )
     operands = Operands(
-        x=x,
-        passthrough=passthrough,
+        x=value,
         w=trained_w,
         bias=bias,
         x_source=x_source,
         w_source=w_source,
         key=dy_key,
         scales=scales,
-        token=token,
+        guard=guard,
     )
-    y, next_passthrough = _product(config, operands)
-    y = jax.tree.map(
-        lambda y: derivatives.check_differentiable_dtypes("a product", y, x, passthrough, trained_w, bias), y
-    )
-    return y, next_passthrough
+    y = _product(config, operands)
+    return jax.tree.map(lambda y: derivatives.check_differentiable_dtypes("a product", y, value, trained_w, bias), y)
 
 
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
@@ -260,11 +280,11 @@ def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) ->
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(config: ProductConfig, operands: Operands) -> tuple[Any, Array | None]:
+def _product(config: ProductConfig, operands: Operands) -> Any:
     return _forward(config, operands)[0]
 
 
-def _product_fwd(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, Array | None], Residuals]:
+def _product_fwd(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]:
     """`_forward`, if a backward pass follows."""
     if operands.w is not None and isinstance(operands.w_source, StepWeight):
         w_source = operands.w_source.quantized_for_gradient(operands.w, config.recipe)
@@ -276,18 +296,18 @@ def _product_fwd(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, 
     return results, residuals
 
 
-def _forward(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, Array | None], Residuals]:
-    recipe, w, token = config.recipe, operands.w, operands.token
+def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]:
+    recipe, w, guard = config.recipe, operands.w, operands.guard
     x_source, w_source = operands.x_source, operands.w_source
     assert operands.x is not None
     assert x_source is not None
     assert w_source is not None
     x_side, w_side = input_side(recipe), weight_side(recipe)
     if not recipe.is_quantized and recipe.spec("x_residual") is None and w is not None:
-        token = None  # a product in 16 bits may be differentiated twice
+        guard = None  # a product in 16 bits may be differentiated twice
 
     x = fused_outputs.to_matrix(operands.x)
-    x_value, w_value = (x, w) if token is None else lax.stop_gradient((x, w))
+    x_value, w_value = (x, w) if guard is None else lax.stop_gradient((x, w))
     x_operand = x_source.forward(x_value, x_side)
     w_operand = w_source.forward(w_value, w_side)  # type: ignore[arg-type]
     residuals = Residuals(
@@ -298,17 +318,13 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[tuple[Any, Arra
         bias_kind=None if operands.bias is None else DtypeAndSharding.from_array(operands.bias),
         key=operands.key,
         scales=operands.scales,
-        token=token,
+        guard=guard,
     )
 
     ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
-    if token is not None:
-        ys = derivatives.differentiable_once(config.name, ys, token)
-    passthrough_in = operands.x if operands.passthrough is None else operands.passthrough
-    passthrough_out = match_vmap_axes(passthrough_in, ys[0]) if config.returns_input else None
-    if config.has_passthrough or config.returns_input:
-        ys = [match_vmap_axes(y, passthrough_in) for y in ys]
-    return (ys[0] if config.split_sizes is None else tuple(ys), passthrough_out), residuals
+    if guard is not None:
+        ys = derivatives.differentiable_once(config.name, ys, guard)
+    return ys[0] if config.split_sizes is None else tuple(ys), residuals
 
 
 def _matmuls(
@@ -318,7 +334,7 @@ def _matmuls(
     matrix_spec = merge_spec(config.out_spec, (x.ndim - 1, 1))
     fast = "forward" in config.recipe.fast_accumulation
     ys = []
-    for w_section, bias_section in packed.split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
+    for w_section, bias_section in split_weight(w_operand, bias, config.split_sizes):  # type: ignore[arg-type]
         y = matmul(x_operand, w_section, dtype=x.dtype, fast=fast, out_spec=matrix_spec)
         if bias_section is not None:
             # On the matrix: cuBLASLt then adds the bias within the product.
@@ -327,21 +343,18 @@ def _matmuls(
     return ys
 
 
-def _product_bwd(
-    config: ProductConfig, residuals: Residuals, cotangents: tuple[packed.PackedMatrix, Array | None]
-) -> tuple[Operands]:
-    dy, passthrough_cotangent = cotangents
+def _product_bwd(config: ProductConfig, residuals: Residuals, dy: PackedMatrix) -> tuple[Operands]:
     dy_facts = config.gradient_facts.pop(dy) or NO_FACTS
-    token = residuals.token
-    if token is None:
-        operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy, passthrough_cotangent)
+    guard = residuals.guard
+    if guard is None:
+        operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy)
     else:
-        residuals, (dy, passthrough_cotangent) = lax.stop_gradient((residuals, cotangents))
-        operand_cotangents, predicted = _gradients(config, residuals, dy_facts, dy, passthrough_cotangent)
-        operand_cotangents = derivatives.differentiable_once(config.name, operand_cotangents, (cotangents, token))
+        operand_cotangents, predicted = _gradients(
+            config, lax.stop_gradient(residuals), dy_facts, lax.stop_gradient(dy)
+        )
+        operand_cotangents = derivatives.differentiable_once(config.name, operand_cotangents, (dy, guard))
     if predicted is not None:
-        dx = operand_cotangents.passthrough if config.has_passthrough else operand_cotangents.x
-        config.gradient_facts.attach(dx, ArrayFacts(predicted=predicted))
+        config.gradient_facts.attach(operand_cotangents.x, ArrayFacts(predicted=predicted))
     return (operand_cotangents,)
 
 
@@ -352,8 +365,7 @@ def _gradients(
     config: ProductConfig,
     residuals: Residuals,
     dy_facts: ArrayFacts,
-    dy: packed.PackedMatrix,
-    passthrough_cotangent: Array | None,
+    dy: PackedMatrix,
 ) -> tuple[Operands, Any]:
     """The cotangents of all operands, and the facts about the cotangents that follow from that of the input."""
     recipe, scales = config.recipe, residuals.scales
@@ -365,7 +377,7 @@ def _gradients(
     x_side = input_side(recipe)
     dy_columns: Operand | None = None
     if isinstance(residuals.w, FrozenSource):
-        dy = packed.concatenated(dy)
+        dy = concatenate_packed(dy)
         dy_rows, w_operand = residuals.w.dgrad_operands(dy, recipe, residuals.key)
         dy_sums = None if bias_kind is None else column_sums(dy)
     else:
@@ -373,7 +385,7 @@ def _gradients(
         w_operand = residuals.w.operand(weight_side(recipe), None)
         if 0 in (*batch_shape, *w_operand.shape):
             x_side = x_side._replace(shares_token_scales=False)  # there are no scales to share
-        dy_rows, dy_columns, dy_sums = cotangent.encode_cotangent(
+        dy_rows, dy_columns, dy_sums = encode_cotangent(
             dy,
             recipe,
             key=residuals.key,
@@ -392,12 +404,10 @@ def _gradients(
         out_spec=merge_spec(x_kind.spec, (len(batch_shape), 1)),
     )
     dx = reshape(dx, (*batch_shape, dx.shape[-1]), x_kind.spec)
-    if passthrough_cotangent is not None:
-        dx = dx + passthrough_cotangent
     dx_facts = CotangentFacts(
         array=dx,
         spec=recipe.spec("dy") if dy_amax is None else None,
-        row_bounds=functools.partial(cotangent.row_bounds, dy_rows, w_operand, passthrough_cotangent),
+        row_bounds=functools.partial(row_bounds, dy_rows, w_operand),
         codes=dy_rows if x_side.shares_token_scales and isinstance(dy_rows, QTensor) else None,
     )
 
@@ -411,13 +421,12 @@ def _gradients(
             out_spec=w_kind.spec,
             transposed=recipe.dy_wgrad == SAME,
         )
-        if isinstance(residuals.w, StepWeight) and residuals.w.both_layouts is BothLayouts.ALWAYS:
+        if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
 
     operand_cotangents = Operands(
-        x=None if config.has_passthrough else dx,
-        passthrough=dx if config.has_passthrough else None,
+        x=dx,
         w=dw,
         bias=None if bias_kind is None or dy_sums is None else bias_kind.cast_cotangent(dy_sums),
         scales=scales and Scales(amax_slot=dy_amax),  # type: ignore[call-arg]
@@ -426,8 +435,8 @@ def _gradients(
 
 
 def _scale_of_dy(
-    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: packed.PackedMatrix
-) -> tuple[packed.PackedMatrix, Array | None, Array | None]:
+    recipe: Linear, scales: Scales | None, dy_facts: ArrayFacts, dy: PackedMatrix
+) -> tuple[PackedMatrix, Array | None, Array | None]:
     """The scale of the output's gradient, if it is set before quantization, and its measured amax, if asked for.
 
     Returns:
@@ -446,7 +455,7 @@ def _scale_of_dy(
     if expected is None:
         return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
     assert spec is not None
-    matrix = packed.concatenated(dy)
+    matrix = concatenate_packed(dy)
     amax = scaling.compute_amax(matrix)
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
     return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax

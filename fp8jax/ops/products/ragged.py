@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, derivatives, encoding, formats, noise, scaling
-from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.core.scaling import Scaling
-from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core import blocks, derivatives
+from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import SAME, Linear, Recipe
+from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.autodiff.checkpointing import INPUT, PRODUCT, PRODUCT_AUX, with_checkpoint_name
 from fp8jax.ops.autodiff.residuals import (
     ALREADY_SAVED,
@@ -30,153 +31,20 @@ from fp8jax.ops.autodiff.residuals import (
     from_bytes,
     to_bytes,
 )
-from fp8jax.ops.dispatch.choice import match_varying_axes
-from fp8jax.ops.dispatch.sharding import DtypeAndSharding, reshape_to_matrix
+from fp8jax.ops.dispatch.choice import cast_varying_over, varying_axes
+from fp8jax.ops.dispatch.sharding import DtypeAndSharding, explicit_mesh, reshape_to_matrix, spec_of
+from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
+from fp8jax.ops.matmul.matmul import Operand
 from fp8jax.ops.products.linear import require_stateless
-from fp8jax.ops.products.operands import Side, encode, gradient_key, input_side, weight_side
-
-
-class RowSets(NamedTuple):
-    """Sets of rows that share a scale.
-
-    Attributes:
-        ids: int32 (rows,), the set of each row; `num_sets` for rows in no set.
-        num_sets: static number of sets.
-    """
-
-    ids: Array
-    num_sets: int
-
-    def maxima(self, values: Array) -> Array:
-        """Return at each row the maximum over its set of fp32 values >= 0, (rows, n)."""
-        table = jnp.zeros((self.num_sets + 1, values.shape[1]), jnp.float32)
-        return table.at[self.ids].max(values, indices_are_sorted=True)[self.ids]
-
-
-class Segments:
-    """The groups of a matrix's rows.
-
-    Args:
-        rows: number of rows.
-        group_sizes: (groups,), integers of any dtype. Their sum is clipped to `rows`.
-    """
-
-    def __init__(self, rows: int, group_sizes: Array) -> None:
-        # The sum may overflow a narrow dtype.
-        ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
-        self._starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-        self.sizes = ends - self._starts
-        self._rows = jnp.arange(rows, dtype=jnp.int32)
-        ids = jnp.sum(self._rows[:, None] >= ends, axis=1, dtype=jnp.int32)
-        self.groups = RowSets(ids, group_sizes.shape[0])
-
-    def mask(self, x: Array) -> Array:
-        """Return x (rows, n) with zeros in rows outside of all groups."""
-        return jnp.where((self.groups.ids < self.groups.num_sets)[:, None], x, 0)
-
-    def blocks(self, size: int) -> RowSets:
-        """Return blocks of `size` rows, counted from the first row of each group. A group's last block may be short."""
-        per_group = -(-self.sizes // size)
-        ids, count = self.groups.ids, self._rows.shape[0] // size + self.groups.num_sets
-
-        def lookup_group(values: Array, fill_value: int) -> Array:
-            return jnp.concatenate([values, jnp.full((1,), fill_value, jnp.int32)])[ids]
-
-        first = jnp.cumsum(per_group) - per_group
-        block_in_group = (self._rows - lookup_group(self._starts, 0)) // size
-        block_ids = lookup_group(first, 0) + block_in_group
-        return RowSets(jnp.where(ids < self.groups.num_sets, block_ids, count), count)
-
-
-def row_codes(x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, key: Array | None = None) -> QTensor:
-    """Quantize a matrix that a product contracts along its columns.
-
-    Args:
-        x: floating array (rows, n).
-        spec: as for a matrix of one group. Expanded codes per tensor or block get scales and exponents per row instead.
-        strategy: stateless scaling for per-tensor scales.
-        segments: the groups of rows.
-        key: PRNG key, used if the spec rounds stochastically.
-
-    Returns:
-        QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
-    """
-    x = segments.mask(x)
-    spans_rows = spec.granularity in ("tensor", "block") or (spec.granularity == "mx" and spec.outer_scale == "tensor")
-    if spec.expand or not spans_rows:
-        row_granularity = {"tensor": "token", "block": "group"}.get(spec.granularity, spec.granularity)
-        return encode(x, dataclasses.replace(spec, granularity=row_granularity), strategy, key=key)  # type: ignore[return-value]
-    fmt, row_amax = formats.get(spec.format), jnp.max(_magnitudes(x), axis=1, keepdims=True, initial=0.0)
-    if spec.granularity == "block":
-        size = spec.group_size or 1
-        block_amax = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
-        return _quantize_with_scale(x, spec, size, scaling.to_scale(segments.blocks(size).maxima(block_amax), fmt), key)
-    if spec.granularity == "tensor":
-        return _quantize_with_scale(
-            x, spec, None, scaling.to_scale(strategy.reduce_amax(segments.groups.maxima(row_amax)), fmt), key
-        )
-    outer_scale = scaling.to_scale(segments.groups.maxima(row_amax), fmt)
-    if spec.is_folded:
-        return _quantize_with_scale(x, spec, None, scaling.pow2_scale(row_amax, outer_scale, fmt), key)
-    size = spec.group_size or 1
-    block_amax = blocks.reduce(_magnitudes(x), (1, size), jnp.max, 0.0)
-    return _quantize_with_scale(x, spec, size, _two_level_scale(block_amax, outer_scale, spec), key)
-
-
-def column_values(
-    x: Array, spec: QuantSpec, strategy: Scaling, segments: Segments, dtype: DTypeLike, key: Array | None = None
-) -> Array:
-    """Quantize and dequantize a matrix that a product contracts along its rows, within each group.
-
-    Args:
-        x: floating array (rows, n).
-        spec: spec of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`.
-        strategy, segments, key: as in `row_codes`.
-        dtype: dtype of the result.
-
-    Returns:
-        (rows, n); zeros in rows outside of all groups.
-    """
-    if spec.granularity in ("tensor", "block"):
-        return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
-    x, fmt = segments.mask(x), formats.get(spec.format)
-    magnitudes, size = _magnitudes(x), spec.group_size or 1
-    if spec.granularity == "group":
-        return _quantize_with_scale(
-            x, spec, 1, scaling.to_scale(segments.blocks(size).maxima(magnitudes), fmt), key
-        ).dequantize(dtype)
-    group_amax = segments.groups.maxima(magnitudes)
-    outer_scale = scaling.to_scale(group_amax, fmt)
-    if spec.granularity == "mx" and spec.outer_scale == "tensor":
-        outer_scale = scaling.to_scale(jnp.max(group_amax, axis=1, keepdims=True, initial=0.0), fmt)
-    if spec.granularity == "token" or (spec.is_folded and spec.outer_scale == "token"):
-        scale = outer_scale
-    elif spec.is_folded:
-        scale = scaling.pow2_scale(group_amax, outer_scale, fmt)
-    else:
-        scale = _two_level_scale(segments.blocks(size).maxima(magnitudes), outer_scale, spec)
-    return _quantize_with_scale(x, spec, 1, scale, key).dequantize(dtype)
-
-
-def _magnitudes(x: Array) -> Array:
-    """Return finite magnitudes in fp32; 0 for NaN and Inf."""
-    magnitudes = jnp.abs(x.astype(jnp.float32))
-    return formats.where(jnp.isfinite(magnitudes), magnitudes, 0.0)
-
-
-def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
-    """Return the scales of microscaled groups from their amax, with (MOSS, section 3.1) or without outer scales."""
-    outer_scale = jnp.ones_like(outer_scale) if spec.outer_scale == "none" else outer_scale
-    powers = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
-    return outer_scale * formats.decode_e8m0(powers)
-
-
-def _quantize_with_scale(x: Array, spec: QuantSpec, width: int | None, scale: Array, key: Array | None) -> QTensor:
-    """Quantize under known scales, one per `width` elements of a row, or per row if None."""
-    granularity = "token" if width is None else "group"
-    row_spec = QuantSpec(spec.format, granularity, width, rounding=spec.rounding)
-    seed = noise.key_to_seed(key) if key is not None and spec.rounding == "stochastic" else None
-    return quantize_with_scale(x, row_spec, scale, seed=seed)
+from fp8jax.ops.products.operands import encode, gradient_key, input_side, weight_side
+from fp8jax.ops.products.weights import NO_CODES, LayoutPolicy, QuantizedWeight, StepWeight, weight_source
+from fp8jax.ops.quantization.group_scales import (
+    TokenColumns,
+    alignment,
+    quantize_columns,
+    quantize_rows,
+    transpose_rows,
+)
 
 
 def ragged_dot(
@@ -186,6 +54,11 @@ def ragged_dot(
     *,
     recipe: Recipe | Linear | str,
     key: Array | None = None,
+    group_offset: Array | int | None = None,
+    dimension_numbers: lax.RaggedDotDimensionNumbers | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    quantized: QuantizedWeight | None = None,
+    step_weight: StepWeight = NO_CODES,
     input_facts: InputFacts = NO_INPUT_FACTS,
 ) -> Array:
     """Return `jax.lax.ragged_dot(x, w, group_sizes)` with the products of a recipe, differentiable in `x` and `w`.
@@ -193,7 +66,7 @@ def ragged_dot(
     Operands are quantized by the recipe, and the codes of `x` are saved. Each group has its own scales: per-tensor and
     channel scales are per group, and blocks along tokens start at each group's first token. Tokens outside of all
     groups do not affect scales. Saved codes have scales per token: granularity "tensor" is saved as "token", and
-    "block" as "group". XLA multiplies the dequantized codes in the dtype of `x`. This saves memory, not time.
+    "block" as "group". No product of all tokens with all matrices is computed (`fp8jax.ops.matmul.grouped`).
 
     Args:
         x: (tokens, inputs), any floating dtype, with the tokens of each group consecutive.
@@ -201,27 +74,117 @@ def ragged_dot(
         group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group. They and
             their cotangents may be NaN or Inf; their results and gradients are 0.
         recipe, key: as in `fp8jax.linear`.
+        group_offset: integer, of shape () or (1,). `w` then has the matrices of groups `group_offset` and following
+            ones, and `group_sizes` those of all groups. Tokens of other groups are in no group. None is 0.
+        dimension_numbers: as in `jax.lax.ragged_dot_general`; None is that of `jax.lax.ragged_dot`. Two other forms are
+            supported. `w` may be (groups, outputs, inputs). Or both operands are contracted along their tokens, which
+            are the ragged dimension: (tokens, m) and (tokens, n) give (groups, m, n), quantized as the operands of a
+            weight's gradient.
+        preferred_element_type: dtype of the result; None takes that of `x`.
+        quantized: result of `fp8jax.quantize_weight` for the matrices (groups, inputs, outputs); None quantizes `w` in
+            this call.
+        step_weight: as of `fp8jax.ops.products.product.recipe_dot`, in place of `quantized`.
         input_facts: as in `fp8jax.dot_general`.
 
     Returns:
         (tokens, outputs) in the dtype of `x`.
 
     Raises:
-        ValueError: shapes do not match, a key is missing, or the recipe's scaling observes operands.
+        ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
+            scaling observes operands.
         TypeError: `group_sizes` are not integers.
     """
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or group_sizes.shape != w.shape[:1]:
-        shapes = f"{x.shape}, {w.shape} and {group_sizes.shape}"
-        raise ValueError(f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) and (groups,), not {shapes}")
+    linear_recipe = require_stateless(recipe)
+    form = _Form.parse(dimension_numbers, x, w)
+    x, w = form.arrange(x, w)
+    form.check(x, w, group_sizes, group_offset)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
-    linear_recipe = require_stateless(recipe)
-    source, dy_key = _input_source(x, group_sizes, linear_recipe, key, input_facts), gradient_key(linear_recipe, key)
-    value, w = match_varying_axes(x, w)  # type: ignore[assignment]
-    name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
-    token = derivatives.second_order_guard(name, value, w)
-    y: Array = _ragged_product(linear_recipe, name, value, w, source, group_sizes, dy_key, token)
+    if quantized is not None:
+        step_weight = StepWeight.from_codes(quantized)
+    dtype = jnp.dtype(preferred_element_type or x.dtype)
+
+    def multiply(
+        x: Array, w: Array, group_sizes: Array, group_offset: Any, key: Array | None, step_weight: StepWeight
+    ) -> Array:
+        offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
+        groups = Groups.from_sizes(group_sizes, x.shape[0], offset, None if form.contracts_tokens else w.shape[0])
+        if form.contracts_tokens:
+            return _multiply_tokens(x, w, groups, linear_recipe, key, dtype)
+        return _multiply_rows(x, w, groups, linear_recipe, key, dtype, form.transposed, step_weight, facts)
+
+    facts, mesh = input_facts, explicit_mesh(x, w)
+    if mesh is not None:
+        # What a call with Auto axes makes is not shared with other calls.
+        facts = InputFacts(input_facts.facts)
+        out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), spec_of(w))))
+        multiply = jax.sharding.auto_axes(multiply, axes=tuple(mesh.explicit_axes), out_sharding=out)
+    y: Array = multiply(x, w, group_sizes, group_offset, key, step_weight)
     return derivatives.check_differentiable_dtypes("ragged_dot", y, x, w)
+
+
+class _Form(NamedTuple):
+    """The form of a ragged product.
+
+    Attributes:
+        contracts_tokens: whether the result is (groups, m, n), of (tokens, m) and (tokens, n).
+        transposed: whether the weight is (groups, outputs, inputs).
+        axes: the transpositions of both operands that give this form.
+    """
+
+    contracts_tokens: bool = False
+    transposed: bool = False
+    x_transposed: bool = False
+    w_transposed: bool = False
+
+    @classmethod
+    def parse(cls, numbers: lax.RaggedDotDimensionNumbers | None, x: Array, w: Array) -> "_Form":
+        """Return the form of a product of `jax.lax.ragged_dot_general`; raise ValueError for an unsupported one."""
+        if numbers is None:
+            return cls()
+        ((lhs, rhs), batch), ragged = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
+        contract, group = (tuple(lhs), tuple(rhs)), tuple(numbers.rhs_group_dimensions)
+        is_plain = not any(map(len, batch)) and len(lhs) == 1 and len(ragged) == 1
+        if is_plain and group == (0,) and x.ndim == 2 and w.ndim == 3 and ragged != contract[0]:
+            return cls(transposed=contract[1] == (2,), x_transposed=contract[0] == (0,))
+        if is_plain and group == () and x.ndim == w.ndim == 2 and ragged == contract[0]:
+            return cls(contracts_tokens=True, x_transposed=contract[0] == (1,), w_transposed=contract[1] == (1,))
+        raise ValueError(
+            f"ragged_dot takes (tokens, inputs), (groups, inputs, outputs) or (groups, outputs, inputs), or contracts "
+            f"the tokens of (tokens, m) with those of (tokens, n), not {numbers} of {x.shape} and {w.shape}. Map batch "
+            f"dimensions by jax.vmap"
+        )
+
+    def arrange(self, x: Array, w: Array) -> tuple[Array, Array]:
+        """Return the operands with their axes in the order of this form."""
+        return x.T if self.x_transposed else x, w.T if self.w_transposed else w
+
+    def check(self, x: Array, w: Array, group_sizes: Array, group_offset: Any) -> None:
+        """Raise ValueError if shapes do not match."""
+        sizes, shapes = group_sizes.shape, f"{x.shape}, {w.shape} and {group_sizes.shape}"
+        if self.contracts_tokens:
+            if x.ndim != 2 or w.ndim != 2 or x.shape[0] != w.shape[0] or len(sizes) != 1:
+                raise ValueError(f"ragged_dot contracts (tokens, m) and (tokens, n) in groups (groups,), not {shapes}")
+            if group_offset is not None:
+                raise ValueError("ragged_dot along tokens takes no group_offset: give the sizes of the groups alone")
+            return
+        layout = "(groups, outputs, inputs)" if self.transposed else "(groups, inputs, outputs)"
+        is_matching = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if self.transposed else 1]
+        if not is_matching or len(sizes) != 1 or (sizes != w.shape[:1] and group_offset is None) or sizes < w.shape[:1]:
+            raise ValueError(f"ragged_dot takes (tokens, inputs), {layout} and (groups,), not {shapes}")
+        if group_offset is not None and jnp.size(group_offset) != 1:
+            raise ValueError(f"group_offset is one integer, not an array of shape {jnp.shape(group_offset)}")
+
+    def out_spec(self, x_spec: tuple[Any, ...], w_spec: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the sharding of the result on Explicit axes. An axis shards one dimension."""
+        if self.contracts_tokens:
+            return (None, *_distinct(x_spec[1], w_spec[1]))
+        return _distinct(x_spec[0], w_spec[1 if self.transposed else 2])
+
+
+def _distinct(first: Any, second: Any) -> tuple[Any, Any]:
+    rest = tuple(name for name in blocks.spec_entry_axes(second) if name not in blocks.spec_entry_axes(first))
+    return first, rest or None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["residuals"], meta_fields=["operation"])
@@ -240,18 +203,185 @@ class _Source(NamedTuple):
     residual: QTensor | Array | _RecomputeResidual
 
 
+class _Config(NamedTuple):
+    """The static part of a ragged product.
+
+    Attributes:
+        recipe: formats and scalings of the three products.
+        dtype: of the result.
+        transposed: whether the weight is (groups, outputs, inputs).
+        name: of the product, for error messages.
+    """
+
+    recipe: Linear
+    dtype: Any
+    transposed: bool
+    name: str
+
+
 class _Residuals(NamedTuple):
     """Residuals of a ragged product."""
 
     x: QTensor | Array | _RecomputeResidual
-    w: Array
-    group_sizes: Array
+    w: StepWeight
+    groups: Groups
     key: Array | None
     x_kind: DtypeAndSharding
-    token: Array | None
+    w_kind: DtypeAndSharding
+    token: Array
 
 
-def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
+def _multiply_rows(
+    x: Array,
+    w: Array,
+    groups: Groups,
+    recipe: Linear,
+    key: Array | None,
+    dtype: Any,
+    transposed: bool,
+    step_weight: StepWeight,
+    input_facts: InputFacts,
+) -> Array:
+    """Return the product of rows with the matrix of their group."""
+    if not recipe.is_quantized and recipe.spec("x_residual") is None:
+        return _in_16_bits(x, w, groups, _Layout(dtype, transposed))
+    source, dy_key = _input_source(x, groups, recipe, key, input_facts), gradient_key(recipe, key)
+    w_source = weight_source(_logical(w, transposed), recipe, step_weight=step_weight)
+    assert isinstance(w_source, StepWeight)
+    x, w = cast_varying_over((x, w), varying_axes((x, w, source, w_source, groups, dy_key)))
+    name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
+    token = derivatives.second_order_guard(name, x, w)
+    result: Array = _ragged_product(
+        _Config(recipe, dtype, transposed, name), x, w, source, w_source, groups, dy_key, token
+    )
+    return result
+
+
+class _Layout(NamedTuple):
+    """The dtype of a result in 16 bits, and whether the matrices are (groups, outputs, inputs)."""
+
+    dtype: Any
+    transposed: bool = False
+    contracts_tokens: bool = False
+
+
+def _in_16_bits(x: Array, w: Array, groups: Groups, layout: "_Layout") -> Array:
+    """Return a product in 16 bits, which may be differentiated twice."""
+    x, w = cast_varying_over((x, w), varying_axes((x, w, groups)))
+    name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
+    multiply = _product_of_tokens if layout.contracts_tokens else _product_of_rows
+    result: Array = multiply(layout, x, w, groups, derivatives.second_order_guard(name, x, w))
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_of_rows(layout: _Layout, x: Array, w: Array, groups: Groups, token: Array) -> Array:
+    return checkpoint_name(grouped_matmul(x, w, groups, transposed=not layout.transposed, dtype=layout.dtype), PRODUCT)
+
+
+def _product_of_rows_bwd(layout: _Layout, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    x, w, groups, token = saved
+    dx = _product_of_rows(_Layout(x.dtype, not layout.transposed), dy, w, groups, token)
+    pair = (dy, x) if layout.transposed else (x, dy)
+    return dx, _product_of_tokens(_Layout(w.dtype), *pair, groups, token), None, None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product_of_tokens(layout: _Layout, a: Array, b: Array, groups: Groups, token: Array) -> Array:
+    tokens = PaddedTokens.from_groups(groups, a.shape[0])
+    return grouped_matmul_dw(UnpaddedRows(a), UnpaddedRows(b), tokens, dtype=layout.dtype)
+
+
+def _product_of_tokens_bwd(layout: _Layout, saved: tuple[Any, ...], ct: Array) -> tuple[Any, ...]:
+    a, b, groups, token = saved
+    da = _product_of_rows(_Layout(a.dtype, transposed=True), b, ct, groups, token)
+    return da, _product_of_rows(_Layout(b.dtype), a, ct, groups, token), None, None
+
+
+_product_of_rows.defvjp(lambda layout, *operands: (_product_of_rows(layout, *operands), operands), _product_of_rows_bwd)
+_product_of_tokens.defvjp(
+    lambda layout, *operands: (_product_of_tokens(layout, *operands), operands), _product_of_tokens_bwd
+)
+
+
+def _multiply_tokens(a: Array, b: Array, groups: Groups, recipe: Linear, key: Array | None, dtype: Any) -> Array:
+    """Return the product of (tokens, m) and (tokens, n) over the tokens of each group."""
+    if not recipe.is_quantized:
+        return _in_16_bits(a, b, groups, _Layout(dtype, contracts_tokens=True))
+    key = gradient_key(recipe, key)
+    a, b = cast_varying_over((a, b), varying_axes((a, b, groups, key)))
+    name = derivatives.qualified_op_name(f"ragged_dot of {a.shape} and {b.shape}")
+    config = _Config(recipe, dtype, False, name)
+    result: Array = _token_product(config, a, b, groups, key, derivatives.second_order_guard(name, a, b))
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_product(config: _Config, *operands: Any) -> Array:
+    return _token_product_fwd(config, *operands)[0]
+
+
+def _token_product_fwd(
+    config: _Config, a: Array, b: Array, groups: Groups, key: Array | None, token: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    recipe, keys = config.recipe, _split(key)
+    a, b = lax.stop_gradient((a, b))
+    tokens = _tokens(recipe, groups, a.shape[0])
+    y = multiply_columns(
+        quantize_columns(a, recipe.spec("x_wgrad"), recipe.stateless_scaling("x"), tokens, keys[0]),
+        quantize_columns(b, recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy"), tokens, keys[1]),
+        tokens,
+        dtype=config.dtype,
+        fast="wgrad" in recipe.fast_accumulation,
+    )
+    return derivatives.differentiable_once(config.name, y, token), (a, b, groups, key, token)
+
+
+def _token_product_bwd(config: _Config, saved: tuple[Any, ...], ct: Array) -> tuple[Any, ...]:
+    """Return the products of each operand with the cotangent, as dgrad and the forward product have a weight."""
+    recipe, side = config.recipe, weight_side(config.recipe)
+    a, b, groups, key, token = lax.stop_gradient(saved)
+    tokens, matrices = _tokens(recipe, groups, a.shape[0]), lax.stop_gradient(ct)
+
+    def rows(x: Array, operand: str, key: Array | None) -> Operand:
+        spec = recipe.spec(operand)
+        return x if spec is None else quantize_rows(x, spec, recipe.stateless_scaling(operand), tokens, key)
+
+    da = grouped_matmul(
+        rows(b, "dy", _split(key)[0]), encode(matrices, side.backward, side.strategy), groups,
+        dtype=a.dtype, fast="dgrad" in recipe.fast_accumulation,
+    )  # fmt: skip
+    db = grouped_matmul(
+        rows(a, "x", None), encode(matrices, side.forward, side.strategy, transposed=True), groups,
+        dtype=b.dtype, fast="forward" in recipe.fast_accumulation,
+    )  # fmt: skip
+    da, db = derivatives.differentiable_once(config.name, (da, db), (ct, token))
+    return da, db, None, None, None
+
+
+_token_product.defvjp(_token_product_fwd, _token_product_bwd)
+
+
+def _split(key: Array | None) -> tuple[Array | None, Array | None]:
+    return (None, None) if key is None else tuple(jax.random.split(key))  # type: ignore[return-value]
+
+
+def _logical(w: Array, transposed: bool) -> Array:
+    """Return matrices (groups, inputs, outputs)."""
+    return _swap(w) if transposed else w
+
+
+def _swap(w: Array) -> Array:
+    return jnp.swapaxes(w, -1, -2)
+
+
+def _tokens(recipe: Linear, groups: Groups, num_rows: int) -> PaddedTokens:
+    """Return the padded token axis, in which all blocks of a recipe's operands are of one group."""
+    specs = map(recipe.spec, ("x", "dy", "x_residual", "x_wgrad", "dy_wgrad"))
+    return PaddedTokens.from_groups(groups, num_rows, alignment(*specs))
+
+
+def _input_source(x: Array, groups: Groups, recipe: Linear, key: Array | None, input_facts: InputFacts) -> _Source:
     # Scales and codes of the whole array are not used: they may depend on rows outside of all groups.
     side, recompute_rule, residual_spec = (
         input_side(recipe),
@@ -264,14 +394,13 @@ def _input_source(x: Array, group_sizes: Array, recipe: Linear, key: Array | Non
     subkey = derive_key(key, residual_spec, "x_residual")
 
     def make_residual() -> QTensor:
-        segments = Segments(x.shape[0], group_sizes)
-        q = with_checkpoint_name(
-            to_bytes(row_codes(lax.stop_gradient(x), residual_spec, side.strategy, segments, subkey)), INPUT
-        )
+        tokens = _tokens(recipe, groups, x.shape[0])
+        codes = to_bytes(quantize_rows(lax.stop_gradient(x), residual_spec, side.strategy, tokens, subkey))
+        q = with_checkpoint_name(codes, INPUT)
         return q if recompute_rule is None else dataclasses.replace(q, scale=with_checkpoint_name(q.scale, PRODUCT_AUX))
 
     use = "groups of rows", residual_spec, side.strategy, x.shape
-    codes: QTensor = input_facts.get_or_compute(use, make_residual, group_sizes, None if subkey is None else key)
+    codes: QTensor = input_facts.get_or_compute(use, make_residual, groups, None if subkey is None else key)
     if recompute_rule is None or residual_spec.rounding == "stochastic":  # the codes depend on the key
         return _Source(codes, codes)
     return _Source(codes, _recompute_residual(recompute_rule, x))
@@ -282,118 +411,120 @@ def _recompute_residual(recompute_rule: tuple[Recomputable, Any], x: Array) -> _
     return _RecomputeResidual(operation, lax.stop_gradient(x) if operation == ALREADY_SAVED else residuals)
 
 
-def _quantize_dequantize(
-    x: Array,
-    spec: QuantSpec | None,
-    strategy: Scaling,
-    segments: Segments,
-    dtype: Any,
-    key: Array | None = None,
-    *,
-    along_rows: bool = False,
-) -> Array:
-    """Return the dequantized codes of `x`, contracted along its rows if `along_rows`; without a spec, `x` itself."""
-    if spec is None:
-        return segments.mask(x).astype(dtype)
-    if along_rows:
-        return column_values(x, spec, strategy, segments, dtype, key)
-    return row_codes(x, spec, strategy, segments, key).dequantize(dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_product(config: _Config, *operands: Any) -> Array:
+    return _forward(config, *operands)[0]
 
 
-def _dequantize(operand: Any, dtype: Any) -> Array:
-    return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
-
-
-def _weight_values(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, transposed: bool) -> Array:
-    """Return the dequantized matrices of all groups, (groups, inputs, outputs)."""
-
-    def matrix_values(w: Array) -> Array:
-        values = _dequantize(encode(w, spec, side.strategy, transposed=transposed), dtype)
-        return values.T if transposed else values
-
-    return jax.vmap(matrix_values)(w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ragged_product(recipe: Linear, name: str, *operands: Any) -> Array:
-    return _forward(recipe, name, *operands)[0]
+def _ragged_fwd(
+    config: _Config, x: Array, w: Array, source: _Source, w_source: StepWeight, *operands: Any
+) -> tuple[Array, _Residuals]:
+    """`_forward`, if a backward pass follows."""
+    w_source = w_source.quantized_for_gradient(_logical(lax.stop_gradient(w), config.transposed), config.recipe)
+    return _forward(config, x, w, source, w_source, *operands)
 
 
 def _forward(
-    recipe: Linear,
-    name: str,
+    config: _Config,
     x: Array,
     w: Array,
     source: _Source,
-    group_sizes: Array,
+    w_source: StepWeight,
+    groups: Groups,
     key: Array | None,
-    token: Array | None,
+    token: Array,
 ) -> tuple[Array, _Residuals]:
-    side, weights = input_side(recipe), weight_side(recipe)
-    is_unquantized = not recipe.is_quantized and recipe.spec("x_residual") is None
-    if is_unquantized:
-        token = None  # 16-bit products are twice differentiable
-    a, b = (x, w) if token is None else lax.stop_gradient((x, w))
-    segments = Segments(x.shape[0], group_sizes)
+    recipe, side, w_side = config.recipe, input_side(config.recipe), weight_side(config.recipe)
+    x_kind, w_kind = map(DtypeAndSharding.from_array, (x, w))
+    x, w = lax.stop_gradient((x, w))
+    if config.transposed:
+        w_source = w_source.with_step(_swap, values=w, transposed=not w_source.transposed)
+    x_operand: Operand = x
     if source.codes is not None and side.residual == side.forward:
-        x_values = from_bytes(source.codes).dequantize(x.dtype)
+        x_operand = from_bytes(source.codes)
+    elif side.forward is not None:
+        x_operand = quantize_rows(x, side.forward, side.strategy, _tokens(recipe, groups, x.shape[0]))
+    w = _logical(w, config.transposed)
+    w_operand = w_source.forward(w, w_side)
+    y = grouped_matmul(
+        x_operand,
+        w_operand,
+        groups,
+        dtype=config.dtype,
+        fast="forward" in recipe.fast_accumulation,  # type: ignore[arg-type]
+    )
+    y = derivatives.differentiable_once(config.name, checkpoint_name(y, PRODUCT), token)
+    w_residual = w_source.residual(w, w_operand, w_side)
+    return y, _Residuals(source.residual, w_residual, groups, key, x_kind, w_kind, token)
+
+
+def _ragged_bwd(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
+    gradients = _gradients(config, *lax.stop_gradient((residuals, dy)))
+    return derivatives.differentiable_once(config.name, gradients, (dy, residuals.token))
+
+
+_ragged_product.defvjp(_ragged_fwd, _ragged_bwd)
+
+
+def _gradients(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
+    recipe, strategy = config.recipe, config.recipe.stateless_scaling("dy")
+    tokens = _tokens(recipe, residuals.groups, dy.shape[0])
+    keys = _split(residuals.key)
+    spec, column_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
+    dy_rows: Operand = dy if spec is None else quantize_rows(dy, spec, strategy, tokens, keys[0])
+    dx = grouped_matmul(
+        dy_rows,
+        residuals.w.operand(weight_side(recipe), None),
+        residuals.groups,
+        dtype=residuals.x_kind.dtype,
+        fast="dgrad" in recipe.fast_accumulation,
+    )
+    x_columns = _input_columns(recipe, residuals, tokens, dx)
+    if (
+        recipe.dy_wgrad == SAME
+        and isinstance(dy_rows, QTensor)
+        and spec is not None
+        and spec.granularity in TRANSPOSABLE
+    ):
+        dy_columns = transpose_rows(dy_rows, spec, tokens)
     else:
-        x_values = _quantize_dequantize(a, side.forward, side.strategy, segments, x.dtype)
-    w_values = _weight_values(b, weights.forward, weights, x.dtype, transposed=True)
-    y = lax.ragged_dot(x_values, w_values, segments.sizes)
-    y = checkpoint_name(y.astype(x.dtype), PRODUCT)
-    if token is not None:
-        y = derivatives.differentiable_once(name, y, token)
-    residual = x if is_unquantized else source.residual
-    return y, _Residuals(residual, w, group_sizes, key, DtypeAndSharding.from_array(x), token)
+        dy_columns = quantize_columns(dy, column_spec, strategy, tokens, keys[1])
+    pair = (dy_columns, x_columns) if config.transposed else (x_columns, dy_columns)
+    dw = multiply_columns(*pair, tokens, dtype=residuals.w_kind.dtype, fast="wgrad" in recipe.fast_accumulation)
+    if residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
+        # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
+        dx, dw = lax.optimization_barrier((dx, dw))
+    return dx, dw, None, None, None, None, None
 
 
-def _ragged_bwd(recipe: Linear, name: str, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    if residuals.token is None:
-        return _gradients(recipe, residuals, dy)
-    return derivatives.differentiable_once(
-        name, _gradients(recipe, *lax.stop_gradient((residuals, dy))), (dy, residuals.token)
-    )
-
-
-def _gradients(recipe: Linear, residuals: _Residuals, dy: Array) -> tuple[Any, ...]:
-    weights, dtype, strategy = weight_side(recipe), residuals.x_kind.dtype, recipe.stateless_scaling("dy")
-    segments = Segments(dy.shape[0], residuals.group_sizes)
-    keys = (None, None) if residuals.key is None else jax.random.split(residuals.key)
-    dy_rows = _quantize_dequantize(dy, recipe.spec("dy"), strategy, segments, dtype, keys[0])
-    dy_columns = _quantize_dequantize(dy, recipe.spec("dy_wgrad"), strategy, segments, dtype, keys[1], along_rows=True)
-
-    def ragged_dot_fn(x: Array, w: Array) -> Array:
-        return lax.ragged_dot(x, w, segments.sizes)
-
-    w_values = _weight_values(residuals.w, weights.backward, weights, dtype, transposed=False)
-    like = jax.ShapeDtypeStruct((dy.shape[0], w_values.shape[1]), dtype)
-    (dx,) = jax.linear_transpose(lambda x: ragged_dot_fn(x, w_values), like)(dy_rows)
-    x_values = _input_values(recipe, residuals.x, segments, dx)
-    (dw,) = jax.linear_transpose(lambda w: ragged_dot_fn(x_values, w), jax.ShapeDtypeStruct(residuals.w.shape, dtype))(
-        dy_columns
-    )
-    return dx, dw.astype(residuals.w.dtype), None, None, None, None
-
-
-def _input_values(
-    recipe: Linear, residual: QTensor | Array | _RecomputeResidual, segments: Segments, dx: Array
-) -> Array:
-    """Return the dequantized input of wgrad, in the shape and dtype of `dx`."""
-    side = input_side(recipe)
+def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, dx: Array) -> TokenColumns:
+    """Return the input as wgrad reads it, which has the shape of `dx`."""
+    side, residual, dtype = input_side(recipe), residuals.x, residuals.x_kind.dtype
     if isinstance(residual, QTensor):
-        codes = from_bytes(residual)
-        if side.backward is None or (side.backward == side.residual and side.backward.granularity in TRANSPOSABLE):
-            return codes.dequantize(dx.dtype)
-        # Without the barrier, XLA decodes the codes once in the forward pass and saves fp32 values.
-        x = from_bytes(lax.optimization_barrier(residual)).dequantize()
-    elif isinstance(residual, _RecomputeResidual):
+        # Without the barrier, XLA could transpose or decode the codes in the forward pass, and keep the copy.
+        residual, _ = lax.optimization_barrier((residual, dx))
+        codes, spec = from_bytes(residual), side.backward
+        if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
+            return transpose_rows(codes, spec, tokens)
+        return quantize_columns(codes, spec, side.strategy, tokens, dtype=dtype)
+    x = residual
+    if isinstance(residual, _RecomputeResidual):
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
-        x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dx.dtype)
+        x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dtype)
         x = reshape_to_matrix(x, *dx.shape)
-    else:
-        x = residual
-    return _quantize_dequantize(x, side.backward, side.strategy, segments, dx.dtype, along_rows=True)
+    return quantize_columns(x, side.backward, side.strategy, tokens)
 
 
-_ragged_product.defvjp(_forward, _ragged_bwd)
+def multiply_columns(a: TokenColumns, b: TokenColumns, tokens: PaddedTokens, *, dtype: DTypeLike, fast: bool) -> Array:
+    """Return the products of two transposed matrices over the tokens of each group, (groups, m, n)."""
+    scales = [scale for scale in (a.scale, b.scale) if scale is not None]
+    return grouped_matmul_dw(
+        a.operand,
+        b.operand,
+        tokens,
+        scale=functools.reduce(jnp.multiply, scales) if scales else None,
+        row_scale=a.channel_scale,
+        column_scale=b.channel_scale,
+        dtype=dtype,
+        fast=fast,
+    )

@@ -197,18 +197,18 @@ class QuantizedWeight(NamedTuple):
     dgrad: QTensor
 
 
-class BothLayouts(enum.Enum):
-    """When a product makes the codes of its weight in both layouts, in one pass over the weight."""
+class LayoutPolicy(enum.Enum):
+    """When a product makes the two layouts of its weight's codes: each when it is read, or both in one pass."""
 
-    NEVER = "never"  # the forward and the backward pass each quantize the weight
-    FOR_GRADIENT = "for gradient"  # in the forward pass, if a backward pass follows
-    ALWAYS = "always"  # in the forward pass
+    EACH_WHEN_READ = "each when read"  # the forward and the backward pass each quantize the weight
+    BOTH_FOR_GRADIENT = "both for gradient"  # in the forward pass, if a backward pass follows
+    BOTH_ALWAYS = "both always"  # in the forward pass
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["forward_codes", "dgrad_codes", "values", "scale"],
-    meta_fields=["layout", "transposed", "is_scale_clamped", "both_layouts"],
+    meta_fields=["to_weight", "transposed", "is_scale_clamped", "layout_policy"],
 )
 @dataclasses.dataclass(frozen=True)
 class StepWeight:
@@ -217,39 +217,42 @@ class StepWeight:
     Attributes:
         forward_codes: (outputs, inputs), as bytes; None if the product makes them.
         dgrad_codes: (inputs, outputs), as bytes; None if the product makes them.
-        values: what `layout` makes the weight from, saved in place of the weight; None for the weight itself.
+        values: what `to_weight` makes the weight from, saved in place of the weight; None for the weight itself.
         scale: fp32 scale of the codes that the product makes; None computes it from the weight.
-        layout: makes the weight from `values`; None if `values` are the weight.
-        transposed: whether the last step of `layout` transposes a matrix. The product then quantizes that matrix, and
-            makes no transposed copy of the values.
+        to_weight: makes the weight from `values`; None if `values` are the weight.
+        transposed: whether the last step of `to_weight` transposes a matrix. The product then quantizes that matrix,
+            and makes no transposed copy of the values.
         is_scale_clamped: whether codes were made under `scale` before.
-        both_layouts: when the product makes the codes in both layouts.
+        layout_policy: when the product makes the codes in both layouts.
     """
 
     forward_codes: QTensor | None = None
     dgrad_codes: QTensor | None = None
     values: Any = None
     scale: Array | None = None
-    layout: Callable[[Any], Array] | None = None
+    to_weight: Callable[[Any], Array] | None = None
     transposed: bool = False
     is_scale_clamped: bool = False
-    both_layouts: BothLayouts = BothLayouts.NEVER
+    layout_policy: LayoutPolicy = LayoutPolicy.EACH_WHEN_READ
     token_scale = None
 
     @classmethod
     def from_codes(
-        cls, quantized: QuantizedWeight | None, both_layouts: BothLayouts = BothLayouts.NEVER
+        cls, quantized: QuantizedWeight | None, layout_policy: LayoutPolicy = LayoutPolicy.EACH_WHEN_READ
     ) -> "StepWeight":
         """A weight with these codes, if there are any."""
         forward_codes, dgrad_codes = (None, None) if quantized is None else quantized
-        return cls(forward_codes=forward_codes, dgrad_codes=dgrad_codes, both_layouts=both_layouts)
+        return cls(forward_codes=forward_codes, dgrad_codes=dgrad_codes, layout_policy=layout_policy)
 
-    def with_step(self, step: Callable[[Array], Array], transposed: bool | None = None) -> "StepWeight":
-        """A weight that is `step` of this one, made from the same values."""
-        layout = self.layout
+    def with_step(
+        self, step: Callable[[Array], Array], *, values: Any = None, transposed: bool | None = None
+    ) -> "StepWeight":
+        """A weight that is `step` of this one, made from the same values; from `values` if this one has none."""
+        to_weight = self.to_weight
         return dataclasses.replace(
             self,
-            layout=step if layout is None else lambda values: step(layout(values)),
+            values=values if self.values is None else self.values,
+            to_weight=step if to_weight is None else lambda values: step(to_weight(values)),
             transposed=self.transposed if transposed is None else transposed,
         )
 
@@ -259,17 +262,17 @@ class StepWeight:
         On one GPU it has both layouts, if its scale is its own. One byte per parameter is then saved, and the backward
         pass does not read the weight.
         """
-        if self.both_layouts is BothLayouts.NEVER or self.dgrad_codes is not None or self.scale is not None:
+        if self.layout_policy is LayoutPolicy.EACH_WHEN_READ or self.dgrad_codes is not None or self.scale is not None:
             return self
         if not on_cuda() or not on_one_device() or not w.size:
             return self
-        quantized = quantize_in_one_pass(w.T if self.transposed else w, recipe)
+        quantized = quantize_in_one_pass(jnp.swapaxes(w, -1, -2) if self.transposed else w, recipe)
         if quantized is None:
             return self
         if self.transposed:
             quantized = QuantizedWeight(quantized.dgrad, quantized.forward)
         dgrad_codes = with_checkpoint_name(quantized.dgrad, PRODUCT_AUX)
-        return StepWeight.from_codes(quantized._replace(dgrad=dgrad_codes), self.both_layouts)
+        return StepWeight.from_codes(quantized._replace(dgrad=dgrad_codes), self.layout_policy)
 
     def forward(self, w: Array, side: Side) -> ForwardOperand:
         """The operand of the forward product."""
@@ -282,7 +285,7 @@ class StepWeight:
     def residual(self, w: Array, operand: ForwardOperand, side: Side) -> "StepWeight":
         """What is saved for the backward pass: the codes of dgrad, or the values that it makes them from."""
         if self.dgrad_codes is not None:
-            return StepWeight(dgrad_codes=self.dgrad_codes, both_layouts=self.both_layouts)
+            return StepWeight(dgrad_codes=self.dgrad_codes, layout_policy=self.layout_policy)
         keeps_scale = side.is_per_tensor and isinstance(operand, QTensor)
         scale = operand.scale if keeps_scale else convert_scale_to_spec(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
         return dataclasses.replace(
@@ -297,7 +300,7 @@ class StepWeight:
         if self.dgrad_codes is not None:
             return from_bytes(self.dgrad_codes)
         return encode(
-            self.values if self.layout is None else self.layout(self.values),
+            self.values if self.to_weight is None else self.to_weight(self.values),
             side.backward,
             side.strategy,
             scale=self.scale,
@@ -313,7 +316,7 @@ def weight_source(
     w: Array | FrozenWeight,
     recipe: Linear,
     *,
-    weight: StepWeight,
+    step_weight: StepWeight,
     scale: Array | None = None,
 ) -> StepWeight | FrozenSource:
     """The source of a weight (inputs, outputs), which decides what the product saves of it.
@@ -321,18 +324,18 @@ def weight_source(
     Args:
         w: the weight.
         recipe: of the product.
-        weight: what is given of `w`: its codes, or what it is made from.
+        step_weight: what is given of `w`: its codes, or what it is made from.
         scale: fp32 scalar, given for codes that the product makes; None computes it from `w`.
 
     Returns:
         A `FrozenSource` for a frozen weight, else a `StepWeight`. It has the given codes, or codes that are made here
-        (`BothLayouts.ALWAYS`), or none: `w` is then quantized when the product reads it.
+        (`LayoutPolicy.BOTH_ALWAYS`), or none: `w` is then quantized when the product reads it.
 
     Raises:
         ValueError: the given codes are of another shape or recipe, or are given for a frozen weight. The codes of a
             frozen weight are integers and those of the recipe are not, or the reverse.
     """
-    forward_codes, dgrad_codes = weight.forward_codes, weight.dgrad_codes
+    forward_codes, dgrad_codes = step_weight.forward_codes, step_weight.dgrad_codes
     if isinstance(w, FrozenWeight):
         if dgrad_codes is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
@@ -340,17 +343,17 @@ def weight_source(
         return FrozenSource(w.codes, w.transposed)
     if forward_codes is None or dgrad_codes is None:
         quantized = None
-        if scale is None and weight.both_layouts is BothLayouts.ALWAYS:
+        if scale is None and step_weight.layout_policy is LayoutPolicy.BOTH_ALWAYS:
             quantized = quantize_in_one_pass(w, recipe)
         if quantized is None:
-            return dataclasses.replace(weight, scale=scale)
-        return StepWeight.from_codes(quantized, weight.both_layouts)
+            return dataclasses.replace(step_weight, scale=scale)
+        return StepWeight.from_codes(quantized, step_weight.layout_policy)
     shape, *specs = dgrad_codes.shape, forward_codes.spec, dgrad_codes.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
         expected = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
         raise ValueError(f"a weight {expected} was given quantized as {shape}, {specs[0]} and {specs[1]}")
     # Given codes need nothing that they could be made from.
-    return dataclasses.replace(weight, values=None, layout=None)
+    return dataclasses.replace(step_weight, values=None, to_weight=None)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -363,9 +366,11 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
 
     Args:
-        w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
+        w: (inputs, outputs), any floating dtype. Leading axes stack weights, such as those of experts, each with scales
+            of its own. Gradients flow to the `w` that `linear` is given, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
-        scale: fp32 scalar, for granularity "tensor" and the format of the forward product; None takes it from `w`.
+        scale: fp32 scalar (with leading axes: of their shape), for granularity "tensor" and the format of the forward
+            product; None takes it from `w`.
 
     Returns:
         Codes with their scales, rounded to nearest. They are valid while `w` stays the same.
@@ -374,6 +379,9 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         ValueError: a product of the recipe reads the weight unquantized.
     """
     linear_recipe = linear_part(recipe)
+    if w.ndim > 2:
+        quantize_matrix = functools.partial(quantize_weight, recipe=linear_recipe)
+        return jax.vmap(lambda w, scale: quantize_matrix(w, scale=scale))(w, scale)  # type: ignore[no-any-return]
     forward, dgrad = linear_recipe.spec("w"), linear_recipe.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(
@@ -393,7 +401,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
 
 
 def quantize_in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
-    """`quantize_weight` of a matrix (inputs, outputs); None if it takes more than one pass over the matrix."""
+    """`quantize_weight`; None if it takes more than one pass over the matrix."""
     spec = recipe.spec("w")
     if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
         return None

@@ -13,8 +13,7 @@ from fp8jax.core import blocks, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
+from fp8jax.ops.dispatch.partition import DimSharding, notation, run_partitioned
 
 
 class FallbackTensor(NamedTuple):
@@ -170,7 +169,7 @@ def _quantize_shard(
     rng_offset = None if seed is None else dim_sharding.rng_offset(full_shape, x.shape)
     assert spec.group_size is not None
     arrays = fallback_triton.quantize(
-        x, threshold, spec.group_size, words=seed, place=rng_offset, compute_capability=capability()
+        x, threshold, spec.group_size, seed=seed, place=rng_offset, compute_capability=capability()
     )
     base = QTensor(arrays.base, arrays.base_scale, None, None, spec)
     residual = QTensor(arrays.residual, arrays.residual_scale, None, None, spec)

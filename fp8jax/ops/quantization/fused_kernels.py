@@ -12,8 +12,7 @@ from jax import Array
 
 from fp8jax.core import scaling
 from fp8jax.ops.dispatch.choice import capability
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding
+from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.quantization import fused_reference
 from pallas_kernels.nonlinear import (
     activation_rows_triton,
@@ -43,10 +42,10 @@ def forward(
 
     def run(sharding: DimSharding, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
         result = None if dtype is None else (scale, dtype)
-        *arrays, peak, codes = norm_triton.forward(
+        *arrays, amax, codes = norm_triton.forward(
             operation, x, weight, bias, eps, coding, result=result, compute_capability=capability()
         )
-        return *arrays, sharding.pmax(peak, "m"), codes
+        return *arrays, sharding.pmax(amax, "m"), codes
 
     return run_partitioned(
         "norm_forward", (operation, eps, coding, str(dtype)), run, (x, weight, bias, scale),
@@ -59,22 +58,22 @@ def backward(
     operation: Any,
     codes: Array,
     scales: Array | None,
-    inverse: Array,
+    rstd: Array,
     weight: Array | None,
     dy: Array,
     dtype: Any,
     residual: Array | None = None,
 ) -> Any:
     def run(
-        sharding: DimSharding, codes: Array, scales: Array | None, inverse: Array, weight: Any, dy: Array, residual: Any
+        sharding: DimSharding, codes: Array, scales: Array | None, rstd: Array, weight: Any, dy: Array, residual: Any
     ) -> Any:
-        dx, *sums, peak = norm_triton.backward(
-            operation, codes, scales, inverse, weight, dy, dtype, residual, compute_capability=capability()
+        dx, *sums, amax = norm_triton.backward(
+            operation, codes, scales, rstd, weight, dy, dtype, residual, compute_capability=capability()
         )
-        return dx, *(None if total is None else sharding.psum(total, "m") for total in sums), sharding.pmax(peak, "m")
+        return dx, *(None if total is None else sharding.psum(total, "m") for total in sums), sharding.pmax(amax, "m")
 
     return run_partitioned(
-        "norm_backward", (operation, str(dtype)), run, (codes, scales, inverse, weight, dy, residual),
+        "norm_backward", (operation, str(dtype)), run, (codes, scales, rstd, weight, dy, residual),
         (_ROWS, _ROWS, "m", "-", _ROWS, _ROWS), (_ROWS, "-", "-", ""),
     )  # fmt: skip
 
@@ -91,10 +90,10 @@ def encode_activation_residuals(
             )
             return residuals, None, (codes, rows)
         result = None if dtype is None else (scale, dtype)
-        residuals, peak, result_codes = activation_triton.encode_activation_residuals(
+        residuals, amax, result_codes = activation_triton.encode_activation_residuals(
             operation, gate, up, coding, result=result, compute_capability=capability()
         )
-        return residuals, sharding.pmax(peak, "m n"), result_codes
+        return residuals, sharding.pmax(amax, "m n"), result_codes
 
     # Sharded channels are gathered if the kernel needs whole rows.
     needs_whole_rows = has_row_scales or coding.is_packed
@@ -116,7 +115,7 @@ def requantize_if(
     tile = _ROWS if result_kinds(kinds).norm else _TILE
     channels = tile.split()[1]
     operand_dims = quantize_recomputed_triton.Operands(
-        tile, up=tile, inverse="m", mean="m", weight=channels, bias=channels  # type: ignore[arg-type]
+        tile, up=tile, rstd="m", mean="m", weight=channels, bias=channels  # type: ignore[arg-type]
     )  # fmt: skip
     ins = (operand_dims, tile, _replicated(scale), _replicated(condition))
     return run_partitioned("requantize_if", (operation, kinds), run, (operands, codes, scale, condition), ins, tile)
@@ -152,7 +151,7 @@ def quantize(
     return run_partitioned("quantize_recomputed", static, run, (operands, scales, scale), ins, outs)
 
 
-def peaks(
+def compute_amaxes(
     operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, compute_if: Array | None = None
 ) -> Any:
     def run(sharding: DimSharding, operands: Any, compute_if: Array | None) -> Any:
@@ -162,13 +161,13 @@ def peaks(
             compute_amax = functools.partial(scaling.compute_sample_amax, row_offset=sharding.shard_offset("m", rows))
             maxima = [compute_amax(x) for x in fused_reference.results(operation, kinds, operands)]
         else:
-            maxima = sampled_amax_triton.peaks(
+            maxima = sampled_amax_triton.compute_amaxes(
                 operation, kinds, operands, every=every, compute_if=compute_if, compute_capability=capability()
             )
-        return [sharding.pmax(peak, "m n") for peak in maxima]
+        return [sharding.pmax(amax, "m n") for amax in maxima]
 
     ins, outs = (_operands(operation), _replicated(compute_if)), [""] * len(kinds)
-    return run_partitioned("peaks", (operation, kinds, every), run, (operands, compute_if), ins, outs)
+    return run_partitioned("compute_amaxes", (operation, kinds, every), run, (operands, compute_if), ins, outs)
 
 
 def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
@@ -176,7 +175,7 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
         codes, maxima = quantize_recomputed_triton.quantize_and_predict(
             operation, operands, scale, dtype, compute_capability=capability()
         )
-        return codes, [sharding.pmax(peak, "n" if peak.ndim else "m n") for peak in maxima]
+        return codes, [sharding.pmax(amax, "n" if amax.ndim else "m n") for amax in maxima]
 
     amax_dims = "m" if scale.ndim else ""
     ins, outs = (
@@ -203,7 +202,7 @@ def _operands(operation: Any) -> Any:
 
 
 def _packed(operation: Any) -> bool:
-    return operation.format == "int10" and not operation.exact
+    return operation.format == "int10" and not operation.reads_arrays
 
 
 def _tile(operation: Any) -> str:

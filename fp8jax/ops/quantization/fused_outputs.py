@@ -36,7 +36,7 @@ class FusedOutputs:
         operation: `pallas_kernels.nonlinear.operations_triton.Operation`.
         kinds: the kind of each array.
         operands: `pallas_kernels.nonlinear.quantize_recomputed_triton.Operands`.
-        peaks: largest finite magnitude of each array; empty if unknown.
+        amaxes: largest finite magnitude of each array; empty if unknown.
         predicted: prediction of an activation's cotangents, if its result's gradient is known.
         variants: cached (scales or None, codes of all arrays), by how they were quantized.
         sums: column sums computed by kernels, by position of the array.
@@ -45,7 +45,7 @@ class FusedOutputs:
     operation: Any
     kinds: tuple[int, ...]
     operands: Any
-    peaks: tuple[Array, ...] = ()
+    amaxes: tuple[Array, ...] = ()
     predicted: "CotangentPrediction | None" = None
     variants: dict[Any, Any] = dataclasses.field(default_factory=dict)
     sums: dict[int, Array] = dataclasses.field(default_factory=dict)
@@ -64,14 +64,14 @@ class FusedOutput(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
-        """Arguments of `with_arrays`: operands, peaks, and row codes as bytes."""
-        return self.group.operands, self.group.peaks, list(self._row_codes.values())
+        """Arguments of `with_arrays`: operands, amaxes, and row codes as bytes."""
+        return self.group.operands, self.group.amaxes, list(self._row_codes.values())
 
-    def with_arrays(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "FusedOutput":
+    def with_arrays(self, operands: Any, amaxes: tuple[Array, ...], rows: list[Any]) -> "FusedOutput":
         """Return the output with the same arrays of another trace."""
         variants = dict(zip(self._row_codes, rows, strict=True))
         return self._replace(
-            group=FusedOutputs(self.group.operation, self.group.kinds, operands, peaks, variants=variants)
+            group=FusedOutputs(self.group.operation, self.group.kinds, operands, amaxes, variants=variants)
         )
 
     @property
@@ -89,8 +89,8 @@ class FusedOutput(NamedTuple):
         if dtypes != (jnp.float32, jnp.bfloat16) or len(group.kinds) > 1:
             return None
         operation = group.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
-        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in group.peaks)
-        return FusedOutput(FusedOutputs(operation, group.kinds, group.operands, peaks), 0)
+        amaxes = tuple(formats.round_to(amax, formats.get("bf16")) for amax in group.amaxes)
+        return FusedOutput(FusedOutputs(operation, group.kinds, group.operands, amaxes), 0)
 
     def cache_codes(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
         """Store codes (M, N) that a kernel already computed, for later quantization with `spec`.
@@ -109,14 +109,14 @@ class CotangentPrediction(NamedTuple):
     """Facts about the cotangents of an activation's inputs, known before its backward pass.
 
     Attributes:
-        peaks: their largest finite magnitudes.
+        amaxes: their largest finite magnitudes.
         spec, scales: spec and scales of their quantization, if scales are known.
         codes: QTensors of each cotangent and of its transposed copy.
         needs_sums: whether to compute column sums (the bias gradients) with the codes.
         sums: the column sums.
     """
 
-    peaks: tuple[Array, ...] = ()
+    amaxes: tuple[Array, ...] = ()
     spec: QuantSpec | None = None
     scales: tuple[Array, ...] = ()
     codes: tuple[Any, ...] = ()
@@ -305,7 +305,7 @@ def _describe(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fi
         fields = fields | {"activation": operations_triton.ACTIVATIONS.index(fields["activation"])}
     storage = to_coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
-    storage_fields = {"exact": True} if storage is None else {"group": storage.size, "format": storage.format}
+    storage_fields = {"reads_arrays": True} if storage is None else {"group": storage.size, "format": storage.format}
     description = operations_triton.Operation(dtype=index, **storage_fields, **fields)
     unsupported = norm_triton.unsupported_reason if norm else storage_triton.unsupported_reason
     return unsupported((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, storage) or description
@@ -407,9 +407,9 @@ def _quantize_group(
     fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
     sums = sums and kinds[0] in (GATE, UP)
 
-    def make(backend: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
+    def make(backend: Any, operands: Any, scale: Array | None, amaxes: tuple[Array, ...]) -> Any:
         if scale is None:
-            amaxes = peaks or backend.peaks(operation, kinds, operands)
+            amaxes = amaxes or backend.compute_amaxes(operation, kinds, operands)
             scales = tuple(scaling.to_scale(strategy.reduce_amax(top), fmt) for top in amaxes)
         else:
             scales = (scaling.clamp_scale(scale.reshape(())),)
@@ -419,7 +419,7 @@ def _quantize_group(
         pairs, totals = quantized if sums else (quantized, [])
         return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)], totals
 
-    pairs, totals = run(make, group.operands, scale, group.peaks)
+    pairs, totals = run(make, group.operands, scale, group.amaxes)
     group.sums.update(enumerate(totals))
     return [to_qtensor_pair(spec, *arrays) for arrays in pairs]
 
@@ -443,8 +443,8 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
     def make(backend: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
         scale = scaling.clamp_scale(scale.reshape(()))
         if not scales:
-            codes, peaks = backend.quantize_and_predict(operation, operands, scale, dtype)
-            return codes, scale.reshape(1, 1), tuple(peaks), []
+            codes, amaxes = backend.quantize_and_predict(operation, operands, scale, dtype)
+            return codes, scale.reshape(1, 1), tuple(amaxes), []
         quantized = backend.quantize(
             operation,
             (GATE, UP)[: len(scales)],
@@ -462,7 +462,7 @@ def _quantize_and_predict(group: FusedOutputs, spec: QuantSpec, scale: Array) ->
 
     codes, used_scale, cotangents, totals = run(make, group.operands, scale, predicted.scales)
     if predicted.spec is None:
-        group.predicted = predicted._replace(peaks=cotangents)
+        group.predicted = predicted._replace(amaxes=cotangents)
     else:
         pairs = tuple(to_qtensor_pair(predicted.spec, *parts) for parts in cotangents)
         group.predicted = predicted._replace(codes=pairs, sums=tuple(totals))
@@ -493,9 +493,9 @@ def quantize_columns(fused_output: FusedOutput | None, spec: QuantSpec, scale: A
             return codes, ()
         return backend.quantize_and_predict(operation, operands, scale, fmt.dtype)
 
-    codes, peaks = run(make, group.operands, scale.reshape(-1))
+    codes, amaxes = run(make, group.operands, scale.reshape(-1))
     if predicted is not None:
-        group.predicted = predicted._replace(peaks=tuple(peaks))
+        group.predicted = predicted._replace(amaxes=tuple(amaxes))
     return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
 
 
@@ -512,17 +512,21 @@ def quantize_cotangent(
     Returns:
         QTensors (M, N) of granularity "token" and (N, M) of "tensor" with scale 1. The caller applies the row scales.
     """
-    if fused_output is None or not fused_output.group.peaks or any(peak.ndim != 1 for peak in fused_output.group.peaks):
+    if (
+        fused_output is None
+        or not fused_output.group.amaxes
+        or any(amax.ndim != 1 for amax in fused_output.group.amaxes)
+    ):
         return None
     group, position = fused_output
     if outer_scale is not None:
-        peak = group.peaks[position]
-        single = dataclasses.replace(group, kinds=(group.kinds[position],), peaks=(peak,), variants={})
+        amax = group.amaxes[position]
+        single = dataclasses.replace(group, kinds=(group.kinds[position],), amaxes=(amax,), variants={})
         return _quantize_rows_and_transposed(single, spec, outer_scale)[0]
     key = ("cotangents", spec)
     if key not in group.variants:
         group.variants[key] = _quantize_rows_and_transposed(
-            group, spec, jnp.ones((group.peaks[position].size, 1), jnp.float32)
+            group, spec, jnp.ones((group.amaxes[position].size, 1), jnp.float32)
         )
     pair: tuple[QTensor, QTensor] = group.variants[key][position]
     return pair
@@ -533,7 +537,7 @@ def _quantize_rows_and_transposed(
 ) -> list[tuple[QTensor, QTensor]]:
     record_choice("quantize", FROM_OPERANDS)
     fmt, operation, kinds = formats.get(spec.format), group.operation, group.kinds
-    scales = [scaling.pow2_scale(peak.reshape(-1, 1), outer_scale, fmt) for peak in group.peaks]
+    scales = [scaling.pow2_scale(amax.reshape(-1, 1), outer_scale, fmt) for amax in group.amaxes]
 
     def make(backend: Any, operands: Any, scales: Any) -> Any:
         flat = tuple(scale.reshape(-1) for scale in scales)

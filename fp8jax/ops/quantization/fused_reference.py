@@ -39,22 +39,22 @@ def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
     return z, jax.lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + eps)
 
 
-def apply_normalization(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
+def apply_normalization(z: Array, rstd: Array, scale: Array | None, bias: Array | None) -> Array:
     """Return a norm's result in fp32, from the results of `statistics`."""
-    y = z * (inverse if scale is None else inverse * expand_to_rank(scale.astype(jnp.float32), z.ndim))
+    y = z * (rstd if scale is None else rstd * expand_to_rank(scale.astype(jnp.float32), z.ndim))
     return y if bias is None else y + expand_to_rank(bias.astype(jnp.float32), z.ndim)
 
 
 def norm_cotangents(
-    z: Array, inverse: Array, scale: Array | None, dy: Array, *, centered: bool, biased: bool
+    z: Array, rstd: Array, scale: Array | None, dy: Array, *, centered: bool, has_bias: bool
 ) -> tuple[Array, Array | None, Array | None]:
     """Return the fp32 cotangents of a norm's input, scale and bias."""
-    dy, normal, rows = dy.astype(jnp.float32), z * inverse, tuple(range(dy.ndim - 1))
+    dy, normal, rows = dy.astype(jnp.float32), z * rstd, tuple(range(dy.ndim - 1))
     t = dy if scale is None else dy * expand_to_rank(scale.astype(jnp.float32), dy.ndim)
     dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
     if centered:
         dx = dx - jnp.mean(t, -1, keepdims=True)
-    return inverse * dx, None if scale is None else jnp.sum(dy * normal, rows), jnp.sum(dy, rows) if biased else None
+    return rstd * dx, None if scale is None else jnp.sum(dy * normal, rows), jnp.sum(dy, rows) if has_bias else None
 
 
 def activation_cotangents(
@@ -76,9 +76,9 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
     read = functools.partial(_read, operation)
     x, dtype = read(operands.first, operands.first_scale), quantize_triton.PLAIN_DTYPES[operation.dtype]
     if kinds == (quantize_recomputed_triton.NORM,):
-        if operation.exact and operation.centered:
+        if operation.reads_arrays and operation.centered:
             x = x - operands.mean[:, None]
-        return [apply_normalization(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
+        return [apply_normalization(x, operands.rstd[:, None], operands.weight, operands.bias).astype(dtype)]
     function = _activation(operation)
     up = read(operands.up, operands.up_scale) if operation.gated else None
     if kinds == (quantize_recomputed_triton.RESULT,):
@@ -125,12 +125,12 @@ def column_sums(x: Array) -> Array:
     return jnp.sum(x.astype(jnp.float32), 0)
 
 
-def peaks(
+def compute_amaxes(
     operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1, compute_if: Array | None = None
 ) -> list[Array]:
     find = scaling.compute_amax if every == 1 else scaling.compute_sample_amax
     maxima = [find(x) for x in results(operation, kinds, operands)]
-    return maxima if compute_if is None else [jnp.where(compute_if, peak, 0.0) for peak in maxima]
+    return maxima if compute_if is None else [jnp.where(compute_if, amax, 0.0) for amax in maxima]
 
 
 def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:
@@ -142,9 +142,9 @@ def quantize_and_predict(operation: Any, operands: Any, scale: Array, dtype: Any
     )
     ((_, codes),) = quantize(operation, result, operands, (scale,), dtype, rows=False, columns=True)
     if scale.ndim > 0:
-        maxima = [row_peaks(x) for x in results(operation, cotangents, operands)]
+        maxima = [compute_row_amax(x) for x in results(operation, cotangents, operands)]
     else:
-        maxima = peaks(operation, cotangents, operands)
+        maxima = compute_amaxes(operation, cotangents, operands)
     return codes, maxima  # type: ignore[return-value]
 
 
@@ -156,7 +156,7 @@ def cotangents(operation: Any, operands: Any) -> list[Array]:
     )
 
 
-def row_peaks(x: Array) -> Array:
+def compute_row_amax(x: Array) -> Array:
     """Return the largest finite magnitude of each row, fp32 (rows,)."""
     magnitude = jnp.abs(x.astype(jnp.float32))
     counts = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
@@ -193,27 +193,27 @@ def forward(
 ) -> tuple[Array | None, Array | None, Array, Array | None, Array, Any]:
     from pallas_kernels.quantization import quantize_triton
 
-    z, inverse = statistics(x, eps, centered=operation.centered)
+    z, rstd = statistics(x, eps, centered=operation.centered)
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
-    y = apply_normalization(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
+    y = apply_normalization(z, rstd, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
     codes, scales = (None, None) if coding is None else _quantize_residual(z if operation.centered else x, coding)
-    return codes, scales, inverse[:, 0], mean, scaling.compute_amax(y), _encode_result(y, result)
+    return codes, scales, rstd[:, 0], mean, scaling.compute_amax(y), _encode_result(y, result)
 
 
 def backward(
     operation: Any,
     codes: Array,
     scales: Array | None,
-    inverse: Array,
+    rstd: Array,
     weight: Array | None,
     dy: Array,
     dtype: Any,
     residual: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None, Array]:
     z = _read(operation, codes, scales)
-    if operation.exact and operation.centered:
+    if operation.reads_arrays and operation.centered:
         z = z - jnp.mean(z, -1, keepdims=True)
-    dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, centered=operation.centered, biased=operation.biased)
+    dx, *sums = norm_cotangents(z, rstd[:, None], weight, dy, centered=operation.centered, has_bias=operation.has_bias)
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)
     dx = dx.astype(dtype)
@@ -222,7 +222,7 @@ def backward(
 
 def _read(operation: Any, x: Array, scale: Array | None) -> Array:
     """Return an operand's values in fp32."""
-    if operation.format == "int10" and not operation.exact:
+    if operation.format == "int10" and not operation.reads_arrays:
         x = packing.unpack(x, 1, x.shape[1] // 5 * 4)
     x = x.astype(jnp.float32)
     return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)[:, : x.shape[1]]

@@ -22,10 +22,9 @@ from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import capability, choose_impl, missing_triton, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding
+from fp8jax.ops.dispatch.partition import DimSharding, run_partitioned
 from fp8jax.ops.quantization import fused_outputs
-from fp8jax.ops.quantization.fused_reference import row_peaks
+from fp8jax.ops.quantization.fused_reference import compute_row_amax
 from fp8jax.ops.quantization.quantize import quantize, transpose
 
 # Group size of the kernels.
@@ -149,22 +148,20 @@ def _unsupported_reason(x: Array, spec: QuantSpec) -> str | None:
 
 
 def _reference(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
-    fmt, row_amax = formats.get(spec.format), row_peaks(x)[:, None]
+    fmt, row_amax = formats.get(spec.format), compute_row_amax(x)[:, None]
     if outer_scale is None:
         outer_scale = scaling.to_scale(jnp.max(row_amax, initial=0.0), fmt)
     return quantize_with_scale(x, QuantSpec(spec.format, "token"), scaling.pow2_scale(row_amax, outer_scale, fmt))
 
 
 def _kernel(spec: QuantSpec, x: Array, outer_scale: Array | None) -> QTensor:
-    from pallas_kernels.quantization import amax_triton, quantize_rows_triton
+    from pallas_kernels.quantization import quantize_rows_triton
 
     fmt, row_spec = formats.get(spec.format), QuantSpec(spec.format, "token")
 
     def fold(dim_sharding: DimSharding, x: Array, shard_scale: Array | None) -> tuple[Array, Array]:
         if shard_scale is None:
-            amax = amax_triton.compute_amax(x, tensor=True, compute_capability=capability())[0]
-            assert amax is not None
-            shard_scale = scaling.to_scale(dim_sharding.pmax(amax, "m"), fmt)
+            shard_scale = scaling.to_scale(dim_sharding.pmax(scaling.compute_amax(x), "m"), fmt)
         coding = fused_outputs.to_coding(row_spec)
         return quantize_rows_triton.quantize_rows(x, coding, outer_scale=shard_scale, compute_capability=capability())
 

@@ -1,7 +1,12 @@
-"""Quantization of a matrix and of its transposed copy, in one pass on a GPU."""
+"""Quantization of a matrix and of its transposed copy, in one pass on a GPU.
+
+A packed matrix is one operand of a product as several arrays, such as q, k and v. Slicing and concatenating them would
+each cost a pass over memory.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,12 +15,12 @@ from jax import Array, lax
 
 from fp8jax.core import blocks, derivatives, encoding, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.dispatch.choice import Choice, capability, choose_impl, missing_triton, on_cuda, record_choice, run
-from fp8jax.ops.dispatch.partition import run_partitioned
-from fp8jax.ops.dispatch.shard_notation import DimSharding, notation
-from fp8jax.ops.quantization import fused_outputs, packed
+from fp8jax.ops.dispatch.partition import DimSharding, notation, on_one_device, run_partitioned
+from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import column_sums
 
 _COLUMNS_SEED = noise.param_seed("columns")
@@ -23,6 +28,60 @@ _KERNEL_GRANULARITIES = ("tensor", "token", "group", "block", "mx")  # of the ke
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 PairAndSums = tuple[Pair, Array | None]
+
+
+PackedMatrix = Array | tuple[Array, ...]
+
+
+def concatenate_packed(x: PackedMatrix) -> Array:
+    """Return the matrix as one array."""
+    return jnp.concatenate(x, 1) if isinstance(x, tuple) else x
+
+
+def packed_shape(x: PackedMatrix) -> tuple[int, ...]:
+    """Return the shape of the concatenated matrix."""
+    return (x[0].shape[0], sum(y.shape[1] for y in x)) if isinstance(x, tuple) else x.shape
+
+
+def can_quantize_unpacked(x: tuple[Array, ...], specs: Sequence[QuantSpec | None]) -> bool:
+    """Return whether the kernel can quantize the matrices in place: on one GPU, under one scale."""
+    if not on_cuda() or not on_one_device() or missing_triton("quantization.quantize_triton") is not None:
+        return False
+    from pallas_kernels.quantization import quantize_triton
+
+    return _is_per_tensor(specs) and quantize_triton.unsupported_packed_reason(x) is None
+
+
+def should_split_output(recipe: Linear, split_sizes: Sequence[int]) -> bool:
+    """Return whether to compute a product's result as several arrays of these widths.
+
+    This needs gradients that can be quantized without concatenation. Narrow arrays would be inefficient products.
+    """
+    specs = [recipe.spec(operand) for operand in ("w", "dy", "dy_wgrad")]
+    section_shapes: Any = tuple(jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in split_sizes)
+    return None not in specs and not recipe.states and can_quantize_unpacked(section_shapes, specs)
+
+
+def _is_per_tensor(specs: Sequence[QuantSpec | None]) -> bool:
+    return all(spec is None or spec.granularity == "tensor" for spec in specs)
+
+
+def split_weight(
+    w_operand: QTensor | Array, bias: Array | None, split_sizes: Sequence[int] | None
+) -> Iterator[tuple[QTensor | Array, Array | None]]:
+    """Yield the weight (outputs, inputs) and bias of each section, or the inputs unchanged without `split_sizes`."""
+    if split_sizes is None:
+        yield w_operand, bias
+    start = 0
+    for n in split_sizes or ():
+        section = slice(start, start + n)
+        start += n
+        w_section = (
+            dataclasses.replace(w_operand, codes=w_operand.codes[section])
+            if isinstance(w_operand, QTensor)
+            else w_operand[section]
+        )
+        yield w_section, None if bias is None else bias[section]
 
 
 def quantize(
@@ -80,7 +139,7 @@ def quantize(
 
 
 def quantize_and_sum(
-    x: packed.PackedMatrix,
+    x: PackedMatrix,
     rows: QuantSpec | str | None,
     columns: QuantSpec | str | None = None,
     *,
@@ -100,13 +159,13 @@ def quantize_and_sum(
     """
     strategy = scaling.find_scaling(strategy)
     config = dataclasses.replace(_parse(rows, columns, strategy, sums), is_scale_clamped=is_scale_clamped)
-    if isinstance(x, tuple) and not packed.can_quantize_unpacked(x, config.specs):
-        x = packed.concatenated(x)
+    if isinstance(x, tuple) and not can_quantize_unpacked(x, config.specs):
+        x = concatenate_packed(x)
     x = derivatives.error_if_differentiated(derivatives.CAST_TO_CODES_ERROR, x, scale)
     if (key is not None) != config.is_stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
-    if 0 in packed.packed_shape(x):
+    if 0 in packed_shape(x):
         scale = None  # no elements, no scales
     if impl == "auto" and fused_output is not None and not isinstance(x, tuple):
         pair = fused_outputs.quantize_fused(
@@ -202,7 +261,7 @@ def _parse(
 
 
 def _choose(x: Any, config: _QuantizeConfig, scale: Array | None, impl: str) -> Choice:
-    x = jax.ShapeDtypeStruct(packed.packed_shape(x), x[0].dtype) if isinstance(x, tuple) else x
+    x = jax.ShapeDtypeStruct(packed_shape(x), x[0].dtype) if isinstance(x, tuple) else x
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in config.specs)
@@ -232,9 +291,9 @@ def _unsupported_reason(x: Any, config: _QuantizeConfig, scale: Array | None) ->
 
 
 def _reference(
-    config: _QuantizeConfig, x: packed.PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
+    config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
 ) -> PairAndSums:
-    x = packed.concatenated(x)
+    x = concatenate_packed(x)
     return _codes(config, x, scale, key), column_sums(x) if config.sums else None
 
 
@@ -273,7 +332,7 @@ def _codes(config: _QuantizeConfig, x: Array, scale: Array | None, key: Array | 
 
 
 def _kernel(
-    config: _QuantizeConfig, x: packed.PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
+    config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, key: Array | None, amax: Array | None
 ) -> PairAndSums:
     if config.has_integers:
         amax = None  # it ignores NaN and Inf, which integer scales must show
@@ -283,7 +342,7 @@ def _kernel(
     if scale is not None:
         axes = dim_names[config.rows is None].split()[2 - scale.ndim :]
         scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
-    shape = packed.packed_shape(x)
+    shape = packed_shape(x)
     outs = [
         s and notation(s, shape[::step], names) for s, step, names in zip(config.specs, (1, -1), dim_names, strict=True)
     ]
@@ -300,7 +359,7 @@ def _quantize_shard(
     config: _QuantizeConfig,
     global_shape: tuple[int, ...],
     sharding: DimSharding,
-    x: packed.PackedMatrix,
+    x: PackedMatrix,
     scale: Array | None,
     seed: Array | None,
     amax: Array | None,
@@ -320,45 +379,30 @@ def _quantize_shard(
         if quantize_rows_triton.unsupported_reason(x.shape, x.dtype, coding) is None:
             codes, rows = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return (QTensor(codes, rows, None, None, rows_only_spec), None), None
-    shape = packed.packed_shape(x)
+    shape = packed_shape(x)
     shapes = (shape, shape[::-1])
     levels = [
         s and _amax_granularity(s, scale)
         for s in (config.rows, None if config.shares_codes else config.transposed_spec)
     ]
-    needs_tensor_amax = "tensor" in levels and amax is None
     needs_row_amax, needs_column_amax = levels[0] == "token", levels[1] == "token"
-    is_scale_in_kernel = [s is not None and scale is None and _is_scale_in_kernel(s, config) for s in config.specs]
-    partial_maxima: Array | None = None if amax is None else amax.reshape(1)
-    amaxes: tuple[Array | None, ...] = (amax, None, None)
-    if needs_tensor_amax or needs_row_amax or needs_column_amax:
+    if "tensor" in levels and amax is None:
         matrices = x if isinstance(x, tuple) else (x,)
-        max_parts = amax_triton.MAX_PARTIALS // len(matrices) if any(is_scale_in_kernel) else 0
-        maxima_by_matrix = [
-            amax_triton.compute_amax(
-                y,
-                tensor=needs_tensor_amax,
-                rows=needs_row_amax,
-                columns=needs_column_amax,
-                num_partials=max_parts,
-                integers=config.has_integers,
-                compute_capability=capability(),
-            )
-            for y in matrices
-        ]
-        local_maxima = maxima_by_matrix[0]
-        if len(matrices) > 1:  # only the amax of the whole packed matrix
-            local_maxima = (
-                jnp.concatenate([top.reshape(-1) for top, *_ in maxima_by_matrix if top is not None]),
-                None,
-                None,
-            )
-        amaxes = tuple(
-            None if top is None else sharding.pmax(top, over)
-            for top, over in zip(local_maxima, ("m n", "n", "m"), strict=True)
+        local_amax = functools.reduce(jnp.maximum, (_tensor_amax(y, config.has_integers) for y in matrices))
+        amax = sharding.pmax(local_amax, "m n")
+    row_amax = column_amax = None
+    if needs_row_amax or needs_column_amax:
+        assert not isinstance(x, tuple)
+        row_amax, column_amax = amax_triton.compute_amax(
+            x,
+            rows=needs_row_amax,
+            columns=needs_column_amax,
+            integers=config.has_integers,
+            compute_capability=capability(),
         )
-        amaxes = (amax if amax is not None else amaxes[0], *amaxes[1:])
-        partial_maxima = amaxes[0] if partial_maxima is None else partial_maxima
+        row_amax = None if row_amax is None else sharding.pmax(row_amax, "n")
+        column_amax = None if column_amax is None else sharding.pmax(column_amax, "m")
+    is_scale_in_kernel = [s is not None and scale is None and _is_scale_in_kernel(s, config) for s in config.specs]
     scales: list[Array | None] = []
     for i, spec in enumerate(config.specs):
         if spec is None or spec.granularity in ("group", "block") or is_scale_in_kernel[i]:
@@ -373,9 +417,8 @@ def _quantize_shard(
         elif spec.granularity == "mx" and spec.outer_scale == "none":
             value = jnp.ones(count, jnp.float32)
         else:
-            top = amaxes[0] if _outer_granularity(spec) == "tensor" else amaxes[1 + i]
+            top = amax if _outer_granularity(spec) == "tensor" else (row_amax, column_amax)[i]
             assert top is not None
-            top = jnp.max(top) if _outer_granularity(spec) == "tensor" else top
             if spec.granularity == "tensor":
                 top = config.strategy.reduce_amax(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
@@ -386,9 +429,9 @@ def _quantize_shard(
         "same" if config.shares_codes else fused_outputs.to_coding(config.transposed_spec),
         row_scale=scales[0],
         column_scale=scales[1],
-        partial_amax=partial_maxima if any(is_scale_in_kernel) else None,
+        amax=amax if any(is_scale_in_kernel) else None,
         round_up_bf16=config.strategy.amax_rounding == "up",
-        words=seed,
+        seed=seed,
         place=None if seed is None else sharding.rng_offset(global_shape, shape),
         sums=config.sums,
         compute_capability=capability(),
@@ -404,8 +447,14 @@ def _quantize_shard(
     return (tensors[0], tensors[1]), None if column_totals is None else sharding.psum(column_totals, "m")
 
 
+def _tensor_amax(x: Array, integers: bool) -> Array:
+    """Return the largest finite magnitude of a matrix; for integer codes, which have no NaN and Inf, NaN for these."""
+    amax = scaling.compute_amax(x)
+    return jnp.where(jnp.all(jnp.isfinite(x)), amax, jnp.nan) if integers else amax
+
+
 def _is_scale_in_kernel(spec: QuantSpec, config: _QuantizeConfig) -> bool:
-    """Return whether the kernel reduces the partial maxima to the tensor's scale, which saves a launch."""
+    """Return whether the kernel computes the tensor's scale from its amax, which saves a launch."""
     plain = spec.granularity == "tensor" and spec.scale_format == "fp32" and not config.has_integers
     return plain and config.strategy.amax_rounding is not None
 

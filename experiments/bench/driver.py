@@ -1,0 +1,144 @@
+"""What the benchmarks of whole steps share: arms that hold a state, how they are compiled and timed, and their rows."""
+
+import argparse
+import concurrent.futures
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.bench import timing
+
+
+class Arm:
+    """A compiled step and the state that it updates.
+
+    Attributes:
+        begin: makes the first state; jitted, so that `prepare` can compile it.
+        build: compiles the step, which takes the state and `inputs` and gives the next state and a value.
+        inputs: what the step takes besides the state.
+        state: None before the first step and after `stop`.
+    """
+
+    begin: Any
+    build: Callable[[], Any]
+    inputs: tuple[Any, ...] = ()
+    state: Any = None
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The compiled step."""
+        return self.build()
+
+    def prepare(self) -> None:
+        """Compiles the step, and what makes its state."""
+        self.program  # noqa: B018
+        if not timing.dry():
+            self.begin = self.begin.lower().compile()
+
+    def start(self) -> None:
+        """Makes the state."""
+        self.state = self.begin()
+
+    def __call__(self) -> Any:
+        """One step; its value."""
+        if self.state is None:
+            self.start()
+        self.state, value = self.program(self.state, *self.inputs)
+        return value
+
+    def synchronised(self) -> Any:
+        """One step, and the host waits for its value."""
+        return jax.block_until_ready(self())
+
+    def stop(self) -> None:
+        """Frees the state."""
+        jax.tree.map(lambda x: x.delete(), self.state)
+        self.state = None
+
+
+def memory(program: Any) -> tuple[float, float]:
+    """GB of temporaries, and of everything, while a compiled step runs, on each GPU."""
+    told = program.memory_analysis()
+    results = told.output_size_in_bytes - told.alias_size_in_bytes
+    return told.temp_size_in_bytes / 1e9, (told.argument_size_in_bytes + told.temp_size_in_bytes + results) / 1e9
+
+
+def built(names: Sequence[str], make: Callable[[str], Any], limit: float = math.inf) -> dict[str, Any]:
+    """The arms that compile and run a step. The others are printed, with those that the time limit leaves out.
+
+    One is compiled while the next one is traced; nothing runs then, for XLA measures which products are fastest.
+
+    Args:
+        names: of arms; all are compared with the first.
+        make: from a name to an `Arm`.
+        limit: seconds after which no further arm is traced.
+
+    Raises:
+        RuntimeError: the first arm does not run.
+    """
+    arms: dict[str, Any] = {}
+    waiting: tuple[str, Any, Any] | None = None
+    begin = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        for name in [*names, None]:
+            start, arm = time.perf_counter(), None
+            late = start - begin > limit
+            if late and name is not None:
+                print(f"  {name}: left out, the time limit is reached", flush=True)
+            try:
+                arm = None if name is None or late else make(name)
+            except Exception as problem:
+                _failed(str(name), problem)
+            if waiting is not None:
+                before, ready, compiling = waiting
+                try:
+                    compiling.result()
+                    jax.block_until_ready(ready())
+                    ready.stop()
+                    arms[before] = ready
+                except Exception as problem:
+                    _failed(before, problem)
+            waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
+            if arm is not None:
+                print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
+    if names[0] not in arms:
+        raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
+    return arms
+
+
+def _failed(name: str, problem: Exception) -> None:
+    if timing.dry():
+        raise problem
+    print(f"  {name} failed: {type(problem).__name__} {str(problem)[:400]}".replace("\n", " "), flush=True)
+
+
+def timed(arms: Mapping[str, Any], rounds: int, steps: int) -> dict[str, timing.Seconds]:
+    """Seconds of a step of each arm, in turns. A loss is read when the next step has started; one state at a time."""
+    calls = {name: timing.late(arm) for name, arm in arms.items()}
+    return timing.in_turns(calls, rounds, dict.fromkeys(arms, steps), lambda name: arms[name].stop())
+
+
+def time_row(case: str, name: str, metric: str, seconds: timing.Seconds, base: str | None = None,
+             ratio: float | None = None) -> timing.Row:  # fmt: skip
+    """A row of milliseconds, with its quartiles."""
+    return timing.row(case, name, metric, 1e3 * seconds, "ms", base, ratio, seconds.quartiles(lambda t: 1e3 * t))
+
+
+def notes_of(doc: str | None) -> list[str]:
+    """The paragraphs of a module's docstring after its first line, each on one line."""
+    return [" ".join(part.split()) for part in (doc or "").split("\n\n")[1:]]
+
+
+def parser(name: str, doc: str | None, rounds: int, steps: int) -> argparse.ArgumentParser:
+    """The command line that all have: --rounds, --steps, --name and --out."""
+    options = argparse.ArgumentParser(prog=name, description=doc)
+    options.add_argument("--rounds", type=int, default=rounds)
+    options.add_argument("--steps", type=int, default=steps, help="of a round, untimed and then as many timed")
+    options.add_argument("--name", default=name, help="of the results file")
+    options.add_argument("--out", type=Path, default=Path("results"))
+    return options

@@ -1,0 +1,403 @@
+"""Training in 8 bits beside bf16, seed by seed: `python -m experiments.papers.parity --study NAME`.
+
+    python -m experiments.papers.parity --data 'books/*.txt' --arms coat fast --limit 380
+    python -m experiments.papers.parity --judge
+
+The first command trains the seeds of some arms that the study's folder in results/ lacks. Several such processes, each
+on a GPU of its own and with arms of its own, fill one folder. The second writes the page. Arms, losses and the number
+of seeds are stated in `STUDIES`, before any run. Runs of another text, setting or card are refused.
+
+All arms of a seed have one start and one order of text. The difference of an arm is the mean over seeds of its loss
+over that of bf16 with the same seed, less 1. Its interval is Student's with seeds - 1 degrees of freedom. A study asks
+about several recipes, so its intervals are Bonferroni's. Holm's step-down test decides on differences from zero.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats  # type: ignore[import-untyped]
+
+import fp8jax
+from experiments import flags
+from experiments.errors import UserError
+from experiments.papers import common, parity_runs
+from experiments.papers.common import Row
+from experiments.papers.parity_runs import FixedBatch, ParityArm, Rounding, Setting
+from experiments.results import record
+from experiments.train import lock
+
+BASE, CONTROL = "bf16", "control_one_bit"
+FAMILY_ERROR = 0.05
+# The share of the steps, the last ones, that a training loss is the mean of.
+TAIL = 0.1
+TRAINING, VALIDATION = "training loss", "validation loss"
+LAST, MEAN = "loss of step 21", "mean loss of 21 steps"
+SMALL, MEDIUM = Setting(), Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40)
+PRESETS = ("coat", "coat_fast", "moss", "fast", "te_current", "deepseek", "int8_fallback", "int8_block", "fp8_lm",
+           "fp8_lm_two_phase", "coat_optimizer", "coat_activations")  # fmt: skip
+
+
+def linear(name: str, **settings: Any) -> ParityArm:
+    """A preset with other settings of its linear layers."""
+    recipe = fp8jax.recipes.get(name)
+    return ParityArm(dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, **settings)))
+
+
+BF16, COAT = fp8jax.recipes.bf16(), fp8jax.recipes.coat()
+ARMS: dict[str, ParityArm] = {
+    BASE: ParityArm(BF16),
+    **{name: ParityArm(fp8jax.recipes.get(name)) for name in PRESETS},
+    # Recipes that are damaged on purpose, which must differ from bf16.
+    "control": ParityArm(COAT, "forward", 3),
+    CONTROL: ParityArm(COAT, "forward", 2),
+    "control_wgrad": ParityArm(COAT, "wgrad", 2),
+    "master_bf16_int8": ParityArm(BF16, master="bf16+int8"),
+    "master_bf16_stochastic": ParityArm(BF16, master="bf16+stochastic"),
+    "released_by_shares": ParityArm(BF16, release="previous"),
+    "coat_fp8_head": ParityArm(dataclasses.replace(COAT, head=fp8jax.recipes.HEAD)),
+    "coat, fast accumulation": linear("coat", fast_accumulation=("forward", "dgrad", "wgrad")),
+    "coat_fast, fast dgrad": linear("coat_fast", fast_accumulation=("forward", "dgrad")),
+    "coat_fast, all bits in all sums": linear("coat_fast", fast_accumulation=()),
+    "coat_fast, dy stochastic": linear("coat_fast", dy="e5m2+stochastic"),
+    "contexts alone": ParityArm(dataclasses.replace(BF16, context=fp8jax.recipes.coat_fast().context)),
+    "x alone in e4m3": ParityArm(BF16, rounding=Rounding(x="e4m3")),
+    "w alone in e4m3": ParityArm(BF16, rounding=Rounding(w="e4m3")),
+    "dy alone in e5m2": ParityArm(BF16, rounding=Rounding(dy="e5m2")),
+    "dy alone in e5m2, stochastic": ParityArm(BF16, rounding=Rounding(dy="e5m2+stochastic")),
+    # Steps between measurements of the amax of weights; moss has 500.
+    **{f"moss_interval_{steps}": linear("moss", weight_amax_interval=steps) for steps in (1, 100, 2000)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is compared with bf16, stated before the runs.
+
+    Attributes:
+        title: of the page.
+        page: name of the results file.
+        folder: of the runs, in that of results.
+        setting: the model and its schedule.
+        recipes: arms of which it is asked whether they differ from bf16.
+        others: arms that may be trained, too.
+        pairs: comparisons with another arm than bf16, as (label, arm, base).
+        about: a further note.
+        seeds: of each arm.
+        doubled: arms with twice as many seeds.
+        losses: what is compared.
+        family: whether the intervals of all recipes and losses hold together; else each holds alone.
+        table: heading of the table.
+    """
+
+    title: str
+    page: str
+    folder: str
+    setting: Setting | FixedBatch
+    recipes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str, str], ...] = ()
+    about: str = ""
+    seeds: int = 5
+    doubled: tuple[str, ...] = ()
+    losses: tuple[str, str] = (TRAINING, VALIDATION)
+    family: bool = True
+    table: str = "Seeds of each beside bf16's"
+
+    def seeds_of(self, arm: str) -> range:
+        """The seeds of an arm."""
+        return range(self.seeds * (2 if arm in self.doubled else 1))
+
+    @property
+    def tests(self) -> int:
+        """Number of tests, stated before the runs: each recipe, each loss."""
+        return len(self.recipes) * len(self.losses)
+
+    @property
+    def confidence(self) -> float:
+        """Confidence of each interval."""
+        return 1 - FAMILY_ERROR / (self.tests if self.family else 1)
+
+    def path_of(self, results: Path, arm: str) -> Path:
+        """File of an arm's runs."""
+        return results / self.folder / f"{arm.replace(', ', '_').replace(' ', '_')}.json"
+
+
+STUDIES = {
+    "recipes": Study(
+        "Five seeds of each recipe beside bf16 (COAT, Table 13)", "recipe_parity", "parity_recipes", MEDIUM,
+        ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm"),
+        (CONTROL, "coat_optimizer", "coat_activations", "int8_block", "fp8_lm_two_phase", "released_by_shares",
+         "coat_fp8_head", "coat, fast accumulation", "coat_fast, fast dgrad"),
+        (("coat_fast beside coat", "coat_fast", "coat"),),
+        f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ. Five seeds of "
+        "a coat_fast whose sums were all fast were looked at first; as it is now, and bf16, it has twice as many.",
+        doubled=(BASE, "coat_fast"),
+    ),
+    "intervals": Study(
+        "MOSS: steps between measurements of weights' scales (Tables 9, 11)", "recipe_parity_intervals",
+        "parity_intervals", SMALL, ("moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000"),
+        pairs=(("moss beside every step (Table 11)", "moss", "moss_interval_1"),),
+        about="moss measures its weights' scales every 500 steps; 2,000 are more than the run has, so that scales are "
+        "predicted from the first weights on. The paper has accuracies on NumGLUE after fine-tuning a Llama-2-7B: "
+        "bf16 58.7 %, every step 59.3, 100 steps 59.4, 500 steps 59.4, 2,000 steps 58.1; we have neither, and give "
+        "losses. In its Table 11 predicted scales are within 0.2 % of those of every step in three such accuracies; "
+        "here stands the difference of the two losses. What scales cost is in results/pages/scaling.md.",
+    ),
+    "long": Study(
+        "Seeds of a larger model, ten times as long, beside bf16's", "recipe_parity_long", "parity_65m",
+        dataclasses.replace(MEDIUM, steps=4600, warmup=200), ("moss", "fast"), (CONTROL, "coat"),
+    ),
+    "fixed_batch": Study(
+        "Learning of one fixed batch, part by part", "fixed_batch", "parity_fixed_batch", FixedBatch(),
+        ("coat_fast",), tuple(name for name, arm in ARMS.items() if name not in (BASE, "coat_fast")
+                              and not (arm.product or arm.master or arm.release)),
+        about="Arms that name one operand round that operand alone in all linear layers but the head, with one scale a "
+        "tensor; their products, contexts and moments are those of bf16.",
+        seeds=10, losses=(LAST, MEAN), family=False, table="Paired with the same seeds of bf16",
+    ),
+}  # fmt: skip
+
+Runs = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""Arm, seed, loss."""
+
+
+class Gap(NamedTuple):
+    """How far an arm's loss lies above another's, over seeds that both have, as a share.
+
+    Attributes:
+        each: of a seed.
+        value: their mean.
+        half: half of the interval's width.
+        p: of no difference, two-sided, for this comparison alone.
+    """
+
+    each: tuple[float, ...]
+    value: float
+    half: float
+    p: float
+
+
+def gap(arm: Mapping[int, float], base: Mapping[int, float], confidence: float) -> Gap | None:
+    """The paired difference of two arms; None with fewer than two seeds, which tell no noise."""
+    each = np.array([arm[seed] / base[seed] - 1 for seed in sorted(arm.keys() & base.keys())])
+    if len(each) < 2:
+        return None
+    error = float(np.std(each, ddof=1) / np.sqrt(len(each)))
+    quantile = float(stats.t.ppf((1 + confidence) / 2, len(each) - 1))
+    p = float(2 * stats.t.sf(abs(each.mean()) / error, len(each) - 1)) if error else float(each.mean() == 0)
+    return Gap(tuple(each.tolist()), float(each.mean()), quantile * error, p)
+
+
+def holm(values: Mapping[Any, float], tests: int) -> dict[Any, float]:
+    """Adjusted p of each of several tests: the smallest level of all together at which Holm's procedure rejects it.
+
+    Args:
+        values: p of each that was made.
+        tests: how many were stated; those not made count.
+    """
+    result, largest = dict[Any, float](), 0.0
+    for rank, key in enumerate(sorted(values, key=lambda key: values[key])):
+        largest = max(largest, min(1.0, (tests - rank) * values[key]))
+        result[key] = largest
+    return result
+
+
+def compare(study: Study, runs: Runs) -> dict[tuple[str, str], Gap]:
+    """Differences of every arm from bf16 and of the study's pairs, by (label, loss). p of recipes is Holm's."""
+    pairs = {name: (name, BASE) for name in runs if name != BASE}
+    pairs |= {label: (arm, base) for label, arm, base in study.pairs}
+    gaps = dict[tuple[str, str], Gap]()
+    for label, (arm, base) in pairs.items():
+        for loss in study.losses:
+            of, beside = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
+            if (found := gap(of, beside, study.confidence)) is not None:
+                gaps[label, loss] = found
+    if study.family:
+        adjusted = holm({key: g.p for key, g in gaps.items() if key[0] in study.recipes}, study.tests)
+        gaps |= {key: gaps[key]._replace(p=p) for key, p in adjusted.items()}
+    return gaps
+
+
+def losses_of(study: Study, run: Mapping[str, Any]) -> dict[str, float]:
+    """The losses of a run's file that a study compares."""
+    losses = run["losses"]
+    values = {TRAINING: float(np.mean(losses[-max(1, round(TAIL * len(losses))) :])),
+              VALIDATION: run.get("valid_loss"), LAST: losses[-1], MEAN: float(np.mean(losses))}  # fmt: skip
+    return {loss: values[loss] for loss in study.losses}
+
+
+def read(study: Study, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
+    """Losses of the arms that there are, of the stated seeds, and the files.
+
+    Raises:
+        UserError: two arms were trained on another text, card or setting.
+    """
+    paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.others)}
+    files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    for key in ("text", "device", "setting"):
+        first = next(iter(files), "")
+        for name, content in files.items():
+            if (here := content.get(key)) != (there := files[first].get(key)):
+                raise UserError(
+                    f"{paths[name]} and {paths[first]} are of another {key}, {here} and {there}: "
+                    "all arms have one; train one of them again"
+                )
+    runs = {}
+    for name, content in files.items():
+        content["runs"] = parity_runs.runs_of(content)
+        found = {seed: content["runs"].get(str(seed)) for seed in study.seeds_of(name)}
+        runs[name] = {seed: losses_of(study, run) for seed, run in found.items() if run is not None}
+    return {name: of for name, of in runs.items() if of}, files
+
+
+def rows(study: Study, runs: Runs, gaps: Mapping[tuple[str, str], Gap]) -> list[Row]:
+    """Means, differences in percent, half-widths and p, a row for each arm."""
+    entries = []
+
+    def put(arm: str, column: str, value: float | None, unit: str = "1") -> None:
+        entries.append(Row(arm, column, value, unit, table=study.table, pivot=(arm, column)))
+
+    for arm in dict.fromkeys((*runs, *(label for label, _ in gaps))):
+        if arm in runs:
+            put(arm, "seeds", len(runs[arm]))
+        for loss in study.losses:
+            if arm in runs:
+                put(arm, loss, float(np.mean([run[loss] for run in runs[arm].values()])),
+                    "nats/token" if isinstance(study.setting, FixedBatch) else "nats/byte")  # fmt: skip
+            if (of := gaps.get((arm, loss))) is not None:
+                put(arm, f"{loss}: % above", 100 * of.value, "%")
+                put(arm, f"± ({loss})", 100 * of.half, "%")
+                put(arm, f"p ({loss})", of.p)
+    return entries
+
+
+def draw(study: Study, gaps: Mapping[tuple[str, str], Gap]) -> Figure:
+    """A panel for each loss: each seed's difference, the mean and its interval, a line for each arm."""
+    figure = Figure(figsize=(11, 3.8), dpi=110, layout="constrained")
+    arms = list(dict.fromkeys(arm for arm, _ in gaps))
+    for axes, loss in zip(figure.subplots(1, 2, sharey=True), study.losses, strict=True):
+        for y, arm in enumerate(arms):
+            of = gaps[arm, loss]
+            axes.plot([100 * x for x in of.each], [y] * len(of.each), "o", color="0.6", ms=4)
+            axes.errorbar(100 * of.value, y, xerr=100 * of.half, fmt="s", color="tab:red", capsize=4)
+        axes.set_yticks(range(len(arms)), arms, fontsize=8)
+        axes.axvline(0, color="gray", linewidth=0.8)
+        axes.set(xlabel=f"{loss}, % above the other's with the same seed")
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What was trained and how it is compared."""
+    one, setting = files[BASE], study.setting
+    if isinstance(setting, FixedBatch):
+        what = f"{setting.steps} steps on one batch of {setting.batch} x {setting.length} tokens, no warm-up."
+    else:
+        what = (
+            f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x "
+            f"{setting.length} bytes, text {one['text']} in every arm. Training loss is the mean of the last "
+            f"{TAIL:.0%} of the steps."
+        )
+    doubled = f" ({2 * study.seeds} of {' and '.join(study.doubled)})" if study.doubled else ""
+    intervals = f"Intervals are of {study.confidence:.2%} each, Student's t of the paired seeds"
+    if study.family:
+        intervals += (
+            f", so that all {study.tests} of recipes and losses hold together with {1 - FAMILY_ERROR:.0%} "
+            f"(Bonferroni). p is Holm's, of {study.tests} tests; of other arms it is of that test alone"
+        )
+    return [
+        what,
+        f"Stated before the runs: the recipes {', '.join(study.recipes)}, {study.seeds} seeds each{doubled}.",
+        f"{intervals}.",
+        *([study.about] if study.about else []),
+        *(f"{name} ran on {of['replicas']} devices, whose gradients travelled as its recipe says."
+          for name, of in files.items() if of.get("replicas", 1) > 1),
+    ]  # fmt: skip
+
+
+def source(of: Mapping[str, Any]) -> tuple[str, str]:
+    """The commits of an arm's runs, and the device."""
+    commits = {run.get("commit") or of.get("commit") or record.UNKNOWN: None for run in of["runs"].values()}
+    return ", ".join(commits), of["device"]
+
+
+def write(name: str, results: Path) -> None:
+    """Writes the page of what the study's folder holds.
+
+    Raises:
+        UserError: runs do not go together, or bf16's are missing.
+    """
+    study = STUDIES[name]
+    runs, files = read(study, results)
+    if BASE not in runs or len(runs) < 2:
+        raise UserError(f"{results / study.folder} has no runs of bf16 and of another arm: train them first")
+    gaps = compare(study, runs)
+    table = rows(study, runs, gaps)
+    arms = {label: arm for label, arm, _ in study.pairs}
+    common.write(
+        study.page, study.title, table, notes(study, files), draw(study, gaps) if gaps else None, results,
+        arguments=f"--study {name}", module="parity", device=files[BASE]["device"],
+        sources=[source(files[arms.get(row.case, row.case)]) for row in table],
+        date=max(of["date"] for of in files.values()),
+    )  # fmt: skip
+    for (label, loss), of in gaps.items():
+        print(f"{label}, {loss}: {100 * of.value:+.2f} ± {100 * of.half:.2f} % (p {of.p:.2g})")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains what is missing of some arms, or writes the page; 1 where runs are missing still."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", choices=STUDIES, default=next(iter(STUDIES)), help="default: %(default)s")
+    parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
+    parser.add_argument("--arms", nargs="*", metavar="ARM", help="which to train (default: the recipes and bf16)")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
+    parser.add_argument("--judge", action="store_true", help="train nothing, write the page")
+    parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
+    options = parser.parse_args(argv)
+    begin, study = time.perf_counter(), STUDIES[options.study]
+    known = (BASE, *study.recipes, *study.others)
+    arms = options.arms or [BASE, *study.recipes]
+    if unknown := [name for name in arms if name not in known]:
+        parser.error(
+            f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, known))}"
+        )
+
+    def has_time(took: float) -> bool:
+        return time.perf_counter() - begin + 1.2 * took < options.limit
+
+    try:
+        if options.judge:
+            write(options.study, options.results)
+            return 0
+        flags.recommend()
+        text = None
+        if not isinstance(study.setting, FixedBatch):
+            text = parity_runs.read_text(options.data, study.setting)
+            print(f"text {text.fingerprint}, commit {record.commit()}", flush=True)
+        for name in arms:
+            path = study.path_of(options.results, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with lock.hold(path):
+                parity_runs.train_arm(
+                    name, ARMS[name], study.seeds_of(name), study.setting, path, text=text, has_time=has_time
+                )
+        _, files = read(study, options.results)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    short = [name for name in arms if len(files.get(name, {"runs": ()})["runs"]) < len(study.seeds_of(name))]
+    if short:
+        print(f"not finished: {', '.join(short)}; give the same command again")
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Tables of the papers' speeds beside ours, from results files that are there: `python -m experiments.papers.speeds`.
+
+It measures nothing. It writes results/CARD/NAME.json of each card that has the files that NAME is made of:
+
+    moss_speed       MOSS: Tables 6 and 10, Figure 8, from gemm, step, step_scaling and results/cpu/moss_snr.json
+    coat_efficiency  COAT: Table 11, from step_7b_fit, step_7b_fit_four and step_7b_fit_eight
+    int8_limit       INT8 fallback: the limit on Hopper, from gemm, gemm_int8, linear, quantize, layer and steps
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.bench import cases
+from experiments.bench.arms import AGAIN
+from experiments.bench.cases import Gemm
+from experiments.models import sizes
+from experiments.models.llama import LlamaConfig
+from experiments.papers import common
+from experiments.papers.common import Row
+from experiments.results import figures, record
+
+Result = Mapping[str, Any]
+Sourced = tuple[Row, tuple[str, str]]
+"""A row, and the commit and device that it is of."""
+ONE_GPU = "1b, one GPU"
+
+
+def value(result: Result, impl: str, metric: str, case: str = "") -> float | None:
+    """The first value of an implementation and metric; None where the file has none."""
+    found = figures.rows(result, "value", f"{impl} > {metric} > > {case}")
+    return float(found[0]) if len(found) else None
+
+
+def sourced(rows: Iterable[Row], *files: Result) -> list[Sourced]:
+    """Rows with the commits and devices of the files that they are made of."""
+    commits, devices = zip(*(pair for file in files for pair in record.sources(file)), strict=True)
+    source = ", ".join(dict.fromkeys(commits)), ", ".join(dict.fromkeys(devices))
+    return [(row, source) for row in rows]
+
+
+# MOSS, Table 6: milliseconds on an H800, by (M, N, K).
+COLUMNS = ("TE", "COAT", "DeepSeek", "MOSS")
+TABLE_6 = {
+    (2048, 7168, 4096): (0.26, 0.32, 0.20, 0.25),
+    (2048, 7168, 11008): (0.63, 0.86, 0.46, 0.67),
+    (4096, 2048, 7168): (0.37, 2.27, 0.23, 0.45),
+    (4096, 4096, 8192): (0.52, 2.63, 0.39, 0.60),
+    (4096, 4096, 12288): (0.75, 3.91, 0.62, 0.72),
+    (5120, 5120, 10240): (1.16, 5.57, 0.68, 1.04),
+    (8192, 8192, 8192): (2.16, 10.54, 1.23, 1.98),
+}
+# Our products, and whose column each stands beside. COAT multiplies with one scale a tensor, as TE does.
+BASE = "one scale a tensor"
+PRODUCTS = {
+    "ours tensor": ("TE", BASE),
+    "ours tensor promoted": ("COAT", "one scale a tensor, sums promoted to fp32"),
+    "ours block": ("DeepSeek", "1x128 by 128x128 groups"),
+    "ours mx, codes folded first": ("MOSS", "two-level microscaling"),
+    "ours mx exact": ("MOSS", "two-level microscaling, scales applied in registers"),
+    "xla bf16": (None, "bf16"),
+}
+# Figure 8: what the inputs of a recipe's linear layers are scaled by.
+SCHEMES = {"te_current": "per tensor", "coat": "per tensor", "coat_fast": "per tensor", "deepseek": "groups of 128",
+           "moss": "two-level, row", "fast": "two-level, row"}  # fmt: skip
+ACTIVATIONS = ("attention output", "FFN intermediate", "LayerNorm input")
+# Table 10: fine-tuning Llama-2-7B on eight H800s, milliseconds of scaling and of a step.
+STRATEGIES = {"moss, weights just in time": (3.8, 68.5), "moss, weights delayed": (1.2, 65.9), "moss": (0.2, 63.1)}
+
+
+def moss_products(gemm: Result) -> list[Row]:
+    """Table 6: milliseconds of each product, and relative to that with one scale a tensor, as the paper's to TE's."""
+    rows = []
+    for (m, n, k), paper in TABLE_6.items():
+        case = f"{m}x{n}x{k}"
+        rates = {name: value(gemm, impl, "rate", case) for impl, (_, name) in PRODUCTS.items()}
+        times = {name: 2e-9 * m * n * k / rate for name, rate in rates.items() if rate}
+        for column, name in PRODUCTS.values():
+            if name in times:
+                theirs = paper[COLUMNS.index(column)] if column else None
+                relative = theirs / paper[COLUMNS.index("TE")] if theirs else None
+                ratio = times[name] / times[BASE] if BASE in times else None
+                rows.append(Row(case, name, times[name], "ms", BASE, ratio, theirs, relative, "Table 6: products",
+                                (case, name)))  # fmt: skip
+    return rows
+
+
+def moss_fidelity(step: Result, snr: Result) -> list[Row]:
+    """Figure 8: tokens a second of a training step, and the mean ratio of signal to noise of three activations."""
+    rows, table = [], "Figure 8: throughput and fidelity"
+    for recipe, scheme in SCHEMES.items():
+        names = " or ".join(f"{name}, late, {scheme}" for name in ACTIVATIONS)
+        noise, speed = figures.rows(snr, "value", f"{names} > *"), value(step, recipe, "tokens/s", ONE_GPU)
+        if len(noise) and speed:
+            rows.append(Row(recipe, "tokens/s", speed, "1", table=table, pivot=(recipe, "tokens/s")))
+            rows.append(Row(recipe, "SNR", float(np.mean(noise)), "dB", table=table, pivot=(recipe, "SNR")))
+    return rows
+
+
+def moss_scalings(step: Result) -> list[Row]:
+    """Table 10: a step of `moss` by how its weights are scaled, and what each takes beyond the fastest."""
+    base, table = next(iter(STRATEGIES)), "Table 10: a step by how weights are scaled"
+    times = {name: value(step, name, "step") for name in STRATEGIES}
+    rows = []
+    for name, (overhead, paper) in STRATEGIES.items():
+        ours, first, automatic = times[name], times[base], times["moss"]
+        if ours and first and automatic:
+            case = name if name != "moss" else "moss, automatic"
+            share = 100 * (overhead - STRATEGIES["moss"][0]) / paper
+            rows += [
+                Row(case, "step", ours, "ms", base, first / ours, paper, STRATEGIES[base][1] / paper, table),
+                Row(case, "scaling above automatic, share of the step", 100 * (ours - automatic) / ours, "%",
+                    paper=share, table=table),
+            ]  # fmt: skip
+    return rows
+
+
+class Efficiency(NamedTuple):
+    """What COAT's Table 11 has: GB at most, sequences a GPU, tokens a second and over bf16's."""
+
+    peak: float | None
+    batch: int
+    tokens: int
+    speedup: float
+
+
+EFFICIENCY_ARMS = {AGAIN: "bf16", "coat_optimizer": "FP8 optimizer", "coat": "FP8 optimizer and activations"}
+TABLE_11 = {
+    2: (Efficiency(None, 1, 6130, 1.0), Efficiency(61.9, 2, 7258, 1.18), Efficiency(35.6, 4, 11351, 1.85)),
+    4: (Efficiency(55.1, 2, 7730, 1.0), Efficiency(44.7, 4, 8384, 1.08), Efficiency(35.6, 4, 11257, 1.45)),
+    8: (Efficiency(41.2, 4, 8238, 1.0), Efficiency(36.1, 4, 8444, 1.02), Efficiency(27.0, 8, 11241, 1.36)),
+}
+EFFICIENCY_FILES = {2: "step_7b_fit", 4: "step_7b_fit_four", 8: "step_7b_fit_eight"}
+
+
+def efficiency(count: int, step: Result) -> list[Row]:
+    """Table 11: memory, batch and tokens a second on so many GPUs; of the arms that the file has."""
+    table, rows = f"Table 11: Llama-2-7B on {count} GPUs", list[Row]()
+    base = value(step, AGAIN, "tokens/s")
+    for (arm, name), paper in zip(EFFICIENCY_ARMS.items(), TABLE_11[count], strict=True):
+        if not (tokens := value(step, arm, "tokens/s")) or not base:
+            continue
+        memory, batch = value(step, arm, "memory"), value(step, arm, "batch")
+        rows.append(Row(name, "memory", memory, "GB a GPU", paper=paper.peak, table=table))
+        if batch is not None:  # given where it is another than bf16's
+            rows.append(Row(name, "batch", batch, "sequences a GPU", paper=paper.batch, table=table))
+        rows.append(Row(name, "tokens/s", tokens / count, "a GPU", "bf16", tokens / base, paper.tokens, paper.speedup,
+                        table))  # fmt: skip
+    return rows
+
+
+LIMIT_FILES = ("gemm", "gemm_int8", "linear", "quantize", "layer", "step", "step_more")
+TOKENS = 16384
+# The share of blocks that fall back, as `bench linear` sets it, the middle of the recipe's 10 to 30 %.
+SHARE = 0.2
+# Bytes an element of what a quantizer reads and writes, bf16 in: of inputs codes, residual's where they fall back, and
+# what is kept; of gradients and weights codes along and across.
+BYTES = {"int8": (2 + 1 + SHARE + 1, 4.0, 4.0), "fp8": (2 + 1 + 1, 4.0, 4.0)}
+FACTORS = {"int8": (1 + SHARE, 1.0, 1.0), "fp8": (1.0, 1.0, 1.0)}
+LIMIT_ARMS = {"int8": "int8_fallback", "fp8": "fast"}
+# The file and the implementation of products in 8 bits.
+EIGHT = {"int8": ("gemm_int8", "ours int8 block"), "fp8": ("gemm", "ours tensor")}
+
+
+class CardRates(NamedTuple):
+    """What was measured on a card.
+
+    Attributes:
+        plain: operations a second of bf16's three products of a linear layer, by (inputs, outputs).
+        products: of 8-bit products by kind, each by (M, N, K).
+        copy: bytes a second.
+    """
+
+    plain: Mapping[tuple[int, int], float]
+    products: Mapping[str, Mapping[Gemm, float]]
+    copy: float
+
+    def bf16(self, k: int, n: int) -> float:
+        """Rate of a linear layer; of one that was not measured the lowest, which leaves least for all else."""
+        return self.plain.get((k, n), min(self.plain.values()))
+
+    def eight(self, kind: str, shape: Gemm) -> float:
+        """Rate of a product, or of its transpose; of one that was not measured the highest: it is a limit."""
+        m, n, k = shape
+        known = self.products[kind]
+        return known.get(shape) or known.get((n, m, k)) or max(known.values())
+
+
+def rates(files: Mapping[str, Result]) -> CardRates:
+    """What a card's files say, shape by shape; of copies the fastest."""
+
+    def of(name: str, impl: str, metric: str) -> list[tuple[tuple[int, ...], float]]:
+        rows = (row for row in files[name]["rows"] if row["impl"] == impl and row["metric"] == metric)
+        return [(tuple(map(int, re.findall(r"\d+", row["case"]))), 1e12 * row["value"]) for row in rows if row["value"]]
+
+    eight = {kind: {gemm: rate for gemm, rate in of(*where, "rate") if len(gemm) == 3} for kind, where in EIGHT.items()}
+    plain = {(shape[1], shape[2]): rate for shape, rate in of("linear", "xla bf16", "rate") if len(shape) == 3}
+    return CardRates(plain, eight, max(rate for _, rate in of("quantize", "device copy", "bandwidth")))
+
+
+class Shape(NamedTuple):
+    """Linear layers that read one input: K inputs a token, and their widths."""
+
+    k: int
+    widths: tuple[int, ...]
+
+
+def linears(config: LlamaConfig) -> tuple[Shape, ...]:
+    """The linear layers of a block."""
+    kv = config.kv_heads * config.head_dim
+    return (Shape(config.dim, (config.dim, kv, kv)), Shape(config.dim, (config.dim,)),
+            Shape(config.dim, (config.mlp_dim, config.mlp_dim)), Shape(config.mlp_dim, (config.dim,)))  # fmt: skip
+
+
+def plain_products(shapes: Sequence[Shape], rates: CardRates) -> float:
+    """Milliseconds of bf16's three products of each layer."""
+    return sum(6e3 * TOKENS * shape.k * n / rates.bf16(shape.k, n) for shape in shapes for n in shape.widths)
+
+
+def limit(shapes: Sequence[Shape], kind: str, rates: CardRates) -> tuple[float, float]:
+    """Milliseconds at the limit: of 8-bit products, each at its shape's rate; of quantizers, at a copy's speed."""
+    products = sum(
+        2e3 * m * n * k * times / rates.eight(kind, (m, n, k))
+        for shape in shapes
+        for width in shape.widths
+        for (m, n, k), times in zip(cases.products(TOKENS, shape.k, width), FACTORS[kind], strict=True)
+    )
+    x, dy, w = BYTES[kind]
+    moved = sum(TOKENS * shape.k * x + sum(TOKENS * n * dy + shape.k * n * w for n in shape.widths) for shape in shapes)
+    return products, 1e3 * moved / rates.copy
+
+
+def limits(files: Mapping[str, Result]) -> list[Row]:
+    """The limit of INT8 with fallback and of FP8, and what was measured: linear layers, a layer of 7B, a step of 1b."""
+    rows, speed = [], rates(files)
+
+    def put(table: str, case: str, bf16: float, parts: tuple[float, float], rest: float, measured: float) -> None:
+        whole = sum(parts) + rest
+        columns = [("bf16", bf16, "ms"), ("products at the limit", parts[0], "ms"), ("quantizers", parts[1], "ms")]
+        columns += [("all else, as bf16", rest, "ms")] if rest else []
+        columns += [("limit over bf16", bf16 / whole, "x"), ("measured over bf16", measured, "x"),
+                    ("above the limit", bf16 / measured - whole, "ms")]  # fmt: skip
+        rows.extend(Row(case, name, number, unit, table=table, pivot=(case, name)) for name, number, unit in columns)
+
+    for k, n in cases.LINEARS_7B:
+        case, shapes = f"{TOKENS} x {k} -> {n}", (Shape(k, (n,)),)
+        ratios = figures.rows(files["linear"], "ratio", f"int8_fallback, {100 * SHARE:.0f} % > rate > > {case}")
+        if (k, n) in speed.plain and len(ratios):
+            bf16 = plain_products(shapes, speed)
+            put("Linear layers", case, bf16, limit(shapes, "int8", speed), 0.0, float(ratios[0]))
+    one_b = sizes.get("1b", 32000)
+    for label, shapes, name, base, metric, case in (
+        ("a layer of 7B", linears(sizes.get("7b", 256)), "layer", "bf16", "time", ""),
+        ("a step of 1b", linears(one_b) * one_b.layers, "step", AGAIN, "step", ONE_GPU),
+    ):
+        for kind, arm in LIMIT_ARMS.items():
+            file = files["step_more" if (name, kind) == ("step", "int8") else name]
+            plain, measured = (value(file, impl, metric, case) for impl in (base, arm))
+            if plain and measured:
+                rest = plain - plain_products(shapes, speed)
+                put("A layer and a step", f"{label}, {arm}", plain, limit(shapes, kind, speed), rest, plain / measured)
+    return rows
+
+
+NOTES = {
+    "moss_speed": (
+        f"SNR is the mean of {', '.join(ACTIVATIONS)} late in training.",
+        "The paper's Table 6 is of an H800 and of PyTorch's kernels: compare the columns within each, not the "
+        "milliseconds. COAT's products are those of one scale a tensor, so ours takes what they take.",
+        "Table 10 is a whole training step of a 1.1 B Llama on one GPU; the paper's is of Llama-2-7B on eight. Codes "
+        "of weights are made in all three; just in time their largest magnitudes are read first, delayed they are "
+        "counted on the way and used later.",
+    ),
+    "coat_efficiency": (
+        "The paper's baseline is PyTorch's FSDP in bf16, which keeps more than our bf16: it recomputes norms and "
+        "activations. Batches are those that `experiments.plan` says fit in 80 GB a GPU; where none is given it is "
+        "bf16's. An FP8 optimizer is `coat_optimizer`, with products in bf16.",
+    ),
+    "int8_limit": (
+        "The limit of a layer is that of its products, each at the rate of its shape, of the bytes that its quantizers "
+        "must read and write at a copy's speed, and of everything else as bf16 has it. Where a shape was not measured "
+        "an 8-bit product has the highest rate of its kind, and bf16 the lowest.",
+        f"INT8's products: a forward one of 1 + {SHARE} for blocks that fall back, and two backward. Bytes an element "
+        f"of quantizers: inputs {BYTES['int8'][0]:g}, gradients and weights {BYTES['int8'][1]:g}; an input that "
+        "several layers read counts once, where `int8_fallback` reads it once a layer, each with its threshold. Norms "
+        "and activations of a recipe may take less than bf16's, so it is no bound.",
+        "The paper (arXiv 2503.08040) reports 1.57 for a step on an RTX 4090, whose int8 units are four times as fast "
+        "as its bf16 ones; Hopper's are twice. Sums of int8 blocks leave the tensor core once a block, to be scaled.",
+    ),
+}
+TITLES = {
+    "moss_speed": "MOSS: products, weights' scales, and the trade of speed for fidelity (Tables 6, 10, Figure 8)",
+    "coat_efficiency": "COAT: memory and throughput of Llama-2-7B by what is in 8 bits (Table 11)",
+    "int8_limit": "INT8 fallback: the limit on Hopper, and what was measured",
+}
+
+
+def tables(card: Path, snr: Result | None) -> dict[str, tuple[list[Sourced], str]]:
+    """The rows of each table that a card's files give, and the date of the newest.
+
+    Args:
+        card: folder of its results files.
+        snr: content of moss_snr.json.
+    """
+    names = {*LIMIT_FILES, *EFFICIENCY_FILES.values(), "step_scaling"}
+    files = {name: record.load(path) for name in sorted(names) if (path := card / f"{name}.json").exists()}
+    found: dict[str, tuple[list[Sourced], str]] = {}
+    if snr is not None and {"gemm", "step"} <= files.keys():
+        rows = sourced(moss_products(files["gemm"]), files["gemm"])
+        for row in moss_fidelity(files["step"], snr):
+            rows += sourced([row], snr if row.metric == "SNR" else files["step"])
+        if "step_scaling" in files:
+            rows += sourced(moss_scalings(files["step_scaling"]), files["step_scaling"])
+        found["moss_speed"] = rows, files["step"]["date"]
+    fits = {count: files[name] for count, name in EFFICIENCY_FILES.items()
+            if name in files and files[name].get("complete", True)}  # fmt: skip
+    if rows := [row for count, file in fits.items() for row in sourced(efficiency(count, file), file)]:
+        found["coat_efficiency"] = rows, max(file["date"] for file in fits.values())
+    if files.keys() >= {*LIMIT_FILES}:
+        used = {name: files[name] for name in LIMIT_FILES}
+        found["int8_limit"] = sourced(limits(used), *used.values()), max(file["date"] for file in used.values())
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the tables of every card."""
+    options = common.parser(__doc__).parse_args(argv)
+    path = options.results / "cpu" / "moss_snr.json"
+    snr = record.load(path) if path.exists() else None
+    for card in sorted(path for path in options.results.iterdir() if path.is_dir()):
+        for name, (rows, date) in tables(card, snr).items():
+            if not rows:
+                continue
+            devices = [device for row, (_, device) in rows if row.metric != "SNR"]
+            common.write(name, TITLES[name], [row for row, _ in rows], NOTES[name], None, options.results,
+                         module="speeds", device=devices[-1], sources=[source for _, source in rows],
+                         date=date)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

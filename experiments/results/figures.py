@@ -1,0 +1,181 @@
+"""Figures in words: templates that are filled from the rows of results files.
+
+A template is text with figures in braces, `{EXPRESSION:FORMAT}`. The expression is arithmetic on rows in brackets:
+
+    coat takes {[value coat > step > > 1b]:.0f} ms, {[value bf16 > step] / [value coat > step]:.2f} times as fast
+
+`[FIELD IMPL > METRIC > BASELINE > CASE]` is the field, "value" or "ratio", of all rows of an implementation (or case)
+and metric. A baseline is optional, and so is the beginning of the rows' case; without a case, means are left out. IMPL
+and CASE may name several, "A or B", and IMPL and METRIC may have a `*`. `min`, `max` and `sum` are known. Several
+values that differ are written "LEAST to LARGEST".
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Result = Mapping[str, Any]
+MEANS = "geometric mean"
+FIGURE = re.compile(r"\{(?:([a-z]\w*) )?((?:\[[^]]*\]|[^{}\[\]])*):([^{}:]*)\}")
+_ROWS = re.compile(r"\[(value|ratio) ([^]]*)\]")
+_FOLDER = Path(__file__).parent
+
+
+def rows(result: Result, field: str, selector: str) -> np.ndarray:
+    """The field of the rows that a selector names, as the module says. NaN stands for a value that is not finite."""
+    impl, metric, baseline, case = (part.strip() for part in (*re.split(r" >(?= )", selector), "", "", "")[:4])
+    impls, cases = impl.split(" or "), tuple(case.split(" or "))
+
+    def is_meant(row: Mapping[str, Any]) -> bool:
+        return (
+            any(fnmatchcase(name, each) for name in (row["impl"], row["case"]) for each in impls)
+            and fnmatchcase(row["metric"], metric)
+            and baseline in ("", row["baseline"])
+            and (row["case"].startswith(cases) if case else not row["case"].startswith(MEANS))
+            and (field == "value" or row["ratio"] is not None)
+        )
+
+    return np.array([np.nan if row[field] is None else row[field] for row in result["rows"] if is_meant(row)])
+
+
+def evaluate(result: Result, expression: str) -> np.ndarray:
+    """The values of an expression; none where a row that it names is missing."""
+    found: dict[str, Any] = {}
+
+    def name_of(match: re.Match[str]) -> str:
+        name = f"x{len(found)}"
+        found[name] = rows(result, *match.groups())
+        return name
+
+    code = _ROWS.sub(name_of, expression)
+    if not all(map(len, found.values())):
+        return np.array([])
+    return np.atleast_1d(eval(code, {"__builtins__": {}, "min": np.min, "max": np.max, "sum": np.sum}, found))
+
+
+def written(values: np.ndarray, form: str) -> str:
+    """One figure, or the least to the largest where these read differently."""
+    if np.isnan(values).all():
+        return "not finite"
+    ends = dict.fromkeys(format(x, form) for x in (np.nanmin(values), np.nanmax(values)))
+    return " to ".join(ends)
+
+
+def filled(template: str, result: Result) -> str | None:
+    """A template with its figures. Of parts between semicolons those that lack a figure are left out; None without any.
+
+    Args:
+        template: as the module says.
+        result: content of a results file.
+    """
+    parts = []
+    for part in template.split("; "):
+        values = [evaluate(result, match[2]) for match in FIGURE.finditer(part)]
+        if all(map(len, values)):
+            words = [written(each, match[3]) for each, match in zip(values, FIGURE.finditer(part), strict=True)]
+            parts.append(FIGURE.sub("{}", part).format(*words))
+    return "; ".join(parts) or None
+
+
+def headlines(bench: str, result: Result) -> list[dict[str, str]]:
+    """What RESULTS.md says of a results file: "label", "ours", and where there are such "paper" and "peer"."""
+    found = []
+    for headline in read("headlines.toml")["headline"]:
+        if headline["bench"] == bench and (ours := filled(headline["ours"], result)):
+            peer = filled(headline["peer"], result) if "peer" in headline else None
+            found.append({"label": headline["label"], "ours": ours, "paper": headline.get("paper", ""),
+                          "peer": peer or ""})  # fmt: skip
+    return found
+
+
+def short(command: str) -> str:
+    """A command without its options."""
+    return re.sub(r" (?!-m )-.*", "", command)
+
+
+def read(name: str) -> dict[str, Any]:
+    """The content of a file of this folder."""
+    return tomllib.loads((_FOLDER / name).read_text())
+
+
+class Quote(NamedTuple):
+    """A sentence of README.md or of docs/ with figures `{BENCH EXPRESSION:FORMAT}`.
+
+    `{card}` is the card that measured the figures.
+    """
+
+    text: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds the sentence with any figures and line breaks; a group is a figure or a card."""
+        forms = {"{card}": r"([A-Z]+\d+)", "{}": r"([+-]?\d[\d,.]*?)"}
+        words = re.split(r"(\{card\}|\{\}|\s+)", FIGURE.sub("{}", self.text))
+        return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
+
+    def figures(self, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
+        """What stands in the groups of `pattern`.
+
+        Raises:
+            ValueError: a figure is in no file or in several rows, or figures are of several cards.
+        """
+        wanted = [match.groups() for match in FIGURE.finditer(self.text)]
+        figures, cards = [], list[str]()
+        for bench, expression, form in wanted:
+            same = [other for name, other, _ in wanted if name == bench]
+            card, result = latest(results.get(bench, {}), same)
+            values = evaluate(result, expression)
+            if len(values) != 1:
+                where = f"results/*/{bench}.json"
+                raise ValueError(f"{len(values)} figures in {where}, not one, for {expression} in: {self.text}")
+            figures.append(format(values[0], form))
+            cards.append(card.partition("x")[0].upper())
+        if "{card}" in self.text and len(named := dict.fromkeys(card for card in cards if card != "CPU")) > 1:
+            raise ValueError(f"figures of several cards, {', '.join(named)}, in one sentence: {self.text}")
+        found = iter(figures)
+        return [cards[0] if place == "{card}" else next(found) for place in re.findall(r"\{card\}|\{", self.text)]
+
+
+def latest(of_cards: Mapping[str, Result], expressions: Sequence[str]) -> tuple[str, Result]:
+    """The card and file that were measured last of those that have all figures; of all files where none has.
+
+    Whole files come before those cut short; of a day's the last by name.
+    """
+    order = sorted(of_cards, key=lambda card: (of_cards[card].get("complete", True), of_cards[card]["date"], card))
+    if not order:
+        return "", {"rows": []}
+    for card in order[::-1]:
+        if all(len(evaluate(of_cards[card], each)) == 1 for each in expressions):
+            return card, of_cards[card]
+    return order[-1], of_cards[order[-1]]
+
+
+def quotes() -> list[Quote]:
+    """All sentences."""
+    return [Quote(each["text"]) for each in read("quotes.toml")["quote"]]
+
+
+def with_quotes(
+    pages: Mapping[str, str], results: Mapping[str, Mapping[str, Result]], sentences: Sequence[Quote] | None = None
+) -> dict[str, str]:
+    """Pages, by name, with the figures of every sentence as the files give them.
+
+    Raises:
+        ValueError: a sentence does not stand once in all of them, or as `Quote.figures`; the message names it.
+    """
+    new = dict(pages)
+    for quote in quotes() if sentences is None else sentences:
+        found = [(name, match) for name, text in new.items() for match in quote.pattern.finditer(text)]
+        if len(found) != 1:
+            raise ValueError(f"README.md and docs/ hold this {len(found)} times, not once: {quote.text}")
+        ((name, match),) = found
+        page = new[name]
+        for i, figure in reversed(list(enumerate(quote.figures(results), 1))):
+            page = page[: match.start(i)] + figure + page[match.end(i) :]
+        new[name] = page
+    return new

@@ -1,0 +1,145 @@
+"""Groups of consecutive rows, such as the tokens of each expert, and a token axis in which groups are aligned."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+ALIGNMENT = 128  # of groups in the padded token axis
+
+
+class Groups(NamedTuple):
+    """Groups of consecutive rows. Rows before the first group and after the last one are in no group.
+
+    Attributes:
+        starts: int32 (groups,), the first row of each group.
+        ends: int32 (groups,), the row after its last one.
+    """
+
+    starts: Array
+    ends: Array
+
+    @classmethod
+    def from_sizes(
+        cls, group_sizes: Array, num_rows: int, group_offset: Array | None = None, num_groups: int | None = None
+    ) -> "Groups":
+        """Groups of these sizes, one after the other.
+
+        Args:
+            group_sizes: (all groups,), integers of any dtype, at least 0. Rows beyond `num_rows` are left out.
+            num_rows: number of rows.
+            group_offset: integer scalar, the first of the returned groups; None for 0.
+            num_groups: number of the returned groups; None for all.
+        """
+        # The sum may overflow a narrow dtype.
+        ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), num_rows)
+        starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+        if group_offset is None:
+            return cls(starts, ends)
+        num_groups = group_sizes.shape[0] if num_groups is None else num_groups
+        return cls(*(lax.dynamic_slice_in_dim(at, group_offset, num_groups) for at in (starts, ends)))
+
+    @property
+    def sizes(self) -> Array:
+        return self.ends - self.starts
+
+    def shift(self, offset: Array | int, length: int) -> "Groups":
+        """The parts of the groups in rows [offset, offset + length), counted from `offset`."""
+        return Groups(*(jnp.clip(at - offset, 0, length) for at in self))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "places", "starts", "lengths", "block_groups"],
+    meta_fields=["alignment"],
+)
+@dataclasses.dataclass(frozen=True)
+class PaddedTokens:
+    """A token axis in which each group starts at a multiple of an alignment, and is filled up with zeros.
+
+    Blocks of tokens that share a scale then never belong to two groups.
+
+    Attributes:
+        rows: int32 (length,), the row at each place; the number of rows for a place that is filled up.
+        places: int32 (rows,), the place of each row; the length for a row in no group.
+        starts: int32 (groups,), the first place of each group.
+        lengths: int32 (groups,), the number of places of each group, a multiple of the alignment.
+        block_groups: int32 (length / alignment,), the group of each aligned block; the number of groups if none.
+        alignment: static; a multiple of the lengths of all blocks of tokens that share a scale.
+    """
+
+    rows: Array
+    places: Array
+    starts: Array
+    lengths: Array
+    block_groups: Array
+    alignment: int
+
+    @classmethod
+    def from_groups(cls, groups: Groups, num_rows: int, alignment: int = ALIGNMENT) -> "PaddedTokens":
+        """The axis of the groups of `num_rows` rows."""
+        lengths = -(-groups.sizes // alignment) * alignment
+        starts = jnp.cumsum(lengths) - lengths
+        num_blocks = -(-(num_rows + (alignment - 1) * min(lengths.shape[0], num_rows)) // alignment)
+        length = num_blocks * alignment
+
+        def find(table: Array, group: Array) -> Array:
+            return jnp.concatenate([table, jnp.zeros((1,), jnp.int32)])[group]
+
+        first = jnp.arange(num_blocks, dtype=jnp.int32) * alignment
+        block_groups = jnp.sum(first[:, None] >= (starts + lengths)[None], axis=1, dtype=jnp.int32)
+        block_rows = find(groups.starts - starts, block_groups) + first
+        rows = block_rows[:, None] + jnp.arange(alignment, dtype=jnp.int32)[None]
+        rows = jnp.where(rows < find(groups.ends, block_groups)[:, None], rows, num_rows).reshape(-1)
+
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        row_groups = jnp.sum(row[:, None] >= groups.ends[None], axis=1, dtype=jnp.int32)
+        is_inside = (row >= find(groups.starts, row_groups)) & (row_groups < lengths.shape[0])
+        places = jnp.where(is_inside, row + find(starts - groups.starts, row_groups), length)
+        return cls(rows, places, starts, lengths, block_groups, alignment)
+
+    @property
+    def length(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.places.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.starts.shape[0]
+
+    def pad(self, x: Array) -> Array:
+        """The rows of x (rows, n) at their places, (length, n), and zeros in between."""
+        is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+        # Off GPUs, XLA widens FP8 arrays to gather from them.
+        padded = lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
+        padded = jnp.take(padded, self.rows, axis=0, mode="fill", fill_value=0)
+        return lax.bitcast_convert_type(padded, x.dtype) if is_fp8 else padded
+
+    def reduce_blocks(self, values: Array, size: int) -> Array:
+        """The maxima over blocks of `size` places of numbers >= 0 for each row, (rows, n) to (length / size, n)."""
+        padded = self.pad(values)
+        return jnp.max(padded.reshape(self.length // size, size, padded.shape[1]), axis=1)
+
+    def reduce_groups(self, values: Array) -> Array:
+        """The maxima over each group of numbers >= 0 for each aligned block, to (groups, n)."""
+        maxima = jnp.zeros((self.num_groups + 1, values.shape[1]), values.dtype)
+        return maxima.at[self.block_groups].max(values, indices_are_sorted=True)[:-1]
+
+    def spread_groups(self, values: Array, size: int, fill_value: float = 0) -> Array:
+        """The values (groups, n) of each group at its blocks of `size` places, (length / size, n)."""
+        blocks = jnp.take(values, self.block_groups, axis=0, mode="fill", fill_value=fill_value)
+        return jnp.repeat(blocks, self.alignment // size, axis=0)
+
+    def take_blocks(self, values: Array, size: int) -> Array:
+        """The value of each row's block of `size` places, (length / size, n) to (rows, n); 0 for a row in no group."""
+        return jnp.take(values, self.places // size, axis=0, mode="fill", fill_value=0)
+
+    def take_groups(self, values: Array) -> Array:
+        """The value of each row's group, (groups, n) to (rows, n); 0 for a row in no group."""
+        return self.take_blocks(self.spread_groups(values, self.alignment), self.alignment)

@@ -1,0 +1,308 @@
+"""Choice and call of the GPU kernels for grouped products."""
+
+import dataclasses
+import functools
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import formats
+from fp8jax.core.groups import Groups
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.dispatch.choice import Choice, capability, current_target, missing_triton
+from fp8jax.ops.matmul.hopper import HOPPER
+from fp8jax.ops.matmul.matmul import Operand
+from fp8jax.ops.quantization.quantize import transpose
+
+KernelName = Literal["codes", "block", "bf16"]
+
+
+class Encoder(Protocol):
+    """Makes an operand of 8-bit codes from a part of an array. It is hashable, and static under `jax.jit`."""
+
+    spec: QuantSpec
+
+    def __call__(self, *parts: Any) -> QTensor: ...
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["encoder"])
+@dataclasses.dataclass(frozen=True)
+class DeferredMatrices:
+    """Matrices (G, N, K) that are quantized where a tile reads them, so that their codes take no memory.
+
+    Attributes:
+        values: an array of G matrices.
+        scale: a given scale of each matrix, or None.
+        encoder: static; `encoder(values[g], scale[g])` is the matrix (N, K).
+    """
+
+    values: Array
+    scale: Array | None
+    encoder: Encoder
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = jax.eval_shape(jax.vmap(self.encoder), self.values, self.scale)
+        return tuple(matrix.codes.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["encoder"])
+@dataclasses.dataclass(frozen=True)
+class UnpaddedRows:
+    """The transpose of a matrix whose rows are not yet in the padded axis.
+
+    Attributes:
+        values: (rows, n), an array or a QTensor.
+        encoder: static; makes (n, length) from rows of a part of the padded axis, in whole aligned blocks. None
+            transposes the values: an array, or codes with one scale.
+    """
+
+    values: Operand
+    encoder: Encoder | None = None
+
+    def to_columns(self, rows: Operand) -> Operand:
+        """Return the operand (n, length) of these rows."""
+        if self.encoder is not None:
+            return self.encoder(rows)
+        return rows.with_codes(rows.codes.T) if isinstance(rows, QTensor) else rows.T
+
+
+def find_spec(x: Any) -> QuantSpec | None:
+    """Return the spec of the codes that an operand has when it is multiplied; None for an array."""
+    if isinstance(x, DeferredMatrices | UnpaddedRows) and x.encoder is not None:
+        return x.encoder.spec
+    x = x.values if isinstance(x, UnpaddedRows) else x
+    return x.spec if isinstance(x, QTensor) else None
+
+
+def choose_kernel(a: Any, b: Any, length: int) -> tuple[Choice, KernelName | None]:
+    """Return the choice on a CUDA GPU, and the kernel's name (None for the loop of XLA).
+
+    Args:
+        a, b: operands of `grouped_matmul` or `grouped_matmul_dw`.
+        length: the largest number of products in a sum.
+    """
+    if (reason := _missing_kernel(a, b)) is not None:
+        return Choice("xla", f"a loop over tiles, not the kernel: {reason}"), None
+    specs = find_spec(a), find_spec(b)
+    if _is_block_pair(*specs) and len(b.shape) == 3:
+        return Choice("mosaic", "the kernel for groups and blocks of 128"), "block"
+    if specs[0] is not None and specs[1] is not None:
+        if (reason := _unsupported_codes(specs[0], specs[1], length)) is None:
+            return Choice("mosaic", "the kernel for scales of groups, rows and columns"), "codes"
+        return Choice("mosaic", f"the kernel for bf16, codes are decoded: {reason}"), "bf16"
+    return Choice("mosaic", "the kernel for bf16"), "bf16"
+
+
+def _missing_kernel(a: Any, b: Any) -> str | None:
+    """Return why no kernel can multiply the operands, or None."""
+    if not current_target().kernels:
+        return "kernels are switched off"
+    if jax.__version_info__ < (0, 11) or capability() != HOPPER:
+        return "it needs a Hopper GPU and jax >= 0.11"
+    a, b = (x.values if isinstance(x, UnpaddedRows) else x for x in (a, b))
+    if 0 in (*a.shape, *b.shape):
+        return f"shapes {a.shape} and {b.shape} are empty"
+    for x in (a, b):
+        if find_spec(x) is None and x.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it takes 8 or 16 bits, not {x.dtype}"
+    return None
+
+
+def _is_block_pair(a: QuantSpec | None, b: QuantSpec | None) -> bool:
+    """Return whether codes are FP8 in groups of 128 of a row and in blocks of 128 by 128."""
+    if a is None or b is None or not (formats.get(a.format).is_fp8 and formats.get(b.format).is_fp8):
+        return False
+    kinds = (a.granularity, a.group_size, b.granularity, b.group_size)
+    return kinds == ("group", 128, "block", 128) and not (a.expand or b.expand)
+
+
+def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
+    """Return why the kernel for codes cannot multiply codes of these specs, or None."""
+    for spec in (a, b):
+        if spec.granularity not in ("tensor", "token") or spec.expand:
+            return f"its scales are of tensors and rows, not of {spec}"
+    kinds = [formats.get(spec.format) for spec in (a, b)]
+    if not (all(fmt.is_fp8 for fmt in kinds) or all(fmt.name == "int8" for fmt in kinds)):
+        return f"codes of {a.format} and {b.format} are neither both FP8 nor both int8"
+    if kinds[0].name == "int8":
+        from pallas_kernels.matmul.matmul_mosaic import MAX_INT8_K
+
+        return None if length <= MAX_INT8_K else f"int32 holds sums of {MAX_INT8_K} products, not {length}"
+    return None
+
+
+def multiply_rows(
+    kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, *bounds: Array
+) -> Array:
+    """Return `grouped_matmul` by a kernel, for groups of rows within these bounds; all but arrays are static."""
+    return _multiply_rows(kernel_name, transposed, fast, n_reserved, jnp.dtype(dtype), x, w, Groups(*bounds))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _multiply_rows(
+    kernel_name: KernelName, transposed: bool, fast: bool, n_reserved: int, dtype: Any, x: Any, w: Any, groups: Groups
+) -> Array:
+    # Under jit, as in `fp8jax.ops.matmul.hopper`: equal products of a program are lowered once.
+    from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
+    from pallas_kernels.matmul.grouped_mosaic import grouped_matmul
+    from pallas_kernels.matmul.hopper import reserved_sms
+
+    scale = row_scale = column_scale = None
+    if isinstance(w, DeferredMatrices):
+        w = jax.vmap(w.encoder)(w.values, w.scale)
+    out_dtype, bounds = _kernel_dtype(dtype), (groups.sizes, groups.starts[0])
+    with reserved_sms(n_reserved):
+        if kernel_name == "block":
+            scales = (q.scale.astype(jnp.float32) for q in (x, w))
+            y = grouped_block_matmul(x.codes, w.codes, *scales, bounds[0], first_row=bounds[1], out_dtype=out_dtype)
+        else:
+            if kernel_name == "codes":
+                scale, row_scale, column_scale = _row_scales(x, w)
+                x, w = x.codes, w.codes
+            else:
+                x, w = _to_bf16(x), _to_bf16(w)
+                w = jnp.swapaxes(w, 1, 2) if transposed else w
+            y = grouped_matmul(
+                x,
+                w,
+                bounds[0],
+                first_row=bounds[1],
+                scale=scale,
+                row_scale=row_scale,
+                column_scale=column_scale,
+                out_dtype=out_dtype,
+                fast=fast,
+            )
+    # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
+    return lax.optimization_barrier(_zero_other_rows(y.astype(dtype), groups))
+
+
+def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the scales of each matrix, row of x and row of each matrix."""
+    row_scale = jnp.broadcast_to(x.scale.astype(jnp.float32)[:, 0], (x.shape[0],))
+    scale = w.scale.astype(jnp.float32)[:, :, 0]
+    return (scale[:, 0], row_scale, None) if scale.shape[1] == 1 else (None, row_scale, scale)
+
+
+def _zero_other_rows(y: Array, groups: Groups) -> Array:
+    """Return y with zeros in rows of no group, which the kernel does not write."""
+    row = jnp.arange(y.shape[0], dtype=jnp.int32)
+    return jnp.where(((row >= groups.starts[0]) & (row < groups.ends[-1]))[:, None], y, jnp.zeros_like(y))
+
+
+def multiply_tokens(
+    kernel_name: KernelName,
+    fast: bool,
+    n_reserved: int,
+    dtype: Any,
+    a: Any,
+    b: Any,
+    rows: Array,
+    starts: Array,
+    ends: Array,
+    *scales: Array | None,
+) -> Array:
+    """Return `grouped_matmul_dw` by a kernel, for groups of places within these bounds."""
+    return _multiply_tokens(kernel_name, fast, n_reserved, jnp.dtype(dtype), a, b, rows, starts, ends, *scales)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _multiply_tokens(
+    kernel_name: KernelName,
+    fast: bool,
+    n_reserved: int,
+    dtype: Any,
+    a: Any,
+    b: Any,
+    rows: Array,
+    starts: Array,
+    ends: Array,
+    scale: Array | None,
+    row_scale: Array | None,
+    column_scale: Array | None,
+) -> Array:
+    from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw
+    from pallas_kernels.matmul.hopper import reserved_sms
+
+    is_k_major = True
+    if all(isinstance(x, UnpaddedRows) and find_spec(x) is None for x in (a, b)):
+        is_k_major = False
+        a, b = (_pad(_to_bf16(x.values), rows) for x in (a, b))
+    else:
+        a, b = (_columns(x, rows) for x in (a, b))
+        if kernel_name == "codes":
+            own_scale = (a.scale * b.scale).reshape(())
+            scale = own_scale * (jnp.ones_like(starts, jnp.float32) if scale is None else scale)
+            a, b = a.codes, b.codes
+        else:
+            a, b = _to_bf16(a), _to_bf16(b)
+    with reserved_sms(n_reserved):
+        dw = grouped_matmul_dw(
+            a,
+            b,
+            starts,
+            ends - starts,
+            scale=scale,
+            row_scale=row_scale,
+            column_scale=column_scale,
+            is_k_major=is_k_major,
+            out_dtype=_kernel_dtype(dtype),
+            fast=fast,
+        )
+    return lax.optimization_barrier(dw.astype(dtype))
+
+
+def _columns(x: Operand | UnpaddedRows, rows: Array) -> Operand:
+    """Return an operand (n, length) in the padded axis."""
+    if not isinstance(x, UnpaddedRows):
+        return x
+    if x.encoder is not None or not isinstance(x.values, QTensor):
+        return x.to_columns(jax.tree.map(lambda leaf: _pad(leaf, rows), x.values))
+    codes = x.values.codes
+    if _transposition_unsupported_reason(codes) is not None:
+        return transpose(x.values.with_codes(_pad(codes, rows)))
+    from pallas_kernels.quantization import quantize_groups_triton
+
+    # The first row of each block of 128 places, and how many rows it has.
+    places = rows.reshape(-1, quantize_groups_triton.BLOCK)
+    counts = jnp.sum(places < codes.shape[0], axis=1, dtype=jnp.int32)
+    blocks = jnp.stack([jnp.where(counts > 0, places[:, 0], 0), counts, jnp.zeros_like(counts)])
+    coding = quantize_groups_triton.Coding("tensor", codes.dtype)
+    _, columns = quantize_groups_triton.quantize_groups(
+        codes, blocks, 1, columns=coding, compute_capability=capability()
+    )
+    return x.values.with_codes(columns)
+
+
+def _transposition_unsupported_reason(codes: Array) -> str | None:
+    """Return why the kernel cannot transpose codes into the padded axis, or None."""
+    if (reason := missing_triton("quantization.quantize_groups_triton", fp8=False)) is not None:
+        return reason
+    from pallas_kernels.quantization import quantize_groups_triton
+
+    return quantize_groups_triton.unsupported_reason(codes.shape, codes.dtype, ())
+
+
+def _pad(x: Array, rows: Array) -> Array:
+    return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+
+
+def _to_bf16(x: Any) -> Array:
+    """Return the values of a matrix or of a stack of matrices, rounded to bf16."""
+    if not isinstance(x, QTensor):
+        return x.astype(jnp.bfloat16)
+    decode = lambda q: q.dequantize(jnp.bfloat16)  # noqa: E731
+    return jax.vmap(decode)(x) if x.codes.ndim == 3 else decode(x)  # type: ignore[no-any-return]
+
+
+def _kernel_dtype(dtype: DTypeLike) -> DTypeLike:
+    return dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32

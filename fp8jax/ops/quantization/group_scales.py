@@ -1,0 +1,215 @@
+"""Codes of a matrix whose rows are in groups. No scale spans two groups, and rows in no group change no scale.
+
+Per-tensor scales are per group, and blocks along rows start at each group's first row.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks, encoding, formats, noise, scaling
+from fp8jax.core.groups import ALIGNMENT, PaddedTokens
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.matmul.grouped import UnpaddedRows
+from fp8jax.ops.matmul.matmul import Operand
+from fp8jax.ops.quantization.microscaling import fold_rows
+from fp8jax.ops.quantization.quantize import quantize, transpose
+
+
+class TokenColumns(NamedTuple):
+    """The transpose of a matrix (rows, n), with its rows in the padded token axis.
+
+    Attributes:
+        operand: (n, length), an array, or codes under one scale or scales per block of tokens; or the rows of such.
+        scale: fp32 (groups,), a further scale of each group, or None.
+        channel_scale: fp32 (groups, n), a further scale of each group and channel, or None.
+    """
+
+    operand: Operand | UnpaddedRows
+    scale: Array | None = None
+    channel_scale: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnEncoder:
+    """Quantizes the transpose of rows in whole aligned blocks, under scales per group or block of tokens.
+
+    Attributes:
+        spec: of the result.
+        dtype: of the values of rows that are codes.
+    """
+
+    spec: QuantSpec
+    dtype: Any
+
+    def __call__(self, rows: Any) -> QTensor:
+        columns = quantize(rows.dequantize(self.dtype) if isinstance(rows, QTensor) else rows, None, self.spec)[1]
+        assert columns is not None
+        return columns
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTransposer:
+    """Transposes codes of `quantize_rows`, in whole aligned blocks, for a spec of granularity "block"."""
+
+    spec: QuantSpec
+
+    def __call__(self, rows: Any) -> QTensor:
+        spec, size = dataclasses.replace(self.spec, rounding="nearest"), self.spec.group_size or 1
+        columns = transpose(_unscaled(rows.codes, spec))
+        # NaN in one row's scale is a NaN of its block.
+        scale = jnp.max(rows.scale.reshape(-1, size, rows.scale.shape[1]), axis=1)
+        return dataclasses.replace(columns, scale=scale.T, spec=spec)
+
+
+def quantize_rows(
+    x: Array, spec: QuantSpec, strategy: Scaling, tokens: PaddedTokens, key: Array | None = None
+) -> QTensor:
+    """Quantize a matrix that a product contracts along its columns.
+
+    Args:
+        x: floating array (rows, n).
+        spec: as for a matrix of one group. Expanded codes per tensor or block get scales and exponents per row instead.
+        strategy: stateless scaling for per-tensor scales.
+        tokens: the groups of rows.
+        key: PRNG key, used if the spec rounds stochastically.
+
+    Returns:
+        QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
+    """
+    spans_rows = spec.granularity in ("tensor", "block") or (spec.granularity == "mx" and spec.outer_scale == "tensor")
+    if spec.is_folded and not spans_rows:
+        return fold_rows(x, spec)
+    if spec.expand or not spans_rows:
+        granularity = {"tensor": "token", "block": "group"}.get(spec.granularity, spec.granularity)
+        spec_by_row = dataclasses.replace(spec, granularity=granularity)
+        return _first(quantize(x, spec_by_row, strategy=strategy, key=key if spec.rounding == "stochastic" else None))
+    fmt, size = formats.get(spec.format), spec.group_size or 1
+    row_amax = _block_amax(x, (1, x.shape[1]))
+    if spec.granularity == "block":
+        block_amax = _block_amax(x, (1, size))
+        block_amax = tokens.take_blocks(tokens.reduce_blocks(block_amax, size), size)
+        return _quantize_with_scale(x, spec, size, scaling.to_scale(block_amax, fmt), key)
+    group_amax = tokens.take_groups(group_maxima(row_amax, tokens))
+    if spec.granularity == "tensor":
+        return _quantize_with_scale(x, spec, None, scaling.to_scale(strategy.reduce_amax(group_amax), fmt), key)
+    outer_scale = scaling.to_scale(group_amax, fmt)
+    if spec.is_folded:
+        return _quantize_with_scale(x, spec, None, scaling.pow2_scale(row_amax, outer_scale, fmt), key)
+    block_amax = _block_amax(x, (1, size))
+    return _quantize_with_scale(x, spec, size, _two_level_scale(block_amax, outer_scale, spec), key)
+
+
+def transpose_rows(q: QTensor, spec: QuantSpec, tokens: PaddedTokens) -> TokenColumns:
+    """Transpose codes of `quantize_rows` without rounding them again.
+
+    Args:
+        q: result of `quantize_rows` for `spec`.
+        spec: of granularity "tensor" or "block".
+        tokens: as in `quantize_rows`.
+    """
+    if spec.granularity == "tensor":
+        return TokenColumns(UnpaddedRows(_unscaled(q.codes, spec)), group_maxima(q.scale, tokens)[:, 0])
+    return TokenColumns(UnpaddedRows(q, BlockTransposer(spec)))
+
+
+def quantize_columns(
+    x: Operand,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    tokens: PaddedTokens,
+    key: Array | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> TokenColumns:
+    """Quantize the transpose of a matrix, which a product contracts along its rows, within each group.
+
+    Args:
+        x: floating array (rows, n), or codes of `quantize_rows`, which are decoded.
+        spec: of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`. None gives
+            the array itself.
+        strategy, tokens, key: as in `quantize_rows`.
+        dtype: of decoded values.
+    """
+    is_deferred = spec is not None and spec.granularity in ("group", "block") and spec.rounding == "nearest"
+    if isinstance(x, QTensor) and (not is_deferred or x.spec.expand):
+        x = x.dequantize(dtype)
+    if is_deferred:
+        assert spec is not None
+        return TokenColumns(UnpaddedRows(x, ColumnEncoder(spec, jnp.dtype(dtype or x.dtype))))
+    assert not isinstance(x, QTensor)
+    if spec is None:
+        return TokenColumns(UnpaddedRows(x))
+    if spec.granularity == "tensor":
+        return transpose_rows(quantize_rows(x, spec, strategy, tokens, key), spec, tokens)
+    padded, key = tokens.pad(x), key if spec.rounding == "stochastic" else None
+    if spec.granularity in ("group", "block"):
+        columns = quantize(padded, None, spec, key=key)[1]
+        assert columns is not None
+        return TokenColumns(columns)
+    fmt, size, unit = formats.get(spec.format), spec.group_size or 1, tokens.alignment
+    group_amax = tokens.reduce_groups(_block_amax(padded, (unit, 1)))
+    outer_scale = scaling.to_scale(group_amax, fmt)
+    if spec.granularity == "mx" and spec.outer_scale == "tensor":
+        outer_scale = scaling.to_scale(jnp.max(group_amax, axis=1, keepdims=True, initial=0.0), fmt)
+    if spec.granularity == "mx" and not spec.is_folded:
+        block_amax = _block_amax(padded, (size, 1))
+        scale = _two_level_scale(block_amax, tokens.spread_groups(outer_scale, size, fill_value=1), spec)
+        return TokenColumns(_quantize_with_scale(padded.T, spec, size, scale.T, key))
+    if spec.is_folded and spec.outer_scale == "tensor":
+        outer_scale = scaling.pow2_scale(group_amax, outer_scale, fmt)
+    scale = tokens.spread_groups(outer_scale, unit, fill_value=1)
+    q = _quantize_with_scale(padded.T, spec, unit, jnp.broadcast_to(scale, (scale.shape[0], x.shape[1])).T, key)
+    # The scales of integers are NaN where the values are.
+    channel_scale = tokens.reduce_groups(q.scale.T)
+    return TokenColumns(_unscaled(q.codes, spec), channel_scale=channel_scale)
+
+
+def group_maxima(values: Array, tokens: PaddedTokens) -> Array:
+    """The maxima over each group of fp32 numbers >= 0 for each row, (rows, n) to (groups, n); NaN if one is NaN."""
+    return tokens.reduce_groups(tokens.reduce_blocks(values, tokens.alignment))
+
+
+def alignment(*specs: QuantSpec | None) -> int:
+    """The alignment of groups in a token axis that blocks of these specs divide."""
+    return math.lcm(ALIGNMENT, *(spec.group_size for spec in specs if spec is not None and spec.group_size is not None))
+
+
+def _unscaled(codes: Array, spec: QuantSpec) -> QTensor:
+    return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
+
+
+def _first(pair: tuple[QTensor | None, QTensor | None]) -> QTensor:
+    assert pair[0] is not None
+    return pair[0]
+
+
+def _block_amax(x: Array, size: tuple[int, int]) -> Array:
+    """Return the largest finite magnitude of each block of a matrix, fp32; 0 if there is none."""
+    # Maxima in the dtype of `x` are exact. Off GPUs, XLA would write an fp32 copy of it.
+    where = formats.where if x.dtype == jnp.float32 else jnp.where
+    magnitudes = where(jnp.isfinite(x), jnp.abs(x), 0.0)
+    return blocks.reduce(magnitudes, size, jnp.max, 0.0).astype(jnp.float32)
+
+
+def _two_level_scale(amax: Array, outer_scale: Array, spec: QuantSpec) -> Array:
+    """Return the scales of microscaled groups from their amax, with (MOSS, section 3.1) or without outer scales."""
+    outer_scale = jnp.ones_like(outer_scale) if spec.outer_scale == "none" else outer_scale
+    powers = encoding.compute_microscales(amax * (1 / outer_scale), spec, formats.get(spec.format))
+    return outer_scale * formats.decode_e8m0(powers)
+
+
+def _quantize_with_scale(x: Array, spec: QuantSpec, size: int | None, scale: Array, key: Array | None) -> QTensor:
+    """Quantize under known scales, one per `size` elements of a row, or per row if None."""
+    key = key if spec.rounding == "stochastic" else None
+    if size is None:
+        return _first(quantize(x, QuantSpec(spec.format, "token", rounding=spec.rounding), scale=scale, key=key))
+    by_group = QuantSpec(spec.format, "group", size, rounding=spec.rounding)
+    seed = None if key is None else noise.key_to_seed(key)
+    return quantize_with_scale(x, by_group, scale, seed=seed)

@@ -1,0 +1,147 @@
+"""Tables of the papers' speeds that are made of results files: arithmetic on made-up rates, and the files needed."""
+
+import json
+
+import pytest
+
+from experiments.bench import cases
+from experiments.models.llama import LlamaConfig
+from experiments.papers import speeds
+from experiments.papers.speeds import CardRates, Shape
+
+SMALL = LlamaConfig(vocab=8, dim=4, layers=1, heads=2, kv_heads=1, mlp_dim=6)
+RATES = CardRates({(3, 5): 1e3, (9, 9): 2e3}, {"int8": {(11, 5, 3): 2e3, (5, 3, 11): 3e3, (9, 9, 9): 8e3},
+                                              "fp8": {(9, 9, 9): 4e3}}, 1e3)  # fmt: skip
+
+
+def test_layers_of_a_block_are_those_of_the_model():
+    shapes = speeds.linears(SMALL)
+    assert [(shape.k, n) for shape in shapes for n in shape.widths] == [
+        (4, 4), (4, 2), (4, 2), (4, 4), (4, 6), (4, 6), (6, 4)
+    ]  # fmt: skip
+
+
+def test_the_limit_is_of_products_at_the_rates_of_their_shapes_and_of_bytes(monkeypatch):
+    monkeypatch.setattr(speeds, "TOKENS", 11)
+    shapes = (Shape(3, (5, 7)),)
+    first, second = (2e3 * 11 * 3 * n for n in (5, 7))
+    assert speeds.plain_products(shapes, RATES) == pytest.approx(3 * (first / 1e3 + second / 1e3))
+    # Forward (11, 5, 3) as it is; of the weight's gradient (3, 5, 11) the transpose; the gradient of the input is none.
+    of_first = first * (1.2 / 2e3 + 1 / 8e3 + 1 / 3e3)
+    # The input is read once for both layers: bf16 in, codes and what is kept, a fifth with a residual.
+    moved = 11 * 3 * (2 + 1 + 1) + 4 * 11 * (5 + 7) + 4 * 3 * (5 + 7)
+    want = of_first + 3.2 * second / 8e3, moved + 0.2 * 33
+    assert speeds.limit(shapes, "int8", RATES) == pytest.approx(want)
+    assert speeds.limit(shapes, "fp8", RATES) == pytest.approx((3 * (first + second) / 4e3, moved))
+
+
+def row(impl, metric, value, case="c", ratio=None):
+    return {"case": case, "impl": impl, "metric": metric, "value": value, "unit": "1", "baseline": "b",
+            "ratio": ratio, "commit": "c1", "device": "NVIDIA H9"}  # fmt: skip
+
+
+def test_a_page_is_made_of_a_cards_files_and_none_without_them(tmp_path):
+    step = "1b, one GPU, 8 x 2048 tokens"
+    rows = {
+        "gemm": [row("ours tensor", "rate", 1200.0, "1x1x1")],
+        "gemm_int8": [row("ours int8 block", "rate", x, f"{n}x1x1") for n, x in enumerate((900.0, 1200.0))],
+        "linear": [row("xla bf16", "rate", 600.0, "16384 x 4096 -> 11008"),
+                   row("int8_fallback, 20 %", "rate", 700.0, "16384 x 4096 -> 11008", 700 / 600)],
+        "quantize": [row("device copy", "bandwidth", 2.5)],
+        "layer": [row("bf16", "time", 40.0), row("int8_fallback", "time", 38.0), row("fast", "time", 28.0)],
+        "step": [row("bf16, recomputed", "step", 220.0, step), row("fast", "step", 160.0, step)],
+        "step_more": [row("bf16, recomputed", "step", 220.0, step), row("fast", "step", 1.0, step),
+                      row("int8_fallback", "step", 215.0, step)],
+    }  # fmt: skip
+    (tmp_path / "h9").mkdir()
+    for name, listed in rows.items():
+        assert speeds.main(["--results", str(tmp_path)]) == 0
+        assert not (tmp_path / "h9" / "int8_limit.json").exists()
+        content = {"bench": name, "versions": {}, "rows": listed, "date": "2026-01-01", "command": "c"}
+        (tmp_path / "h9" / f"{name}.json").write_text(json.dumps(content))
+    assert speeds.main(["--results", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "h9" / "int8_limit.json").read_text())
+    values = {tuple(r["pivot"]): r["value"] for r in content["rows"]}
+    case = "16384 x 4096 -> 11008"
+    operations = 2 * 16384 * 4096 * 11008
+    assert values[case, "bf16"] == pytest.approx(3 * operations / 600e9)
+    assert values[case, "products at the limit"] == pytest.approx(3.2 * operations / 1200e9)
+    assert values[case, "measured over bf16"] == pytest.approx(700 / 600)
+    assert values["a layer of 7B, int8_fallback", "measured over bf16"] == pytest.approx(40 / 38)
+    assert values["a step of 1b, fast", "measured over bf16"] == pytest.approx(220 / 160)
+    # 1b has 16 layers of four widths; what its products take of bf16's step is not all of it.
+    shapes = speeds.linears(speeds.sizes.get("1b", 32000)) * 16
+    rest = 220 - 6e3 * 16384 * sum(shape.k * sum(shape.widths) for shape in shapes) / 600e12
+    assert values["a step of 1b, int8_fallback", "all else, as bf16"] == pytest.approx(rest)
+    assert values["a step of 1b, int8_fallback", "measured over bf16"] == pytest.approx(220 / 215)
+    limit, measured = (values["a step of 1b, fast", name] for name in ("limit over bf16", "measured over bf16"))
+    assert values["a step of 1b, fast", "above the limit"] == pytest.approx(220 / measured - 220 / limit)
+    assert content["rows"][0]["device"] == "NVIDIA H9"
+
+
+def test_products_of_moss_are_times_of_measured_rates_beside_the_paper_s():
+    case = "2048x7168x4096"
+    gemm = [row("ours tensor", "rate", 1000.0, case), row("ours mx, codes folded first", "rate", 500.0, case)]
+    rows = speeds.moss_products({"rows": gemm})
+    assert [row.case for row in rows] == ["2048x7168x4096"] * 2
+    # 2 x 2048 x 7168 x 4096 operations at 1,000 tera-operations a second.
+    assert [row.value for row in rows] == [pytest.approx(0.12026, rel=1e-4), pytest.approx(0.24052, rel=1e-4)]
+    assert [row.ratio for row in rows] == [1, 2]
+    assert [(row.paper, row.paper_ratio) for row in rows] == [(0.26, 1), (0.25, pytest.approx(0.25 / 0.26))]
+
+
+def test_every_product_of_moss_s_table_is_timed():
+    assert set(cases.MOSS) == set(speeds.TABLE_6)
+    assert set(cases.MOSS) <= set(cases.GEMMS)
+    assert len(cases.GEMMS) == len(set(cases.GEMMS))
+
+
+def test_the_trade_of_speed_for_fidelity_takes_each_recipe_s_own_scaling():
+    case, speed = f"{speeds.ONE_GPU}, 8 x 2048 tokens", {"moss": 2.0, "coat": 1.0, "bf16": 0.5}
+    step = {"rows": [row(impl, "tokens/s", value, case) for impl, value in speed.items()]}
+    snr = {"rows": [row("fp8jax", "SNR", value, f"{name}, {when}, {scheme}")
+                    for name, less in zip(speeds.ACTIVATIONS, (0, 1, 2), strict=True)
+                    for when, later in (("late", 0), ("early", 9))
+                    for scheme, value in (("per tensor", 30 - less - later),
+                                          ("two-level, row", 33 - less - later))]}  # fmt: skip
+    rows = speeds.moss_fidelity(step, snr)
+    points = {(row.case, row.metric): row.value for row in rows}
+    assert points == {("moss", "tokens/s"): 2, ("moss", "SNR"): 32, ("coat", "tokens/s"): 1, ("coat", "SNR"): 29}
+
+
+def test_coats_table_11_is_made_of_steps_of_several_gpus(tmp_path):
+    def result(*arms):
+        rows = [row(arm, metric, value) | {"device": "2 x NVIDIA H9"}
+                for arm, *values in arms
+                for metric, value in zip(("tokens/s", "memory", "batch"), values, strict=False)]  # fmt: skip
+        return {"bench": "step", "versions": {}, "rows": rows, "command": "c", "date": "2026-01-01"}
+
+    step = result(("bf16, recomputed", 20_000.0, 79.0), ("coat", 36_000.0, 70.0, 10))
+    rows = {(row.case, row.metric): row for row in speeds.efficiency(2, step)}
+    whole = rows["FP8 optimizer and activations", "tokens/s"]
+    assert (whole.value, whole.ratio, whole.paper, whole.paper_ratio) == (18_000, 1.8, 11_351, 1.85)
+    assert rows["FP8 optimizer and activations", "batch"].value == 10
+    assert ("bf16", "batch") not in rows
+    assert ("FP8 optimizer", "tokens/s") not in rows
+    assert rows["FP8 optimizer and activations", "memory"].paper == 35.6
+    assert speeds.efficiency(4, step)[-1].paper == 11_257
+    (tmp_path / "h9x2").mkdir()
+    (tmp_path / "h9x2" / "step_7b_fit.json").write_text(json.dumps(step))
+    assert speeds.main(["--results", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "h9x2" / "coat_efficiency.json").read_text())
+    assert {row["device"] for row in content["rows"]} == {"2 x NVIDIA H9"}
+    # The paper's own ratios, of its tokens a second.
+    for measured in speeds.TABLE_11.values():
+        for one in measured:
+            assert one.tokens / measured[0].tokens == pytest.approx(one.speedup, abs=0.01)
+
+
+def test_steps_by_how_weights_are_scaled_stand_beside_the_papers():
+    times = {"moss, weights just in time": 200.0, "moss, weights delayed": 196.0, "moss": 190.0}
+    step = {"rows": [row(name, "step", value) for name, value in times.items()]}
+    rows = {(row.case, row.unit): row for row in speeds.moss_scalings(step)}
+    assert rows["moss, automatic", "ms"].ratio == pytest.approx(200 / 190)
+    assert rows["moss, automatic", "ms"].paper_ratio == pytest.approx(68.5 / 63.1)  # the paper's 1.087
+    assert rows["moss, weights just in time", "%"].value == pytest.approx(100 * 10 / 200)
+    assert rows["moss, weights just in time", "%"].paper == pytest.approx(100 * 3.6 / 68.5)
+    assert speeds.moss_scalings({"rows": []}) == []

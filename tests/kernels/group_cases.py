@@ -1,0 +1,110 @@
+"""What the kernel that quantizes groups of rows is tested on: against NumPy and ml_dtypes, on CPU and on a GPU."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from fp8jax.ops.quantization.grouped import group_layout, quantize_groups
+
+FORMATS = {"e4m3": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 57344.0), "int8": (np.int8, 127.0)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows of groups, of which each is a row of x (T, N)."""
+
+    sizes: tuple[int, ...]
+    num_rows: int
+    shape: tuple[int, int]  # of x
+    rows: str | None = None
+    columns: str | None = None
+    has_index: bool = False
+    dtype: str = "bfloat16"
+    by_row: bool = False  # a scale for each row, and for each group, in place of one
+    is_copy: bool = False
+
+
+CASES = [
+    Case((100, 0, 1, 140), 241, (241, 72), "e4m3", "e4m3", by_row=True),
+    Case((0, 129, 3), 140, (35, 200), "e4m3", "e5m2", has_index=True, by_row=True),
+    Case((60, 70), 133, (133, 33), None, "int8", dtype="float32"),
+    Case((5, 0), 7, (4, 130), "int8", None, has_index=True, by_row=True),
+    Case((30, 128, 0, 20), 200, (50, 136), None, "e5m2", has_index=True, is_copy=True),
+    Case((0, 0), 3, (3, 64), "e5m2", "e4m3"),
+]
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=case.shape) * np.exp2(rng.integers(-9, 9, (case.shape[0], 1)))
+    if case.is_copy:
+        x = jnp.asarray(x.astype(FORMATS[case.columns or ""][0]))
+    else:
+        x = jnp.asarray(x, case.dtype)
+        x = x if "int8" in (case.rows, case.columns) else x.at[1, 2].set(jnp.nan).at[2, 3].set(1e30)
+    groups = len(case.sizes)
+    scales = [np.exp(rng.normal(size=n if case.by_row else ())).astype(np.float32) for n in (case.num_rows, groups)]
+    if case.by_row:
+        scales[0][sum(case.sizes) :] = np.nan  # scales of no group
+    return {
+        "x": x,
+        "sizes": jnp.asarray(case.sizes, jnp.int32),
+        "index": jnp.asarray(rng.integers(0, case.shape[0], case.num_rows), jnp.int32) if case.has_index else None,
+        "row_scale": jnp.asarray(scales[0]) if case.rows else None,
+        "column_scale": jnp.asarray(scales[1]) if case.columns and not case.is_copy else None,
+    }
+
+
+def encode(x: np.ndarray, fmt: str, scale: Any) -> np.ndarray:
+    """Codes of x (rows, N) under a scale per row, as bytes."""
+    dtype, largest = FORMATS[fmt]
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = x.astype(np.float32) * (np.float32(1) / np.asarray(scale, np.float32))[..., None]
+        y = np.clip(y, -largest, largest)
+        return (np.rint(y) if fmt == "int8" else y).astype(dtype).view(np.uint8)
+
+
+def expected(case: Case, x: np.ndarray, index: Any, row_scale: Any, column_scale: Any) -> tuple[Any, Any, list[int]]:
+    """Codes of rows, transposed codes, and first tokens of the groups: group by group, as bytes."""
+    n, ordered = case.shape[1], x if index is None else x[np.asarray(index)]
+    row_codes = np.zeros((case.num_rows, n), np.uint8)
+    total = sum(case.sizes)
+    if case.rows:
+        row_codes[:total] = encode(ordered[:total], case.rows, np.broadcast_to(row_scale, case.num_rows)[:total])
+    tokens = (case.num_rows // 128 + len(case.sizes) + 1) * 128
+    column_codes, starts, token, row = np.zeros((n, tokens), np.uint8), [], 0, 0
+    for group, size in enumerate(case.sizes):
+        starts.append(token)
+        values = ordered[row : row + size]
+        if case.columns:
+            scale = None if case.is_copy else np.broadcast_to(column_scale, len(case.sizes))[group]
+            codes = values.view(np.uint8) if case.is_copy else encode(values, case.columns, np.full(size, scale))
+            column_codes[:, token : token + size] = codes.T
+        token, row = token + -(-size // 128) * 128, row + size
+    return row_codes if case.rows else None, column_codes if case.columns else None, starts
+
+
+def wrong(case: Case, impl: str) -> dict[str, int]:
+    """Numbers of differing elements by result."""
+    given = arguments(case)
+    layout = jax.jit(group_layout, static_argnums=1)(given.pop("sizes"), case.num_rows)
+    x = given.pop("x")
+    *codes, starts = expected(case, np.asarray(x), **given)
+    results = quantize_groups(x, layout, rows=case.rows, columns=case.columns, impl=impl, **given)
+    differ = {
+        "starts": int(np.sum(np.asarray(layout.starts) != starts)),
+        "lengths": int(np.sum(np.asarray(layout.lengths) != case.sizes)),
+    }
+    for name, fmt, got, want in zip(("rows", "columns"), (case.rows, case.columns), results, codes, strict=True):
+        if want is None:
+            differ[name] = int(got is not None)
+            continue
+        assert got.dtype == FORMATS[fmt][0]
+        got = np.asarray(got)
+        is_nan = np.isnan(got.astype(np.float32)) & np.isnan(want.view(FORMATS[fmt][0]).astype(np.float32))
+        differ[name] = int(np.sum((got.view(np.uint8) != want) & ~is_nan)) if got.shape == want.shape else -1
+    return differ
