@@ -1,7 +1,12 @@
 """Ragged products, of groups of tokens with a matrix each, as in mixtures of experts, under a recipe.
 
-Group i has `group_sizes[i]` consecutive rows. Rows after the last group may hold anything, NaN too, and count as zeros.
-Per-tensor scales are per group, and blocks along rows restart at each group's first row. No scale spans two groups.
+    y  = x[rows of g] @ w[g]       "forward"
+    dx = dy[rows of g] @ w[g].T    "dgrad"
+    dw[g] = x[rows of g].T @ dy    "wgrad"
+
+Rows in no group may hold anything, NaN too, and count as zeros. No scale spans two groups. The forward product and
+dgrad read codes of rows. Wgrad reads transposed codes in an axis in which each group starts at a multiple of 128
+(`fp8jax.core.groups.PaddedTokens`).
 """
 
 import dataclasses
@@ -87,7 +92,7 @@ def ragged_dot(
         input_facts: as in `fp8jax.dot_general`.
 
     Returns:
-        (tokens, outputs) in the dtype of `x`.
+        (tokens, outputs), or (groups, m, n) for a product along tokens. Gradients have the dtypes of `x` and `w`.
 
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
@@ -129,7 +134,7 @@ class _Form(NamedTuple):
     Attributes:
         contracts_tokens: whether the result is (groups, m, n), of (tokens, m) and (tokens, n).
         transposed: whether the weight is (groups, outputs, inputs).
-        axes: the transpositions of both operands that give this form.
+        x_transposed, w_transposed: whether the user's operand is the transpose of this form's.
     """
 
     contracts_tokens: bool = False
