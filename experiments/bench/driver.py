@@ -1,4 +1,4 @@
-"""What the benchmarks of whole steps share: arms that hold a state, how they are compiled and timed, and their rows."""
+"""The driver of benchmarks of whole steps: arms that hold a state are compiled, timed in turns, and become rows."""
 
 import argparse
 import concurrent.futures

@@ -67,7 +67,7 @@ def written(values: np.ndarray, form: str) -> str:
 
 
 def filled(template: str, result: Result) -> str | None:
-    """A template with its figures. Of parts between semicolons those that lack a figure are left out; None without any.
+    """A template with its figures. Parts between semicolons that lack a figure are left out; None if all are.
 
     Args:
         template: as the module says.
@@ -181,7 +181,7 @@ class Quote(NamedTuple):
         return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
 
     def figures(self, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
-        """What stands in the groups of `pattern`.
+        """The figures and cards for the groups of `pattern`.
 
         Raises:
             ValueError: a figure is in no file or in several rows, or figures are of several cards.

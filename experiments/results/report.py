@@ -240,7 +240,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def written(folder: Path) -> dict[str, str]:
-    """What the files of a folder give, by path relative to the folder's parent: RESULTS.md and all pages.
+    """RESULTS.md and all pages of a folder, by path relative to the folder's parent.
 
     Raises:
         ValueError: as `read`.

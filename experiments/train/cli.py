@@ -270,6 +270,8 @@ def _train_recipe(
             config.run.logits, sizes.batch * sizes.seq_len // optim.microbatches // devices.size, llama.vocab
         ),
         partition=config.run.partition,
+        balance_coefficient=optim.balance_coefficient,
+        z_coefficient=optim.z_coefficient,
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)

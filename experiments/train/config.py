@@ -71,6 +71,9 @@ class Config:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self.optim, name) < 1:
                 raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        for name in ("balance_coefficient", "z_coefficient"):
+            if not 0 <= getattr(self.optim, name) < float("inf"):
+                raise UserError(f"{flag(name)} must be finite and not negative, got {getattr(self.optim, name)}")
         if not 0 <= self.optim.final_lr <= 1:
             raise UserError(f"--final-lr is a share of --lr, from 0 to 1, got {self.optim.final_lr}")
         if not 0 <= self.optim.weight_decay < float("inf"):
@@ -228,6 +231,10 @@ _ADDED = json.loads(
             "master": Optim.master,
             "release": Optim.release,
             "head": Optim.head,
+            "experts": Model.experts,
+            "experts_per_token": Model.experts_per_token,
+            "balance_coefficient": Optim.balance_coefficient,
+            "z_coefficient": Optim.z_coefficient,
         }
         | flatten_fields("recipe.head", fp8jax.recipes.Recipe("").head)
     )

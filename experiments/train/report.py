@@ -208,10 +208,19 @@ class RunLog:
         lr: float,
         tokens_per_s: float,
         saturated: float | None = None,
+        balance_loss: float | None = None,
+        z_loss: float | None = None,
     ) -> None:
-        """Records a finished step; `saturated` elements of its gradients, where sums in 8 bits can saturate."""
+        """Records a finished step.
+
+        Args:
+            step, loss, grad_norm, lr, tokens_per_s: of the step.
+            saturated: elements of its gradients, where sums in 8 bits can saturate.
+            balance_loss, z_loss: of routers, where there are experts.
+        """
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
-        row |= {} if saturated is None else {"saturated": saturated}
+        extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss}
+        row |= {name: value for name, value in extra.items() if value is not None}
         row |= {} if self._share is None else {"mfu": tokens_per_s * self._share}
         self.train[step] = row
         self._write(row)
@@ -219,6 +228,7 @@ class RunLog:
         mean = statistics.fmean(r["loss"] for r in shown)
         speed = statistics.median(r["tokens_per_s"] for r in shown)
         used = "" if self._share is None else f" mfu {speed * self._share:.1%}"
+        routers = "" if balance_loss is None else f" balance {balance_loss:.3f} z {z_loss:.3f}"
         lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
             note = f"loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
@@ -227,7 +237,7 @@ class RunLog:
             seconds = (time.monotonic() - self._started) / (step - self._resumed) * (self._steps - step)
             self._console.print(
                 f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
-                f"grad_norm {grad_norm:.2f}{lost} left {clock(seconds)} recipe {self._recipe}"
+                f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
             )
 
     def valid(self, step: int, loss: float) -> None:

@@ -59,7 +59,11 @@ class Model:
     kv_heads: int | None = None
     """Heads of keys and values; they divide --heads."""
     mlp_dim: int | None = None
-    """Width of the MLP's hidden layer."""
+    """Width of the MLP's hidden layer, of each expert."""
+    experts: int | None = None
+    """Experts of a layer."""
+    experts_per_token: int | None = None
+    """How many of them compute a token."""
     tied: bool = False
     """Use the embedding table as output head too."""
 
@@ -111,6 +115,10 @@ class Optim:
     """Applied to matrices, not to norms."""
     clip: float = 1.0
     """Largest global norm of the gradient."""
+    balance_coefficient: float = 0.001
+    """Of the load-balancing loss of routers, which is added to the loss (Switch Transformer, eq. 4)."""
+    z_coefficient: float = 0.001
+    """Of the z-loss of routers, which is added to the loss (ST-MoE, eq. 5)."""
     microbatches: int = 1
     """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
     master: str = ""

@@ -219,7 +219,7 @@ def test_validation_is_the_mean_over_all_batches_with_the_models_state():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch, loss, grad, before, healthy, fused):
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[12.0 * grad]])}
-    monkeypatch.setattr(Task, "gradients", lambda *_: (jnp.float32(loss), grads, {"seen": jnp.array(1)}))
+    monkeypatch.setattr(Task, "gradients", lambda *_: ({"loss": jnp.float32(loss)}, grads, {"seen": jnp.array(1)}))
     sgd = optax.with_extra_args_support(optax.sgd(1.0))
     if fused:
 
