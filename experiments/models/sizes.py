@@ -2,7 +2,7 @@
 
 60m to 350m follow the shapes that the low-memory-optimizer literature trains; 1b and 3b are shaped like today's small
 Llamas; 7b and 13b are Llama 2's, 8b is Llama 3's, 30b is the first Llama's, and 175b has the width and depth of GPT-3.
-5m and 15m are for machines without an accelerator. Names that start with olmo- have OLMo's norms; olmo-1b and olmo-7b
+1m to 15m are for machines without an accelerator. Names that start with olmo- have OLMo's norms; olmo-1b and olmo-7b
 are OLMo's own (Groeneveld et al., 2024, Table 1), of which the first has a tied head.
 
 Names that start with moe- have experts. moe-mixtral-8x7b and moe-mixtral-8x22b are Mixtral's (Jiang et al., 2024, and
@@ -16,6 +16,7 @@ from experiments.models.shape import LlamaConfig
 
 #                dim  layers heads kv_heads mlp_dim
 _TABLE = {
+    "1m": (128, 4, 4, 2, 384),
     "5m": (256, 6, 4, 2, 768),
     "15m": (384, 8, 6, 3, 1024),
     "60m": (512, 8, 8, 8, 1376),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from experiments import mesh
 from experiments.errors import BusyError as BusyError
 from experiments.errors import DiskError as DiskError
 from experiments.errors import UserError as UserError
+from experiments.train import help
 from experiments.train.sections import Data as Data
 from experiments.train.sections import Lora as Lora
 from experiments.train.sections import Model as Model
@@ -259,15 +261,21 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
 
     Args:
         argv: the command line; None takes the process's own.
-        description: what `--help` says first.
+        description: what the help says; `--help` has parts of it.
 
     Raises:
         SystemExit: the command line does not parse (2), or help was asked for (0).
         UserError: a value is impossible.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if help.HELP_ALL in words:
+        words = ["--help"]
+    elif {"-h", "--help"} & set(words):
+        print(help.short_help(Config(), description or ""))
+        raise SystemExit(0)
     config = tyro.cli(
         Config,
-        args=argv,
+        args=words,
         prog="python -m experiments.train",
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),

@@ -78,9 +78,14 @@ class Model:
         }
         try:
             llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **settings)
+        except ValueError as error:
+            raise UserError(f"--model: {error}") from None
+        try:
             llama.validate()
         except ValueError as error:
-            raise UserError(str(error)) from None
+            # The message has names of fields, which are options of the command line.
+            options = re.sub(r"\b(dim|layers|heads|kv_heads|mlp_dim)\b", lambda name: flag(name[0]), str(error))
+            raise UserError(options) from None
         return llama
 
 
@@ -214,6 +219,8 @@ class Run:
     None: all on a GPU, else one."""
     profile: int = 0
     """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    verbose: bool = False
+    """Print what OUT/RUN/log.txt has, too: settings, what each array is stored in, memory, kernels."""
     wandb: str = ""
     """Project of Weights & Biases to log to as well, where its package is installed."""
     coordinator: str = ""
