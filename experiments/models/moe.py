@@ -75,8 +75,8 @@ class Routes(NamedTuple):
         return _per_row(weights_NxK, self.order_R, self.rows_NxK)
 
 
-# JAX would differentiate a gather by a scatter, which adds in an order of its own. The derivatives of these are gathers:
-# each of the first two is the other's.
+# JAX would differentiate a gather by a scatter, which adds in an order of its own. The derivatives of these are
+# gathers. Each of the first two is the other's derivative.
 @jax.custom_vjp
 def _permute(x_NxD: jax.Array, order_R: jax.Array, rows_NxK: jax.Array) -> jax.Array:
     return x_NxD[order_R // rows_NxK.shape[1]]
@@ -289,8 +289,8 @@ class ExpertMLPs(nnx.Module):
 class MoE(nnx.Module):
     """sum over the experts i of a token of weight_i down_i(silu(gate_i(x)) * up_i(x)).
 
-    Kept for the backward pass are encodings of the tokens (N, D) and of gate and up (R, 2 F), the router's
-    probabilities, and indices. Permuted tokens and what `down` reads are computed again.
+    Kept for the backward pass are encodings of the tokens (N, D) and of gate and up (R, 2 F), the router's logits, and
+    indices. The norm, permuted tokens and what `down` reads are computed again.
 
     Args:
         config: the shape.
@@ -309,12 +309,8 @@ class MoE(nnx.Module):
         products: ExpertProducts | None = None,
         has_losses: bool = False,
     ) -> None:
-        self.config, self.dtype, self.products, self.has_losses = (
-            config,
-            dtype,
-            products or ExpertProducts(),
-            has_losses,
-        )
+        self.config, self.dtype, self.has_losses = config, dtype, has_losses
+        self.products = ExpertProducts() if products is None else products
         self.router = linear(config.dim, config.experts, 0.02, dtype, param_dtype, rngs)
         self.experts = ExpertMLPs(config, param_dtype=param_dtype, rngs=rngs)
         if has_losses:
