@@ -15,6 +15,7 @@ BENCHES = (
     "models",
     "release",
     "layer",
+    "moe",
     "profile",
     "optimizer",
     "gemm",

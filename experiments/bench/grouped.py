@@ -338,11 +338,13 @@ def quantized_case(name: str, layer: Layer, n: int, k: int, is_permuted: bool) -
 
     def fp8(x: Any, dy: Any, index: Any, sizes: Any, scale: Any, one: Any, w: Any, wt: Any) -> Any:
         layout, index = group_layout(sizes, rows), index if is_permuted else None
-        x_codes, _ = quantize_groups(x, layout, index=index, rows="e4m3", row_scale=one)
+        x_codes, dy_codes, dy_columns, x_columns = (None,) * 4
+        quantize: Any = functools.partial(quantize_groups, layout=layout)
+        x_codes, _ = quantize(x, index=index, rows="e4m3", row_scale=one)
         y = grouped_matmul(x_codes, w, sizes, scale=scale)
-        dy_codes, dy_columns = quantize_groups(dy, layout, rows="e5m2", columns="e5m2", row_scale=one, column_scale=one)
+        dy_codes, dy_columns = quantize(dy, rows="e5m2", columns="e5m2", row_scale=one, column_scale=one)
         dx = grouped_matmul(dy_codes, wt, sizes, scale=scale)
-        _, x_columns = quantize_groups(x, layout, index=index, columns="e4m3", column_scale=one)
+        _, x_columns = quantize(x, index=index, columns="e4m3", column_scale=one)
         return y, dx, grouped_matmul_dw(dy_columns, x_columns, layout.starts, layout.lengths, scale=scale)
 
     def ours_bf16(x: Any, dy: Any, index: Any, sizes: Any, w: Any, wt: Any) -> Any:
@@ -406,7 +408,9 @@ def failure(case: Case, arm: Arm, text: str) -> timing.Row:
 
 def measure(case: Case, programs: dict[Any, Any], options: argparse.Namespace) -> list[timing.Row]:
     """Rows of a case: milliseconds against the baseline, rates and errors of all arms that were compiled."""
-    rows, ready, out = [], {}, None
+    rows: list[timing.Row] = []
+    ready: dict[str, Callable[..., Any]] = {}
+    out: Any = None
     operands = case.make()
     for arm in case.arms:
         if (future := programs.get(case.key(arm))) is None:

@@ -72,6 +72,7 @@ ONE_GPU = (
     bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
           "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
     bench("layer", 110, "--lengths", "4096"),
+    bench("moe", 250),
     bench("profile", 60),
     bench("profile", 170, "--models", "llama1b", "--only", "coat", "coat_fast", file="profile_models"),
     bench("optimizer", 110),

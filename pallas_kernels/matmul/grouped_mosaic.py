@@ -174,12 +174,12 @@ def grouped_matmul_dw(
     out = hopper.pipelined_matmul(
         make_compute(tile, _accumulator_dtype(a), fast), a, b, name=f"{_prefix(a, fast)}_grouped_dw", tile=tile,
         epilogue=epilogue, out_dtype=out_dtype, is_k_major=is_k_major, interpret=interpret,
-        schedule=_token_schedule(padded_m, n, hopper.K_STEP // a.dtype.itemsize, starts, lengths, tile),
+        schedule=token_schedule(padded_m, n, hopper.K_STEP // a.dtype.itemsize, starts, lengths, tile),
     )  # fmt: skip
     return out.reshape(num_groups, padded_m, n)[:, :m]
 
 
-def _token_schedule(
+def token_schedule(
     m: int, n: int, k_step: int, starts: jax.Array, lengths: jax.Array, tile: hopper.Tile
 ) -> hopper.Schedule:
     """Return the tiles of one (M, N) product per group, of the slices of K that hold the group's tokens."""
