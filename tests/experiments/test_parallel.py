@@ -120,7 +120,7 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
 
     monkeypatch.setattr("fp8jax.rewrite.run.key_from_data", noted)
     args = task.gradients, recipe, devices, state.params, state.model_state
-    run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0])
+    run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0]["loss"])
     for _ in range(2):
         run(mesh.place(TOKENS, task.rows)).block_until_ready()
     jax.effects_barrier()

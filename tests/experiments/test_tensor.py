@@ -66,6 +66,12 @@ def drawn(params):
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def first(found):
+    """The loss and the gradients of what a step finds."""
+    losses, grads, *_ = found
+    return losses["loss"], grads
+
+
 def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     """Loss and gradients of a recipe, compiled, and what they are of."""
     recipe, rows = recipe_of(name), None
@@ -86,11 +92,11 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
         plain = Task.build(llama, tx, recipe, seed=0, remat=False)
         base = jax.jit(task.base)(drawn(jax.eval_shape(plain.init).params))
     if rows is None:
-        run = jax.jit(lambda params, base, tokens: task.gradients(params, joined(model_state, base), tokens)[:2])
+        run = jax.jit(lambda params, base, tokens: first(task.gradients(params, joined(model_state, base), tokens)))
     else:
         params, base = (jax.device_put(tree, mesh.state(rows.mesh, tree)) for tree in (params, base))
         part = functools.partial(parallel.gradients, task.gradients, recipe, rows.mesh)
-        run = jax.jit(lambda params, base, tokens: part(params, model_state, tokens, (), base)[:2])
+        run = jax.jit(lambda params, base, tokens: first(part(params, model_state, tokens, (), base)))
     arguments = params, base, mesh.place(tokens, rows)
     return run.lower(*arguments).compile(), arguments
 

@@ -145,6 +145,12 @@ def test_a_name_that_no_grouped_product_has_is_refused():
     fn = experts.block(experts.sorted_tokens(experts.own_dot))
     with pytest.raises(ValueError, match=r"no function called 'gmm' .*functions that do are own_dot"):
         fp8jax.transform(fn, [fp8jax.GroupedProduct("gmm"), "coat"]).explain(P, X)
+    # What is inside of a custom derivative is not read.
+    outer = jax.custom_vjp(lambda *operands: experts.jitted_dot(*operands))
+    outer.defvjp(lambda *operands: (outer(*operands), operands), experts.own_dot_bwd)
+    written = experts.block(experts.sorted_tokens(outer))
+    with pytest.raises(ValueError, match=r"no function called 'jitted_dot' .*functions that do are <lambda>"):
+        fp8jax.transform(written, [fp8jax.GroupedProduct("jitted_dot"), "coat"]).explain(TRANSPOSED, X)
     with pytest.raises(ValueError, match="no function called 'tanh'"):
         fp8jax.transform(lambda p, x: jnp.tanh(x @ p["mixer"]), ["coat", fp8jax.GroupedProduct("tanh")])(P, X)
     with pytest.raises(ValueError, match=r"function 'gmm\(' is no regular expression"):

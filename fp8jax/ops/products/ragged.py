@@ -246,9 +246,12 @@ def _multiply_rows(
     if not recipe.is_quantized and recipe.spec("x_residual") is None:
         return _in_16_bits(x, w, groups, _Layout(dtype, transposed))
     source, dy_key = _input_source(x, groups, recipe, key, input_facts), gradient_key(recipe, key)
+    if transposed:
+        step_weight = step_weight.with_step(_swap, values=lax.stop_gradient(w), transposed=not step_weight.transposed)
     w_source = weight_source(_logical(w, transposed), recipe, step_weight=step_weight)
     assert isinstance(w_source, StepWeight)
-    x, w = cast_varying_over((x, w), varying_axes((x, w, source, w_source, groups, dy_key)))
+    x, w, values = cast_varying_over((x, w, w_source.values), varying_axes((x, w, source, w_source, groups, dy_key)))
+    w_source = dataclasses.replace(w_source, values=values)
     name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
     token = derivatives.second_order_guard(name, x, w)
     result: Array = _ragged_product(
@@ -437,8 +440,6 @@ def _forward(
     recipe, side, w_side = config.recipe, input_side(config.recipe), weight_side(config.recipe)
     x_kind, w_kind = map(DtypeAndSharding.from_array, (x, w))
     x, w = lax.stop_gradient((x, w))
-    if config.transposed:
-        w_source = w_source.with_step(_swap, values=w, transposed=not w_source.transposed)
     x_operand: Operand = x
     if source.codes is not None and side.residual == side.forward:
         x_operand = from_bytes(source.codes)
