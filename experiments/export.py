@@ -1,4 +1,4 @@
-"""What `experiments.train` trained, as a checkpoint of Hugging Face: weights, their codes, configuration, tokenizer."""
+"""Writes a run of `experiments.train` as a checkpoint of Hugging Face: weights, codes, configuration, tokenizer."""
 
 import dataclasses
 import json

@@ -237,8 +237,9 @@ def on(tree: Any, placed: Any) -> Any:
 
 
 def stacked(path: Any) -> int:
-    """How many leading axes of an array of a state stack layers, from its path: one in the layers of a Llama."""
-    return int("layers" in jax.tree_util.keystr(path))
+    """How many leading axes of an array of a state stack layers, and in these experts, from its path."""
+    name = jax.tree_util.keystr(path)
+    return int("layers" in name) + int("experts" in name)
 
 
 def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:

@@ -32,6 +32,7 @@ with needed() as missing:
 
     from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
     from experiments.train import parallel, tensor
+    from experiments.train.experts import RecipeProducts
     from experiments.train.form import changes_layers, in_chunks
 
 _PROGRAM = "experiments.plan"
@@ -97,9 +98,13 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
     def attend(query: Any, key: Any, value: Any, **how: Any) -> jax.Array:
         return _attention(query, key, value)
 
-    def count(length: int) -> int:
+    length = 256 * shared
+    products = RecipeProducts(recipe) if llama.experts else None
+
+    def count(sequences: int) -> int:
         def make() -> Any:
-            model: Any = Llama(own, dtype=jnp.bfloat16, boundary=boundary, rngs=nnx.Rngs(0))
+            how: Any = {"boundary": boundary, "expert_products": products}
+            model: Any = Llama(own, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **how)
             return (fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model).layers
 
         graph, block = nnx.split(nnx.eval_shape(make))
@@ -107,13 +112,12 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
         tables = rope_tables(length, llama.head_dim, llama.rope_theta)
         run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
         run = jax.checkpoint(run, policy=_policy) if recompute else run
-        x = jax.ShapeDtypeStruct((length // shared, llama.dim), jnp.bfloat16)
-        residuals = _residuals(run, shared, block, x)
-        # All layers share the rotary tables.
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals if leaf.size != length * llama.head_dim // 2)
+        x = jax.ShapeDtypeStruct((sequences * length // shared, llama.dim), jnp.bfloat16)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in _residuals(run, shared, block, x))
 
+    # What does not grow with the sequences, such as weights and rotary tables, is in both.
     with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
-        return (count(512 * shared) - count(256 * shared)) / (256 * shared)
+        return (count(2) - count(1)) / length
 
 
 def _read_again(part: fp8jax.recipes.Linear) -> bool:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from experiments import packages, signals
 
-HELP = {"-h", "--help"}
+HELP = {"-h", "--help", "--help-all"}
 
 
 def begin() -> None:

@@ -260,11 +260,11 @@ def for_device(capability: int | None = None) -> Recipe:
 def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
     """A recipe that leaves products in 16 bits if 8 bits are slower for their shapes.
 
-    `fp8jax.transform`, and `quantize` for Flax models, decide for each layer when they first see its shapes. They use
-    rates of the GPU (fp8jax/core/rates.json, measured by `python -m experiments.bench rates`); `explain` lists each
-    layer's gain. Devices without rates, such as CPUs, use those of an H100, so that a model is the same everywhere.
-    Tokens are counted per device if the mesh is known (Explicit axes, `jax.set_mesh`, `jax.shard_map`), else for the
-    whole program. Functions such as `fp8jax.linear` always follow their recipe.
+    `fp8jax.transform`, and `quantize` for Flax models, decide when they first see the shapes, for all layers that read
+    one array together. They use rates of the GPU (fp8jax/core/rates.json, measured by `python -m experiments.bench
+    rates`); `explain` lists each layer's gain. Devices without rates, such as CPUs, use those of an H100, so that a
+    model is the same everywhere. Tokens are counted per device if the mesh is known (Explicit axes, `jax.set_mesh`,
+    `jax.shard_map`), else for the whole program. Functions such as `fp8jax.linear` always follow their recipe.
 
     Args:
         recipe: a `Recipe` or a preset's name; None uses the device's (`for_device`), as "auto" does.

@@ -15,6 +15,7 @@ BENCHES = (
     "models",
     "release",
     "layer",
+    "moe",
     "profile",
     "optimizer",
     "gemm",
@@ -25,14 +26,13 @@ BENCHES = (
     "scaling",
     "peers",
     "reduce",
-    "cold",
     "lora",
     "rates",
 )
 
 
 def main() -> int:
-    """Runs one benchmark; all but "cold", which measures XLA as it is, with the flags of `experiments.flags`."""
+    """Runs one benchmark with the flags of `experiments.flags`."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHES:
         asked = name in ("-h", "--help")
@@ -40,8 +40,7 @@ def main() -> int:
             f"{(__doc__ or '').strip()}\nNAME is one of {', '.join(BENCHES)}.", file=sys.stdout if asked else sys.stderr
         )
         return 0 if asked else 2
-    if name != "cold":
-        flags.recommend()
+    flags.recommend()
     program = f"experiments.bench.{name}"
     with needed() as missing:
         importlib.import_module(program).main(sys.argv[2:])

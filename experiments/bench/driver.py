@@ -1,4 +1,4 @@
-"""What the benchmarks of whole steps share: arms that hold a state, how they are compiled and timed, and their rows."""
+"""The driver of benchmarks of whole steps: arms that hold a state are compiled, timed in turns, and become rows."""
 
 import argparse
 import concurrent.futures
@@ -136,7 +136,7 @@ def notes_of(doc: str | None) -> list[str]:
 
 def parser(name: str, doc: str | None, rounds: int, steps: int) -> argparse.ArgumentParser:
     """The command line that all have: --rounds, --steps, --name and --out."""
-    options = argparse.ArgumentParser(prog=name, description=doc)
+    options = argparse.ArgumentParser(prog=name, description=(doc or "").partition("\n\n")[0])
     options.add_argument("--rounds", type=int, default=rounds)
     options.add_argument("--steps", type=int, default=steps, help="of a round, untimed and then as many timed")
     options.add_argument("--name", default=name, help="of the results file")

@@ -18,7 +18,7 @@ by a tensor in one kernel 0.97 of XLA's int8 product without scales, and 1.15 of
 import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,34 +186,6 @@ def rate_rows(case: str, work: float, seconds: dict[str, timing.Seconds]) -> lis
     return table
 
 
-def plot(rows: Sequence[timing.Row], path: Path) -> None:
-    """Rates against the share of blocks that fall back, as figure 8(c): a panel for each shape."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rates = {(r["case"], r["impl"]): r["value"] for r in rows if r["metric"] == "rate" and r["unit"]}
-    shapes = list(dict.fromkeys(case for case, _ in rates))
-    figure, panels = pyplot.subplots(
-        -(-len(shapes) // 3), min(3, len(shapes)), figsize=(12, 3.4 * -(-len(shapes) // 3)), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axes, case in zip(panels.flat, shapes, strict=False):
-        for order, color in zip(ORDERS, ("tab:blue", "tab:red"), strict=True):
-            names = [FALLBACK, *(f"{FALLBACK} {rate} {order}" for rate in RATES)]
-            points = [(rate_of(name), rates[case, name]) for name in names if (case, name) in rates]
-            axes.plot(*zip(*points, strict=True), "o-", color=color, label=f"fallback, {order}")
-        x = np.linspace(0, max(RATES))
-        axes.plot(x, rates[case, OURS] / (1 + x), "--", color="gray", label="block / (1 + r)")
-        for name, style in ((XLA, ":"), (BF16, "-.")):
-            axes.axhline(rates[case, name], linestyle=style, color="black", linewidth=0.8, label=name)
-        axes.set(title=case, xlabel="share of blocks that fall back", ylabel="TOP/s", ylim=(0, None))
-    panels[0, 0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="gemm_int8", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,7 +201,7 @@ def main(argv: list[str]) -> None:
     notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
     save = functools.partial(
         timing.write, "gemm_int8", "INT8 products of rows and of blocks of 128x128 with fallback", notes=notes,
-        versions={}, out=options.out, picture=plot,
+        versions={}, out=options.out,
     )  # fmt: skip
     for shape in [(256, 256, 512)] if timing.dry() else SHAPES[: options.shapes]:
         if time.time() - start > options.limit:

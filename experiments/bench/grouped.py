@@ -147,9 +147,9 @@ def uniform(seed: int, shape: tuple[int, ...]) -> Any:
     return jax.random.uniform(jax.random.key(seed), shape, F32, 0.5, 2.0)
 
 
-def relative_error(out: Any, want: Any) -> float:
-    out, want = (np.asarray(x, np.float64) for x in (out, want))
-    return float(np.linalg.norm(out - want) / max(np.linalg.norm(want), 1e-30))
+@jax.jit
+def relative_error(out: Any, want: Any) -> Any:
+    return jnp.linalg.norm(out.astype(F32) - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30)
 
 
 def checked_groups(sizes: np.ndarray) -> list[int]:
@@ -180,13 +180,14 @@ def rows_case(name: str, layer: Layer, n: int, k: int, is_forward: bool) -> Case
     }  # fmt: skip
     arms = [
         Arm(OURS, 0, lambda a, b, z, s: grouped_matmul(a, b, z, scale=s), ("a", "b", "sizes", "scale")),
-        Arm("ours FP8, scales of rows", 2, lambda a, b, z, r, c: grouped_matmul(a, b, z, row_scale=r, column_scale=c),
-            ("a", "b", "sizes", "row", "column")),
         Arm("ours bf16", 1, grouped_matmul, ("a16", "b16", "sizes")),
         Arm(DENSE, 0, dense, ("a", "dense")),
     ]  # fmt: skip
     if is_forward:
         arms += [
+            Arm("ours FP8, scales of rows", 2,
+                lambda a, b, z, r, c: grouped_matmul(a, b, z, row_scale=r, column_scale=c),
+                ("a", "b", "sizes", "row", "column")),
             Arm("ours FP8, promoted", 3, lambda a, b, z, s: grouped_matmul(a, b, z, scale=s, fast=False),
                 ("a", "b", "sizes", "scale")),
             Arm("ours FP8, 1x128 by 128x128", 2, lambda a, b, z, x, y: grouped_block_matmul(a, b, x, y, z),
@@ -218,7 +219,7 @@ def rows_case(name: str, layer: Layer, n: int, k: int, is_forward: bool) -> Case
                 want = want * x["row"][picked][:, None] * x["column"][g]
             elif arm in (OURS, "ours FP8, promoted", "ours int8"):
                 want = want * x["scale"][g]
-            worst = max(worst, relative_error(out[picked].astype(F32), want))
+            worst = max(worst, float(relative_error(out[picked], want)))
         return worst
 
     return Case(name, 2 * rows * n * k, operands, arms, make, error)
@@ -241,7 +242,6 @@ def dw_case(name: str, layer: Layer, m: int, n: int) -> Case:
     codes = ("a", "b", "starts", "lengths", "scale")
     arms = [
         Arm(OURS, 0, lambda a, b, t, c, s: grouped_matmul_dw(a, b, t, c, scale=s), codes),
-        Arm("ours FP8, promoted", 3, lambda a, b, t, c, s: grouped_matmul_dw(a, b, t, c, scale=s, fast=False), codes),
         Arm("ours bf16", 1, functools.partial(grouped_matmul_dw, is_k_major=False),
             ("a_pad", "b_pad", "starts", "lengths")),
         Arm(DENSE, 0, dense, ("a", "b")),
@@ -264,7 +264,7 @@ def dw_case(name: str, layer: Layer, m: int, n: int) -> Case:
         for g in checked_groups(sizes):
             want = group_product(x["a16"], x["b16"], int(begins[g]), int(sizes[g]), int(sizes.max()))
             want = want * x["scale"][g] if arm.startswith(OURS) else want
-            worst = max(worst, relative_error(out[g][:SAMPLE].astype(F32), want))
+            worst = max(worst, float(relative_error(out[g, :SAMPLE], want)))
         return max(worst, *(float(jnp.abs(out[g].astype(F32)).max()) for g in np.flatnonzero(sizes == 0)))
 
     return Case(name, 2 * rows * m * n, operands, arms, make, None if timing.dry() else error)
@@ -338,11 +338,13 @@ def quantized_case(name: str, layer: Layer, n: int, k: int, is_permuted: bool) -
 
     def fp8(x: Any, dy: Any, index: Any, sizes: Any, scale: Any, one: Any, w: Any, wt: Any) -> Any:
         layout, index = group_layout(sizes, rows), index if is_permuted else None
-        x_codes, _ = quantize_groups(x, layout, index=index, rows="e4m3", row_scale=one)
+        x_codes, dy_codes, dy_columns, x_columns = (None,) * 4
+        quantize: Any = functools.partial(quantize_groups, layout=layout)
+        x_codes, _ = quantize(x, index=index, rows="e4m3", row_scale=one)
         y = grouped_matmul(x_codes, w, sizes, scale=scale)
-        dy_codes, dy_columns = quantize_groups(dy, layout, rows="e5m2", columns="e5m2", row_scale=one, column_scale=one)
+        dy_codes, dy_columns = quantize(dy, rows="e5m2", columns="e5m2", row_scale=one, column_scale=one)
         dx = grouped_matmul(dy_codes, wt, sizes, scale=scale)
-        _, x_columns = quantize_groups(x, layout, index=index, columns="e4m3", column_scale=one)
+        _, x_columns = quantize(x, index=index, columns="e4m3", column_scale=one)
         return y, dx, grouped_matmul_dw(dy_columns, x_columns, layout.starts, layout.lengths, scale=scale)
 
     def ours_bf16(x: Any, dy: Any, index: Any, sizes: Any, w: Any, wt: Any) -> Any:
@@ -380,7 +382,7 @@ def quantized_case(name: str, layer: Layer, n: int, k: int, is_permuted: bool) -
         a, dy, w = (v.astype(F32) for v in (ordered[some], x["dy"][some], x["w16"][g]))
         wanted = dot(a, w.T), dot(dy, w), group_product(x["dy"], ordered, begin, int(sizes[g]), int(sizes[g]))
         got = out[0][some], out[1][some], out[2][g][:SAMPLE]
-        return max(relative_error(o.astype(F32), v) for o, v in zip(got, wanted, strict=True))
+        return max(float(relative_error(o, v)) for o, v in zip(got, wanted, strict=True))
 
     return Case(name, 6 * rows * n * k, operands, arms, make, None if timing.dry() else error)
 
@@ -399,14 +401,19 @@ def cases(layers: dict[str, Layer]) -> Iterator[Case]:
         yield passes_case(f"{name} passes", layer)
 
 
-def failure(case: Case, arm: Arm, text: str) -> timing.Row:
-    print(f"  {case.name} {arm.name}: {text[:300]}".replace("\n", " "), flush=True)
-    return timing.row(case.name, arm.name, "failed", None, text[:80].replace("\n", " "))
+def describe_failure(case: Case, arm: Arm, text: str) -> str:
+    """A note of an arm that has no rows; it is also printed."""
+    note = f"Not measured: {case.name}, {arm.name}: {text[:200]}".replace("\n", " ")
+    print(f"  {note}", flush=True)
+    return note
 
 
-def measure(case: Case, programs: dict[Any, Any], options: argparse.Namespace) -> list[timing.Row]:
-    """Rows of a case: milliseconds against the baseline, rates and errors of all arms that were compiled."""
-    rows, ready, out = [], {}, None
+def measure(case: Case, programs: dict[Any, Any], options: argparse.Namespace) -> tuple[list[timing.Row], list[str]]:
+    """Rows of a case: milliseconds against the baseline, rates and errors; and a note of each arm that failed."""
+    rows: list[timing.Row] = []
+    notes: list[str] = []
+    ready: dict[str, Callable[..., Any]] = {}
+    out: Any = None
     operands = case.make()
     for arm in case.arms:
         if (future := programs.get(case.key(arm))) is None:
@@ -416,14 +423,14 @@ def measure(case: Case, programs: dict[Any, Any], options: argparse.Namespace) -
                 raise TimeoutError("it was not compiled in time")
             program, args = future.result(), tuple(operands[name] for name in arm.takes)
             out = jax.block_until_ready(program(*args))
-            if case.error is not None:
+            if case.error is not None and arm.name != DENSE:
                 error = case.error(arm.name, out, operands)
                 rows.append(timing.row(case.name, arm.name, "error", error, "of float32"))
             ready[arm.name] = functools.partial(program, *args)
         except Exception as problem:  # one arm does not stop the others
             if timing.dry():
                 raise
-            rows.append(failure(case, arm, f"{type(problem).__name__}: {problem}"))
+            notes.append(describe_failure(case, arm, f"{type(problem).__name__}: {problem}"))
         out = None  # its memory is free for the next arm
     times = timing.seconds(ready, options.rounds, options.burst)
     for arm in case.arms:
@@ -437,7 +444,7 @@ def measure(case: Case, programs: dict[Any, Any], options: argparse.Namespace) -
             rate = case.operations / spent / 1e12
             of_dense = times[DENSE] / spent if DENSE in times else None
             rows.append(timing.row(case.name, arm.name, "rate", rate, "TFLOP/s", DENSE, of_dense))
-    return rows
+    return rows, notes
 
 
 def main(argv: list[str]) -> None:
@@ -463,9 +470,7 @@ def main(argv: list[str]) -> None:
     selected = [(case, arm) for case in wanted for arm in case.arms
                 if any(word in arm.name for word in options.arm.split("|"))]  # fmt: skip
     notes = [" ".join((__doc__ or "").split("\n\n")[i].split()) for i in (2, 3)]
-    save = functools.partial(
-        timing.write, "grouped", "Grouped products of experts", notes=notes, versions={}, out=options.out
-    )
+    save = functools.partial(timing.write, "grouped", "Grouped products of experts", versions={}, out=options.out)
     programs: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(1 if timing.dry() else options.workers) as pool:
         for case, arm in sorted(selected, key=lambda entry: entry[1].priority):
@@ -477,20 +482,21 @@ def main(argv: list[str]) -> None:
         late = sum(future.cancel() for future in programs.values())
     print(f"compiled {len(programs) - late} of {len(programs)} programs in {time.time() - start:.0f} s", flush=True)
     rows: list[timing.Row] = []
+    missing: list[str] = []
     for case in wanted:
         if time.time() - start > options.limit:
-            rows += [failure(case, arm, "the time limit is reached") for arm in case.arms]
+            missing += [describe_failure(case, arm, "the time limit is reached") for arm in case.arms]
             continue
         print(f"{case.name}, after {time.time() - start:.0f} s", flush=True)
         try:
-            rows += measure(case, programs, options)
+            case_rows, failed = measure(case, programs, options)
+            rows, missing = rows + case_rows, missing + failed
         except Exception as problem:  # such as of operands that do not fit
             if timing.dry():
                 raise
-            rows.append(failure(case, case.arms[0], f"{type(problem).__name__}: {problem}"))
-        save(rows, complete=False)
+            missing.append(describe_failure(case, case.arms[0], f"{type(problem).__name__}: {problem}"))
+        save(rows, notes=notes + missing, complete=False)
     headline = [row for row in rows if row["case"].endswith("quantized")]
-    save(
-        rows + timing.means(headline, "time"),
-        complete=not options.only and not options.arm and len(options.shapes) == len(LAYERS),
-    )
+    is_complete = not (missing or options.only or options.arm or len(options.shapes) < len(LAYERS))
+    save(rows + timing.means(headline, "time"), notes=notes + missing, complete=is_complete)
+    print(f"done in {time.time() - start:.0f} s", flush=True)

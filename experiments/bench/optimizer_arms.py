@@ -1,4 +1,4 @@
-"""What the benchmarks of the optimizer's step share: sizes, arms of JAX, and the rows of a measurement."""
+"""Sizes, arms of JAX and rows that the benchmarks of an optimizer's step share."""
 
 import dataclasses
 import functools
@@ -92,7 +92,7 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
 
 
 class State:
-    """What steps take and return, and donate: each goes on with what the last one left."""
+    """The state that steps take, donate and return."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

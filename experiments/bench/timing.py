@@ -226,7 +226,6 @@ def write(
     *,
     complete: bool = True,
     devices: int = 1,
-    picture: Callable[[Sequence[Row], Path], None] | None = None,
 ) -> None:
     """Writes OUT/CARD/BENCH.json and, when it is complete, a plot of the ratios that are `compared` beside it.
 
@@ -236,7 +235,6 @@ def write(
         last_resort: baseline of cases that have no peer, see `compared`.
         complete: False while the command goes on; such a file is measured again.
         devices: that were used.
-        picture: draws another plot of the rows, to a path.
     """
     kind = jax.devices()[0].device_kind
     path = record.write(
@@ -250,9 +248,7 @@ def write(
         versions=versions,
         complete=complete and not dry(),
     )
-    if complete and picture is not None:
-        picture(rows, path.with_suffix(".png"))
-    elif complete:
+    if complete:
         plot(rows, title, path.with_suffix(".png"), last_resort)
 
 

@@ -5,9 +5,12 @@ lie there as (outputs, inputs), here as (inputs, outputs), and layers are stacke
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from experiments.errors import UserError
 from experiments.hub.fields import Fields, rope_fields
@@ -19,21 +22,34 @@ class Tensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        name: theirs; "{}" is the layer's number.
+        name: theirs; the first "{}" is the layer's number, the second the expert's.
         paths: the leaves here that lie in it, one after the other along its outputs.
+        part: which part of the leaf's outputs it is, and of how many equal parts.
         turned: whether it is (outputs, inputs).
         linear: whether it is the weight of a linear layer other than the head, which 8-bit formats quantize.
+        router: whether it is that of a router, which readers of 8-bit formats must be told to leave alone.
     """
 
     name: str
     paths: tuple[str, ...]
     turned: bool = False
     linear: bool = False
+    router: bool = False
+    part: tuple[int, int] = (0, 1)
 
     @property
-    def stacked(self) -> bool:
-        """Whether there is one in each layer."""
-        return "{}" in self.name
+    def depth(self) -> int:
+        """How many leading axes its leaves stack: layers, and experts."""
+        return self.name.count("{}")
+
+    def shapes(self, flat: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """The shapes of what it holds of each of its leaves, of one layer and expert."""
+        of_one = [flat[path].shape[self.depth :] for path in self.paths]
+        return [(*shape[:-1], shape[-1] // self.part[1]) for shape in of_one]
+
+    def indices(self, config: LlamaConfig) -> Iterator[tuple[int, ...]]:
+        """The numbers that its names have, and the indices of its leaves."""
+        return np.ndindex(*(config.layers, config.experts)[: self.depth])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +92,7 @@ def _llama(fields: Fields, bias: str = "", **settings: Any) -> LlamaConfig:
         layers=fields.count("num_hidden_layers"),
         heads=heads,
         kv_heads=fields.count("num_key_value_heads", heads),
-        mlp_dim=fields.count("intermediate_size"),
+        mlp_dim=settings.pop("mlp_dim", None) or fields.count("intermediate_size"),
         tied=fields.only("tie_word_embeddings", True, default=False),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -110,13 +126,25 @@ def _linear(name: str, *paths: str, bias: bool = False, turned: bool = True) -> 
         yield Tensor(f"{name}.bias", tuple(f"{path}.bias" for path in paths))
 
 
-def _llama_tensors(config: LlamaConfig) -> Iterator[Tensor]:
+def _expert_tensors(module: str, gate: str, up: str, down: str) -> Iterator[Tensor]:
+    """A router, called gate, and the layers of experts in a module of a layer."""
+    ours, layer = "layers.mlp.experts.", f"model.layers.{{}}.{module}."
+    yield Tensor(f"{layer}gate.weight", ("layers.mlp.router.kernel",), turned=True, router=True)
+    for name, path, part in ((gate, "gate_up", (0, 2)), (up, "gate_up", (1, 2)), (down, "down", (0, 1))):
+        yield Tensor(f"{layer}experts.{{}}.{name}.weight", (f"{ours}{path}.kernel",), True, linear=True, part=part)
+
+
+def _llama_tensors(
+    config: LlamaConfig, experts: Sequence[str] = ("mlp", "gate_proj", "up_proj", "down_proj")
+) -> Iterator[Tensor]:
     yield Tensor("model.embed_tokens.weight", ("embed.embedding",))
     layer, ours = "model.layers.{}.", "layers."
     for name in ("q", "k", "v"):
         yield from _linear(f"{layer}self_attn.{name}_proj", f"{ours}attention.{name}", bias=config.bias == "qkv")
     yield from _linear(f"{layer}self_attn.o_proj", f"{ours}attention.out")
-    for name in ("gate", "up", "down"):
+    if config.experts:
+        yield from _expert_tensors(*experts)
+    for name in () if config.experts else ("gate", "up", "down"):
         yield from _linear(f"{layer}mlp.{name}_proj", f"{ours}mlp.{name}")
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
@@ -138,6 +166,47 @@ def _qwen(fields: Fields, **settings: Any) -> LlamaConfig:
     fields.take("max_window_layers", None)
     fields.layers("full_attention")
     return _llama(fields, **settings)
+
+
+def _mixtral(fields: Fields) -> LlamaConfig:
+    fields.only("router_jitter_noise", 0.0)
+    experts, chosen = fields.count("num_local_experts"), fields.count("num_experts_per_tok")
+    window = fields.count("sliding_window", None)
+    return _llama(fields, window=window, experts=experts, experts_per_token=chosen)
+
+
+def _mixtral_fields(config: LlamaConfig) -> dict[str, Any]:
+    chosen = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+    return _llama_fields(config, sliding_window=config.window, **chosen)
+
+
+def _qwen3_moe(fields: Fields) -> LlamaConfig:
+    # All layers have experts: no MLP has the width intermediate_size.
+    fields.only("decoder_sparse_step", 1)
+    fields.only("mlp_only_layers", [])
+    fields.take("intermediate_size", None)
+    return _qwen(
+        fields,
+        qk_norm="head",
+        mlp_dim=fields.count("moe_intermediate_size"),
+        # transformers 5 writes the second name.
+        experts=fields.count("num_local_experts", fields.count("num_experts", 0)),
+        experts_per_token=fields.count("num_experts_per_tok"),
+        normalize_choices=fields.only("norm_topk_prob", True, default=False),
+    )
+
+
+def _qwen3_moe_fields(config: LlamaConfig) -> dict[str, Any]:
+    return _llama_fields(
+        config,
+        use_sliding_window=False,
+        moe_intermediate_size=config.mlp_dim,
+        num_experts=config.experts,
+        num_experts_per_tok=config.experts_per_token,
+        norm_topk_prob=config.normalize_choices,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
 
 
 def _olmo(fields: Fields) -> LlamaConfig:
@@ -225,6 +294,14 @@ ALL = (
         lambda config: _llama_fields(config, use_sliding_window=False),
         _llama_tensors,
     ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        _mixtral,
+        _mixtral_fields,
+        functools.partial(_llama_tensors, experts=("block_sparse_moe", "w1", "w3", "w2")),
+    ),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _qwen3_moe_fields, _llama_tensors),
     Family("olmo", "OlmoForCausalLM", _olmo, _olmo_fields, _llama_tensors),
     Family(
         "olmo2",

@@ -15,13 +15,13 @@ HARMLESS = frozenset(
     chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
     forced_eos_token_id fp8jax_digests gradient_checkpointing hidden_dropout id2label initializer_range is_decoder
-    is_encoder_decoder
-    is_llama_config label2id length_penalty max_length max_position_embeddings max_sequence_length min_length
-    model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type quantization_config
-    remove_invalid_values reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    is_encoder_decoder is_llama_config label2id length_penalty max_length max_position_embeddings
+    max_sequence_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id
+    prefix pretraining_tp problem_type quantization_config remove_invalid_values reorder_and_upcast_attn
+    router_aux_loss_coef repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
     transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
     use_cache
     """.split()  # noqa: SIM905

@@ -76,7 +76,8 @@ def load(
     leaves = []
     for path, place in flatten(places).items():
         parts = sources[path]
-        if codes and storage is not None and all(part.scale is not None for part in parts):
+        is_matrix = len(flat[path].shape) == 3  # of each layer
+        if codes and storage is not None and is_matrix and all(part.scale is not None for part in parts):
             leaves.append(_frozen(parts, storage, flat[path].shape, place))
         else:
             leaves.append(jax.device_put(_read(parts, storage, flat[path].shape, dtype), place))
@@ -94,7 +95,14 @@ def settings(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     storage = quantized.read(path, content.get("quantization_config"))
     weights = None if storage is None else dataclasses.asdict(storage)
     ends = content.get("eos_token_id")
-    return {"family": family.name, **dataclasses.asdict(config), "weights": weights, "eos_token_id": ends}
+    shape = dataclasses.asdict(config)
+    if not config.experts:
+        # Folders that were written before there were experts do not have them.
+        shape = {name: value for name, value in shape.items() if name not in _OF_EXPERTS}
+    return {"family": family.name, **shape, "weights": weights, "eos_token_id": ends}
+
+
+_OF_EXPERTS = ("experts", "experts_per_token", "normalize_choices")
 
 
 def abstract_params(config: LlamaConfig) -> Any:
@@ -113,12 +121,23 @@ def shardings(abstract: Any, mesh: jax.sharding.Mesh | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A parameter of one layer: a range of the outputs of a stored tensor, whose codes may have scales."""
+    """A range of the outputs of a stored tensor, whose codes may have scales, and the place of a parameter it is for.
+
+    Attributes:
+        stored: the tensor.
+        turned: whether it is (outputs, inputs).
+        start, size: the range.
+        index: of the layer, and of the expert, in the parameter.
+        at: the first output there.
+        scale: of codes, or None.
+    """
 
     stored: Stored
     turned: bool
     start: int
     size: int
+    index: tuple[int, ...] = ()
+    at: int = 0
     scale: Stored | None = None
 
     def read(self, storage: EightBits | None) -> np.ndarray:
@@ -142,7 +161,8 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
     parts: dict[str, list[Part]] = {}
     wanted: set[str] = set()
     for tensor in family.tensors(config):
-        for name in names(tensor, config):
+        for index in tensor.indices(config):
+            name = tensor.name.format(*index)
             wanted.add(name)
             if name not in found:
                 raise UserError(f"{folder} lacks {name}, which {family.architecture} with this config.json has")
@@ -150,7 +170,7 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
             if found[name].dtype == quantized.CODES:
                 scale = _scale(folder, name, found, tensor, storage)
                 wanted.add(scale)
-            _split(found[name], tensor, flat, parts, None if scale is None else found[scale])
+            _split(found[name], tensor, index, flat, parts, None if scale is None else found[scale])
     left = {name: x for name, x in found.items() if name not in wanted and not name.endswith(family.unused)}
     if config.tied and (head := left.pop("lm_head.weight", None)) is not None:
         _check_tied(head, parts["embed.embedding"][0].stored)
@@ -164,8 +184,8 @@ def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits |
 
 
 def names(tensor: Tensor, config: LlamaConfig) -> Iterator[str]:
-    """A tensor's names, one for each layer."""
-    yield from (tensor.name.format(i) for i in range(config.layers)) if tensor.stacked else (tensor.name,)
+    """A tensor's names, one for each layer and expert."""
+    return (tensor.name.format(*index) for index in tensor.indices(config))
 
 
 def _named(family: Family, found: dict[str, Stored]) -> dict[str, Stored]:
@@ -187,9 +207,14 @@ def _scale(folder: Path, name: str, found: dict[str, Stored], tensor: Tensor, st
 
 
 def _split(
-    stored: Stored, tensor: Tensor, flat: dict[str, Any], parts: dict[str, list[Part]], scale: Stored | None
+    stored: Stored,
+    tensor: Tensor,
+    index: tuple[int, ...],
+    flat: dict[str, Any],
+    parts: dict[str, list[Part]],
+    scale: Stored | None,
 ) -> None:
-    shapes = [flat[path].shape[1:] if tensor.stacked else flat[path].shape for path in tensor.paths]
+    shapes = tensor.shapes(flat)
     whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
     expected = whole[::-1] if tensor.turned else whole
     if stored.shape != expected:
@@ -198,7 +223,8 @@ def _split(
         )
     start = 0
     for path, shape in zip(tensor.paths, shapes, strict=True):
-        parts.setdefault(path, []).append(Part(stored, tensor.turned, start, shape[-1], scale))
+        at = tensor.part[0] * shape[-1]
+        parts.setdefault(path, []).append(Part(stored, tensor.turned, start, shape[-1], index, at, scale))
         start += shape[-1]
 
 
@@ -213,17 +239,16 @@ def _check_tied(head: Stored, table: Stored) -> None:
 def _read(
     parts: list[Part], storage: EightBits | None, shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None
 ) -> np.ndarray:
-    """A whole parameter in memory, its layers stacked."""
+    """A whole parameter in memory, its layers and experts stacked."""
     if dtype is None:
         kinds = {jnp.dtype(jnp.bfloat16) if part.scale is not None else part.stored.dtype for part in parts}
         dtype = jnp.result_type(*kinds)
     whole = np.empty(shape, dtype)
-    stacked = len(shape) > len(parts[0].stored.shape)
-    for row, part in zip(whole if stacked else whole[None], parts, strict=True):
-        values = part.read(storage)
+    for part in parts:
+        values, place = part.read(storage), whole[part.index][..., part.at : part.at + part.size]
         with np.errstate(over="ignore"):
-            row[...] = values
-        if whole.dtype == np.float16 and values.dtype != np.float16 and np.isinf(row).any():
+            place[...] = values
+        if whole.dtype == np.float16 and values.dtype != np.float16 and np.isinf(place).any():
             raise UserError(f"{part.stored.file}: {part.stored.name} has values beyond float16; load as bfloat16")
     return whole
 

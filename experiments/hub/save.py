@@ -38,7 +38,7 @@ BESIDE = (
 )
 
 # Layers that servers make one of, and whose parts must be stored alike.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +165,14 @@ def _common(parts: list[Written]) -> str:
 
 
 def _shape(tensor: Tensor, flat: dict[str, Any]) -> tuple[int, ...]:
-    """Of a tensor of one layer, as it is written."""
-    shapes = [flat[path].shape[1:] if tensor.stacked else flat[path].shape for path in tensor.paths]
+    """Of a tensor of one layer and expert, as it is written."""
+    shapes = tensor.shapes(flat)
     whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
     return whole[::-1] if tensor.turned else whole
 
 
 def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], storage: EightBits) -> list[str]:
-    """Linear layers that stay in 16 bits: those that do not fit, and those that servers fuse with them."""
+    """Linear layers that stay in 16 bits: routers, those that do not fit, and those that servers fuse with them."""
     linear = {
         name.removesuffix(".weight"): storage.fits(*_shape(tensor, flat))
         for tensor in tensors if tensor.linear for name in load.names(tensor, config)
@@ -183,7 +183,10 @@ def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], 
         group = next((group for group in FUSED if own in group), (own,))
         return [f"{block}.{other}" for other in group]
 
-    return [name for name in linear if not all(linear[other] for other in fused(name))]
+    routers = [
+        name.removesuffix(".weight") for tensor in tensors if tensor.router for name in load.names(tensor, config)
+    ]
+    return routers + [name for name in linear if not all(linear[other] for other in fused(name))]
 
 
 def _parts(
@@ -194,9 +197,9 @@ def _parts(
     eight: EncodedAs | None,
     kept: list[str],
 ) -> Iterator[Written]:
-    """What is written of a tensor of each layer."""
-    for i, name in enumerate(load.names(tensor, config)):
-        at = i if tensor.stacked else None
+    """What is written of a tensor of each layer and expert."""
+    for at in tensor.indices(config):
+        name = tensor.name.format(*at)
         shape = _shape(tensor, flat)
         if eight is not None and tensor.linear and name.removesuffix(".weight") not in kept:
             scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
@@ -210,26 +213,29 @@ def _parts(
         yield Written({name: (shape, kind)}, functools.partial(_values, tensor, flat, at, kind))
 
 
-def _layer(x: Any, at: int | None) -> Any:
-    return x if at is None else x[at]
+def _held(tensor: Tensor, x: Any, at: tuple[int, ...]) -> Any:
+    """What a tensor holds of a leaf."""
+    x, (part, count) = x[at], tensor.part
+    size = x.shape[-1] // count
+    return x if count == 1 else x[..., part * size : (part + 1) * size]
 
 
-def _values(tensor: Tensor, flat: dict[str, Any], at: int | None, dtype: np.dtype) -> list[np.ndarray]:
-    parts = [np.asarray(jax.device_get(_layer(flat[path], at))) for path in tensor.paths]
+def _values(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:
+    parts = [np.asarray(jax.device_get(_held(tensor, flat[path], at))) for path in tensor.paths]
     whole = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
     with np.errstate(over="ignore"):
         cast = whole.astype(dtype)
     if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(whole.astype(np.float32)).all():
-        raise UserError(f"{tensor.name.format(at)} has values beyond {dtype.name}; write bfloat16")
+        raise UserError(f"{tensor.name.format(*at)} has values beyond {dtype.name}; write bfloat16")
     return [np.ascontiguousarray(cast.T if tensor.turned else cast)]
 
 
-def _codes(tensor: Tensor, flat: dict[str, Any], at: int | None, eight: EncodedAs) -> list[np.ndarray]:
+def _codes(tensor: Tensor, flat: dict[str, Any], at: tuple[int, ...], eight: EncodedAs) -> list[np.ndarray]:
     (path,) = tensor.paths
     if path in eight.made:
-        q = jax.tree.map(lambda x: _layer(x, at), eight.made[path])
+        q = jax.tree.map(lambda x: x[at], eight.made[path])
     else:
-        q = quantized.encode(jnp.asarray(_layer(flat[path], at)), eight.how)
+        q = quantized.encode(jnp.asarray(_held(tensor, flat[path], at)), eight.how)
     return [np.asarray(q.codes).view(quantized.CODES), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]
 
 

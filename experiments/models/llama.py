@@ -1,7 +1,8 @@
 """A plain Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
 Its relatives are settings of it: OLMo, whose norms are LayerNorms without parameters (Groeneveld et al., 2024, section
-2.1), OLMo 2, Mistral, Qwen2.5, Qwen3 and GPT-2. experiments/hub has the settings of each.
+2.1), OLMo 2, Mistral, Qwen2.5, Qwen3 and GPT-2, and with experts Mixtral and Qwen3-MoE. experiments/hub has the
+settings of each.
 
 Layers are Flax's own, stacked along a leading axis by `nnx.vmap` and run by `nnx.scan`, so that one block is compiled
 whatever the depth. Shapes stand in the names: B sequences, T positions, N = B x T tokens, D width, H query heads, K key
@@ -18,6 +19,7 @@ from flax import nnx
 
 from experiments.models.attention import Attention, Cache
 from experiments.models.attention import attend as attend
+from experiments.models.moe import ExpertProducts, MoE
 from experiments.models.parts import Boundary, linear, reshaped, rows_of, rows_on
 from experiments.models.rope import apply_rope as apply_rope
 from experiments.models.rope import rope_tables
@@ -100,13 +102,19 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         rows: jax.sharding.NamedSharding | None = None,
         boundary: Boundary | None = None,
+        expert_products: ExpertProducts | None = None,
+        router_losses: bool = False,
     ) -> None:
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.rows, self.boundary, self.norm_after = rows, boundary, config.norm_after
         self.attention_norm = _norm(config, **kinds)
         self.attention = Attention(config, rows=rows, **kinds)
         self.mlp_norm = _norm(config, **kinds)
-        self.mlp = SwiGLU(config, **kinds) if config.mlp == "swiglu" else PlainMLP(config, **kinds)
+        self.mlp: Any
+        if config.experts:
+            self.mlp = MoE(config, products=expert_products, has_losses=router_losses, **kinds)
+        else:
+            self.mlp = SwiGLU(config, **kinds) if config.mlp == "swiglu" else PlainMLP(config, **kinds)
 
     def __call__(self, x_NxD: jax.Array, *tables: jax.Array) -> jax.Array:
         x_NxD = rows_on(x_NxD, self.rows)
@@ -116,6 +124,8 @@ class Block(nnx.Module):
             x_NxD = x_NxD + self.attention_norm(attention(x_NxD))
             return x_NxD + self.mlp_norm(mlp(x_NxD))
         x_NxD = x_NxD + attention(rows_on(self.attention_norm(x_NxD), self.rows))
+        if isinstance(self.mlp, MoE):
+            return x_NxD + self.mlp(x_NxD, self.mlp_norm)
         return x_NxD + mlp(rows_on(self.mlp_norm(x_NxD), self.rows))
 
     def _shared(self, part: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -133,6 +143,8 @@ class Block(nnx.Module):
             return x_NxD + self.mlp_norm(self.mlp(x_NxD)), keys, values
         mixed_NxD, keys, values = self.attention.extend(self.attention_norm(x_NxD), cos_TxC, sin_TxC, cache)
         x_NxD = x_NxD + mixed_NxD
+        if isinstance(self.mlp, MoE):
+            return x_NxD + self.mlp(x_NxD, self.mlp_norm), keys, values
         return x_NxD + self.mlp(self.mlp_norm(x_NxD)), keys, values
 
 
@@ -159,6 +171,8 @@ class Llama(nnx.Module):
             its products and attention ("products"), which is the fastest in bf16.
         rows: how tokens and sequences lie on several devices; None leaves it to XLA.
         boundary: how devices share sequences, inside `jax.shard_map`; `config` then has a device's heads and channels.
+        expert_products: how experts multiply, and what is kept of their inputs; None as `ExpertProducts`.
+        router_losses: whether a call sets variables of routers' losses, see `experiments.models.moe.router_losses`.
         unroll: layers in one turn of the loop over them. What a loop reads of stacked weights and saves for the
             backward pass, XLA copies; more layers in a turn take longer to compile. None: all on a GPU, else one.
         rngs: source of the initial parameters.
@@ -176,6 +190,8 @@ class Llama(nnx.Module):
         remat: bool | str = False,
         rows: jax.sharding.NamedSharding | None = None,
         boundary: Boundary | None = None,
+        expert_products: ExpertProducts | None = None,
+        router_losses: bool = False,
         unroll: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -201,7 +217,15 @@ class Llama(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, rows=rows, boundary=boundary, rngs=rngs, **kinds)
+            return Block(
+                config,
+                rows=rows,
+                boundary=boundary,
+                expert_products=expert_products,
+                router_losses=router_losses,
+                rngs=rngs,
+                **kinds,
+            )
 
         self.layers = stack(rngs)
         self.norm = _norm(config, rngs=rngs, **kinds)

@@ -1,7 +1,7 @@
 """Log-probabilities that a causal model gives to tokens: of whole sequences, and of each token from its prefix alone.
 
 Shapes stand in the names: N sequences, T positions, V vocabulary. Sequences go through the model one at a time, so that
-no scale of a quantized model spans two of them, and no figure depends on what else is evaluated.
+no scale of a model in 8 bits spans two of them, and no figure depends on what else is evaluated.
 """
 
 import math

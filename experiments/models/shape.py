@@ -15,7 +15,7 @@ class LlamaConfig:
         layers: number of blocks.
         heads: query heads; `dim / heads` channels each.
         kv_heads: key and value heads, shared by `heads / kv_heads` query heads each.
-        mlp_dim: width inside the SwiGLU.
+        mlp_dim: width inside the SwiGLU, of each expert.
         tied: whether the output head is the transposed embedding table.
         rope_theta: base of the rotary frequencies.
         norm_eps: added to the mean square in RMSNorm, to the variance in LayerNorm.
@@ -26,6 +26,9 @@ class LlamaConfig:
         channels: of a head; None divides `dim` by `heads`.
         bias: products that add a bias: "", "qkv", or "all" but the head.
         mlp: "swiglu", or "gelu" without a gate, by its tanh formula.
+        experts: MLPs of a layer, of which a router chooses some for each token; 0 for one MLP and no router.
+        experts_per_token: how many of them.
+        normalize_choices: whether a token's experts have weights whose sum is 1, not their probabilities.
         window: positions that one sees, itself included; None sees all before.
         rope_scaling: of the rotary frequencies, or None.
         learned_positions: rows of a table that is added to embedded tokens in place of rotary positions; 0 for none.
@@ -46,6 +49,9 @@ class LlamaConfig:
     channels: int | None = None
     bias: str = ""
     mlp: str = "swiglu"
+    experts: int = 0
+    experts_per_token: int = 0
+    normalize_choices: bool = True
     window: int | None = None
     rope_scaling: RopeScaling | None = None
     learned_positions: int = 0
@@ -71,11 +77,27 @@ class LlamaConfig:
             raise ValueError(f"rotary positions need an even head size, got {self.head_dim}")
         if self.learned_positions < 0:
             raise ValueError(f"learned_positions must be at least 0, got {self.learned_positions}")
+        self._validate_experts()
         for name, known in _KINDS.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
         if self.rope_scaling is not None:
             self.rope_scaling.validate()
+
+    def _validate_experts(self) -> None:
+        if self.experts < 0 or self.experts == 1:
+            raise ValueError(f"experts must be 0, for one MLP, or at least 2, got {self.experts}")
+        most = self.experts
+        if not min(1, most) <= self.experts_per_token <= most:
+            raise ValueError(
+                f"experts_per_token must be from {min(1, most)} to experts {most}, got {self.experts_per_token}"
+            )
+        if self.experts and (self.norm != "rms" or self.norm_after):
+            raise ValueError(
+                f"experts need an RMSNorm before them, got norm {self.norm!r}, norm_after {self.norm_after}"
+            )
+        if self.experts and (self.mlp != "swiglu" or self.bias == "all"):
+            raise ValueError(f"experts are SwiGLUs without biases, got mlp {self.mlp!r} and bias {self.bias!r}")
 
 
 _KINDS = {

@@ -1,14 +1,20 @@
 """Lists the tables: `python -m experiments.papers`."""
 
 import sys
+from pathlib import Path
 
-from experiments import papers
+from experiments import papers, startup
 
 
 def main() -> int:
-    """Prints the commands; 0 where they were asked for, else 2: each table has a command of its own."""
-    asked = not {"-h", "--help"}.isdisjoint(sys.argv[1:])
-    print((papers.__doc__ or "").strip(), file=sys.stdout if asked else sys.stderr)
+    """Prints the commands; 0 if help was asked for, else 2: each table has a command of its own."""
+    asked = not startup.HELP.isdisjoint(sys.argv[1:])
+    out = sys.stdout if asked else sys.stderr
+    print((papers.__doc__ or "").strip(), file=out)
+    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+        if "\ndef main(" in path.read_text():
+            name = f"experiments.papers.{path.stem}"
+            print(f"  {name:38}{startup.purpose(name).splitlines()[0].partition(': `python')[0]}", file=out)
     return 0 if asked else 2
 
 

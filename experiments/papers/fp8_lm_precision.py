@@ -112,7 +112,7 @@ def make_run(task: Task, steps: int, rate: float) -> Any:
 
         def step(carry: tuple[Any, Any], tokens_BxT: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
             params, state = carry
-            loss, grads, _ = task.gradients(params, {}, tokens_BxT)
+            losses, grads, _ = task.gradients(params, {}, tokens_BxT)
             grads, _ = optax.clip_by_global_norm(CLIP).update(grads, optax.EmptyState())
             rate_now = schedule(state.count)
             updates, state = adam.update(store_as(gradient, grads), state)
@@ -121,7 +121,7 @@ def make_run(task: Task, steps: int, rate: float) -> Any:
             )
             params = store_as(master, jax.tree.map(lambda p, u: p - rate_now * u, params, updates))
             state = state._replace(mu=store_as(first, state.mu), nu=store_as(second, state.nu))
-            return (params, state), loss
+            return (params, state), losses["loss"]
 
         params = store_as(master, params)
         return jax.lax.scan(step, (params, adam.init(params)), tokens_SxBxT)[1]

@@ -79,20 +79,20 @@ ARMS: dict[str, ParityArm] = {
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is compared with bf16, stated before the runs.
+    """A comparison with bf16, stated before the runs.
 
     Attributes:
         title: of the page.
         page: name of the results file.
         folder: of the runs, in that of results.
         setting: the model and its schedule.
-        recipes: arms of which it is asked whether they differ from bf16.
+        recipes: arms that are tested for a difference from bf16.
         others: arms that may be trained, too.
         pairs: comparisons with another arm than bf16, as (label, arm, base).
         about: a further note.
         seeds: of each arm.
         doubled: arms with twice as many seeds.
-        losses: what is compared.
+        losses: names of the losses that are compared.
         family: whether the intervals of all recipes and losses hold together; else each holds alone.
         table: heading of the table.
     """
@@ -296,7 +296,7 @@ def draw(study: Study, gaps: Mapping[tuple[str, str], Gap]) -> Figure:
 
 
 def notes(study: Study, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What was trained and how it is compared."""
+    """Notes on the models that were trained and on the statistics."""
     one, setting = files[BASE], study.setting
     if isinstance(setting, FixedBatch):
         what = f"{setting.steps} steps on one batch of {setting.batch} x {setting.length} tokens, no warm-up."

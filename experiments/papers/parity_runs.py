@@ -43,7 +43,7 @@ STRIDE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all arms share. Optimizer settings that are not here are those of `experiments.train`."""
+    """The model and schedule of all arms. Other optimizer settings are the defaults of `experiments.train`."""
 
     dim: int = 512
     layers: int = 4
@@ -69,7 +69,7 @@ PRODUCTS = {("e4m3", "e4m3"): "forward", ("e5m2", "e4m3"): "dgrad", ("e4m3", "e5
 
 @dataclasses.dataclass(frozen=True)
 class ParityArm:
-    """What is trained.
+    """A recipe, and how its training differs from the plain one.
 
     Attributes:
         recipe: what it computes and stores in.
@@ -172,7 +172,7 @@ class Text:
     fingerprint: str
 
     def starts(self, seed: int, setting: Setting) -> np.ndarray:
-        """Where the sequences of a seed begin, int32 (steps, batch): the same for every arm."""
+        """First positions of the sequences of a seed, int32 (steps, batch), the same for every arm."""
         most = len(self.train) - setting.length - 1
         return np.random.default_rng(seed).integers(0, most, (setting.steps, setting.batch), dtype=np.int32)
 
@@ -190,7 +190,7 @@ def read_text(patterns: Sequence[str], setting: Setting) -> Text:
 
 
 def settings(recipe: fp8jax.Recipe) -> dict[str, str]:
-    """What a recipe sets, by "part.field", where that is no default: those of a recipe that changed differ."""
+    """Settings of a recipe that are not defaults, by "part.field". They differ if the recipe has changed."""
     return {
         f"{part.name}.{field.name}": str(value)
         for part in dataclasses.fields(recipe)

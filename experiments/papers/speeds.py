@@ -3,6 +3,7 @@
 It measures nothing. It writes results/CARD/NAME.json of each card that has the files that NAME is made of:
 
     moss_speed       MOSS: Tables 6 and 10, Figure 8, from gemm, step, step_scaling and results/cpu/moss_snr.json
+    coat_layer       COAT: Table 7, from layer
     coat_efficiency  COAT: Table 11, from step_7b_fit, step_7b_fit_four and step_7b_fit_eight
     int8_limit       INT8 fallback: the limit on Hopper, from gemm, gemm_int8, linear, quantize, layer and steps
 """
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.bench import cases
-from experiments.bench.arms import AGAIN
+from experiments.bench.arms import AGAIN, FAITHFUL, LEAN
 from experiments.bench.cases import Gemm
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
@@ -119,8 +120,30 @@ def moss_scalings(step: Result) -> list[Row]:
     return rows
 
 
+# COAT, Table 7, hidden size 4096, batch 4: milliseconds forward and backward, and MB of activations, by length.
+TABLE_7 = {
+    2048: {"bf16": (26.55, 2914), "te_current": (17.98, 2420), FAITHFUL: (16.85, 1766)},
+    4096: {"bf16": (54.80, 5828), "te_current": (37.24, 4840), FAITHFUL: (35.6, 3533)},
+}
+
+
+def coat_layer(layer: Result) -> list[Row]:
+    """Table 7: time of a Llama-7B layer and what it keeps, and both over bf16, beside the paper's."""
+    rows = []
+    for length, paper in TABLE_7.items():
+        case, table = f"batch 4, length {length}", f"Table 7: hidden size 4096, batch 4, length {length}"
+        for name in ("bf16", "te_current", FAITHFUL, LEAN):
+            for i, (metric, unit) in enumerate((("time", "ms"), ("kept", "U"))):
+                ours, base = value(layer, name, metric, case), value(layer, "bf16", metric, case)
+                if ours and base:
+                    ratio = paper["bf16"][i] / paper[name][i] if name in paper else None
+                    theirs = paper[name][i] if name in paper and metric == "time" else None
+                    rows.append(Row(name, metric, ours, unit, "bf16", base / ours, theirs, ratio, table))
+    return rows
+
+
 class Efficiency(NamedTuple):
-    """What COAT's Table 11 has: GB at most, sequences a GPU, tokens a second and over bf16's."""
+    """A line of COAT's Table 11: peak GB, sequences a GPU, tokens a second, and speed over bf16."""
 
     peak: float | None
     batch: int
@@ -167,7 +190,7 @@ EIGHT = {"int8": ("gemm_int8", "ours int8 block"), "fp8": ("gemm", "ours tensor"
 
 
 class CardRates(NamedTuple):
-    """What was measured on a card.
+    """Rates measured on one card.
 
     Attributes:
         plain: operations a second of bf16's three products of a linear layer, by (inputs, outputs).
@@ -191,7 +214,7 @@ class CardRates(NamedTuple):
 
 
 def rates(files: Mapping[str, Result]) -> CardRates:
-    """What a card's files say, shape by shape; of copies the fastest."""
+    """The rates in a card's files, by shape, and the fastest copy."""
 
     def of(name: str, impl: str, metric: str) -> list[tuple[tuple[int, ...], float]]:
         rows = (row for row in files[name]["rows"] if row["impl"] == impl and row["metric"] == metric)
@@ -236,7 +259,7 @@ def limit(shapes: Sequence[Shape], kind: str, rates: CardRates) -> tuple[float, 
 
 def limits(files: Mapping[str, Result]) -> list[Row]:
     """The limit of INT8 with fallback and of FP8, and what was measured: linear layers, a layer of 7B, a step of 1b."""
-    rows, speed = [], rates(files)
+    rows, speed = list[Row](), rates(files)
 
     def put(table: str, case: str, bf16: float, parts: tuple[float, float], rest: float, measured: float) -> None:
         whole = sum(parts) + rest
@@ -247,11 +270,12 @@ def limits(files: Mapping[str, Result]) -> list[Row]:
         rows.extend(Row(case, name, number, unit, table=table, pivot=(case, name)) for name, number, unit in columns)
 
     for k, n in cases.LINEARS_7B:
-        case, shapes = f"{TOKENS} x {k} -> {n}", (Shape(k, (n,)),)
+        case = f"{TOKENS} x {k} -> {n}"
+        alone: tuple[Shape, ...] = (Shape(k, (n,)),)
         ratios = figures.rows(files["linear"], "ratio", f"int8_fallback, {100 * SHARE:.0f} % > rate > > {case}")
         if (k, n) in speed.plain and len(ratios):
-            bf16 = plain_products(shapes, speed)
-            put("Linear layers", case, bf16, limit(shapes, "int8", speed), 0.0, float(ratios[0]))
+            bf16 = plain_products(alone, speed)
+            put("Linear layers", case, bf16, limit(alone, "int8", speed), 0.0, float(ratios[0]))
     one_b = sizes.get("1b", 32000)
     for label, shapes, name, base, metric, case in (
         ("a layer of 7B", linears(sizes.get("7b", 256)), "layer", "bf16", "time", ""),
@@ -275,6 +299,10 @@ NOTES = {
         "of weights are made in all three; just in time their largest magnitudes are read first, delayed they are "
         "counted on the way and used later.",
     ),
+    "coat_layer": (
+        "A layer of `experiments.models.llama` in bf16, as `fp8jax.nnx.quantize` leaves it. Our bf16 is XLA's with "
+        "cuDNN's attention; the paper's is an implementation in PyTorch on an H100 that is slower. TE is `te_current`.",
+    ),
     "coat_efficiency": (
         "The paper's baseline is PyTorch's FSDP in bf16, which keeps more than our bf16: it recomputes norms and "
         "activations. Batches are those that `experiments.plan` says fit in 80 GB a GPU; where none is given it is "
@@ -282,8 +310,8 @@ NOTES = {
     ),
     "int8_limit": (
         "The limit of a layer is that of its products, each at the rate of its shape, of the bytes that its quantizers "
-        "must read and write at a copy's speed, and of everything else as bf16 has it. Where a shape was not measured "
-        "an 8-bit product has the highest rate of its kind, and bf16 the lowest.",
+        "must read and write at a copy's speed, and of everything else as bf16 has it. If a shape was not measured, an "
+        "8-bit product has the highest rate of its kind, and bf16 the lowest.",
         f"INT8's products: a forward one of 1 + {SHARE} for blocks that fall back, and two backward. Bytes an element "
         f"of quantizers: inputs {BYTES['int8'][0]:g}, gradients and weights {BYTES['int8'][1]:g}; an input that "
         "several layers read counts once, where `int8_fallback` reads it once a layer, each with its threshold. Norms "
@@ -294,6 +322,7 @@ NOTES = {
 }
 TITLES = {
     "moss_speed": "MOSS: products, weights' scales, and the trade of speed for fidelity (Tables 6, 10, Figure 8)",
+    "coat_layer": "COAT: a layer's speed and what it keeps (Table 7)",
     "coat_efficiency": "COAT: memory and throughput of Llama-2-7B by what is in 8 bits (Table 11)",
     "int8_limit": "INT8 fallback: the limit on Hopper, and what was measured",
 }
@@ -316,6 +345,8 @@ def tables(card: Path, snr: Result | None) -> dict[str, tuple[list[Sourced], str
         if "step_scaling" in files:
             rows += sourced(moss_scalings(files["step_scaling"]), files["step_scaling"])
         found["moss_speed"] = rows, files["step"]["date"]
+    if "layer" in files:
+        found["coat_layer"] = sourced(coat_layer(files["layer"]), files["layer"]), files["layer"]["date"]
     fits = {count: files[name] for count, name in EFFICIENCY_FILES.items()
             if name in files and files[name].get("complete", True)}  # fmt: skip
     if rows := [row for count, file in fits.items() for row in sourced(efficiency(count, file), file)]:

@@ -5,7 +5,7 @@ is left as it is, so that a run that was cut short goes on where it stopped; nob
 there and, from git, what changed since; `--dry` runs the benchmarks' code on a CPU, small and without measuring.
 
 Each job takes the GPUs that it is for; those of a host that has more run side by side, each with a share of the host's
-cores. The files of one GPU take an hour and twenty minutes of an H100, and with four of one host a quarter of it. With
+cores. The files of one GPU take an hour and a half of an H100, and with four of one host a quarter of it. With
 `--cpu` the papers' tables are made that need none; with `--data TEXT` the studies train, two on each GPU, since nothing
 is timed.
 """

@@ -67,7 +67,7 @@ def written(values: np.ndarray, form: str) -> str:
 
 
 def filled(template: str, result: Result) -> str | None:
-    """A template with its figures. Of parts between semicolons those that lack a figure are left out; None without any.
+    """A template with its figures. Parts between semicolons that lack a figure are left out; None if all are.
 
     Args:
         template: as the module says.
@@ -82,15 +82,77 @@ def filled(template: str, result: Result) -> str | None:
     return "; ".join(parts) or None
 
 
-def headlines(bench: str, result: Result) -> list[dict[str, str]]:
-    """What RESULTS.md says of a results file: "label", "ours", and where there are such "paper" and "peer"."""
-    found = []
-    for headline in read("headlines.toml")["headline"]:
-        if headline["bench"] == bench and (ours := filled(headline["ours"], result)):
-            peer = filled(headline["peer"], result) if "peer" in headline else None
-            found.append({"label": headline["label"], "ours": ours, "paper": headline.get("paper", ""),
-                          "peer": peer or ""})  # fmt: skip
+class Row(NamedTuple):
+    """A row of RESULTS.md.
+
+    Attributes:
+        what: what is measured, in at most eight words; the table's text has the baseline.
+        bench: name of the results file.
+        ours: template of our figure.
+        paper: the paper's figure and where it stands.
+        rival: template of others' figures of the same run.
+    """
+
+    what: str
+    bench: str
+    ours: str
+    paper: str = ""
+    rival: str = ""
+
+
+class Table(NamedTuple):
+    """A table of RESULTS.md.
+
+    Attributes:
+        section: its section.
+        title: "" if it is the only one of its section.
+        text: what its figures are compared with.
+        rows: its rows.
+        own_rows: those of them that no other table has.
+    """
+
+    section: str
+    title: str
+    text: str
+    rows: tuple[Row, ...]
+    own_rows: tuple[Row, ...]
+
+
+def tables() -> list[Table]:
+    """The tables of RESULTS.md, in its order.
+
+    Raises:
+        ValueError: a row is another table's again that does not stand before it.
+    """
+    found, known = list[Table](), dict[str, Row]()
+    for content in read("tables.toml")["table"]:
+        all_rows, own = list[Row](), list[Row]()
+        for fields in content["row"]:
+            if "again" in fields:
+                if fields["again"] not in known:
+                    raise ValueError(f"tables.toml: no row {fields['again']!r} before {fields['what']!r}")
+                all_rows.append(known[fields["again"]]._replace(what=fields["what"]))
+                continue
+            own.append(Row(**fields))
+            all_rows.append(own[-1])
+            known[f"{content.get('title', content['section'])}: {own[-1].what}"] = own[-1]
+        found.append(Table(content["section"], content.get("title", ""), content["text"], tuple(all_rows), tuple(own)))
     return found
+
+
+def headlines(bench: str, result: Result) -> list[dict[str, str]]:
+    """What RESULTS.md says of a results file: "label", "ours", "paper" and "rival"."""
+    return [
+        {
+            "label": f"{table.title or table.section}: {row.what}",
+            "ours": ours,
+            "paper": row.paper,
+            "rival": filled(row.rival, result) or "",
+        }
+        for table in tables()
+        for row in table.own_rows
+        if row.bench == bench and (ours := filled(row.ours, result))
+    ]
 
 
 def short(command: str) -> str:
@@ -119,7 +181,7 @@ class Quote(NamedTuple):
         return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
 
     def figures(self, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
-        """What stands in the groups of `pattern`.
+        """The figures and cards for the groups of `pattern`.
 
         Raises:
             ValueError: a figure is in no file or in several rows, or figures are of several cards.

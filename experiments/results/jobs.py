@@ -72,11 +72,12 @@ ONE_GPU = (
     bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
           "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
     bench("layer", 110, "--lengths", "4096"),
+    bench("moe", 250),
     bench("profile", 60),
     bench("profile", 170, "--models", "llama1b", "--only", "coat", "coat_fast", file="profile_models"),
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
-    table("coat_speed", 100, "--hidden", "4096", gpus=1),
+    table("coat_speed", 40, gpus=1),
     bench("peers", 160),
     bench("grouped", 260),
     bench("step", 265, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback",
@@ -85,7 +86,6 @@ ONE_GPU = (
           "coat_fast", "coat, 8-bit head", "coat_fast, 8-bit head", file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
-    table("int8_speed", 195, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
     bench("linear", 50, "--model", "7b", "--tokens", "16384"),
     bench("scaling", 45),
     bench("step", 90, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
@@ -146,18 +146,30 @@ CPU = (
     table("int8_memory", 60),
     table("coat_optimizer", 400),
     table("coat_activations", 200),
-    table("moss_snr", 400),
     table("fp8_lm_gradients", 200),
     table("fp8_lm_reductions", 200),
     table("finetuning", 1500),
 )
 # Studies whose question is settled: their files stay, and their commands are of the commits that the files name.
-SETTLED = ("coat_expansion", "fp8_lm_masters", "int8_diverges", "int8_fallback", "int8_leak", "int8_outliers",
-           "moss_accuracy", "moss_scaling", "release_clipping", "second_moment", "training_parity")  # fmt: skip
+SETTLED = (
+    "coat_expansion",
+    "fp8_lm_masters",
+    "int8_diverges",
+    "int8_fallback",
+    "int8_leak",
+    "int8_outliers",
+    "int8_speed",
+    "moss_accuracy",
+    "moss_scaling",
+    "moss_snr",
+    "release_clipping",
+    "second_moment",
+    "training_parity",
+)
 # From other files, without measuring: after the others.
 DERIVED = (
     *(Job(page, ("experiments.papers.speeds", "--results"), 5, gpus=0)
-      for page in ("moss_speed", "coat_efficiency", "int8_limit")),
+      for page in ("moss_speed", "coat_layer", "coat_efficiency", "int8_limit")),
     *(Job(page, ("experiments.papers.parity", "--study", name, "--judge", "--results"), 5, gpus=0)
       for name, page in (("recipes", "recipe_parity"), ("intervals", "recipe_parity_intervals"),
                          ("fixed_batch", "fixed_batch"))),

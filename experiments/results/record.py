@@ -21,13 +21,13 @@ from experiments.results import figures
 
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "unknown"
-# What figures depend on, besides the benchmark itself.
+# Code that figures depend on, besides the benchmark itself.
 MEASURED = ("pallas_kernels", "fp8jax")
 
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """What is said of figures that certain commits measured; they stand as they are, but for `former` and `left_out`.
+    """A remark on figures of certain commits. The figures stay as they are, except for `former` and `left_out`.
 
     Attributes:
         note: a sentence under the table.
@@ -104,7 +104,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def since(of: str, root: Path = ROOT) -> str:
-    """What changed in code that is measured since a commit, as git says: "" where nothing did.
+    """Changes of the measured code since a commit, by git; "" if there are none.
 
     Args:
         of: a row's "commit".

@@ -2,7 +2,7 @@
 
     python -m experiments.results.report
 
-RESULTS.md has the headlines of all files. results/pages/NAME.md has all rows of NAME.json, of each card. Every figure
+RESULTS.md has a section for each question and paper. results/pages/NAME.md has all rows of NAME.json. Every figure
 has the card and the commit that measured it. `python -m experiments.results --list` says what changed since.
 """
 
@@ -17,13 +17,11 @@ from experiments.results.jobs import SETTLED
 
 HEAD = """# Results
 
-Written from the files in `results/` by `python -m experiments.results.report`; do not edit. `make results` measures
-them, each file by one command on one card at one commit. Each line names these and links to a page with all rows, notes
-and the whole command; where a file has rows of several commits, its page says which. What changed in the code since,
-`python -m experiments.results --list` says. A ratio of speed is the baseline's time over ours. Every benchmark runs
-its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py). Where a
-paper's figure is missing, our copy of the paper does not hold it. On a CPU bitsandbytes runs code of its own, which
-never rounds a second moment to 0.
+`python -m experiments.results.report` writes this page from the files in `results/`; do not edit it. `make results`
+measures them: each file by one command on one card at one commit, named below each table, with a link to all rows.
+A ratio of speed is the baseline's time over ours: above 1 we are faster. Each benchmark runs its baseline in the same
+process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py). Figures of a rival are of the same
+run. A blank cell means that we do not have the figure.
 """
 # How folders of training runs begin, which tables are made of.
 RUNS = "parity"
@@ -148,8 +146,12 @@ def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
 def measured(result: Result) -> str:
     """When, on which cards and at which commits."""
     devices = dict.fromkeys(device for _, device in record.sources(result))
-    commits = dict.fromkeys(each for of, _ in record.sources(result) for each in of.split(", "))
-    return f"{result['date']} · {', '.join(devices)} · {commits_of(list(commits))}"
+    return f"{result['date']} · {', '.join(devices)} · {commits_of(_commits(result))}"
+
+
+def _commits(result: Result) -> list[str]:
+    """The commits of a file's rows."""
+    return list(dict.fromkeys(each for of, _ in record.sources(result) for each in of.split(", ")))
 
 
 def commits_of(commits: Sequence[str]) -> str:
@@ -161,38 +163,61 @@ def commits_of(commits: Sequence[str]) -> str:
 
 
 def front(results: Results, pages: str) -> str:
-    """RESULTS.md: the headlines of all files, then a list of pages.
+    """RESULTS.md: a section for each question and each paper, then a list of pages.
 
     Args:
         results: content of the files, by name and card.
         pages: folder of pages, relative to RESULTS.md.
     """
-    stated = {(name, card): {each["label"]: each for each in figures.headlines(name, result)}
-              for name, of_cards in results.items() for card, result in of_cards.items()}  # fmt: skip
-    lines = []
-    for headline in figures.read("headlines.toml")["headline"]:
-        bench, label, paper = headline["bench"], headline["label"], headline.get("paper", "")
-        found = {card: (each, result) for card, result in results.get(bench, {}).items()
-                 if (each := stated[bench, card].get(label))}  # fmt: skip
-        if not found:
-            lines.append([label, "not measured yet", paper, "", f"`{bench}`", ""])
-            continue
-        last = list(found.values())[-1][1]
-        command = f"[`{figures.short(last['command'])}`]({pages}/{bench}.md)"
-        # One card below the other.
-        ours, peers, when = (
-            "<br>".join(cells)
-            for cells in zip(*((f"{each['ours']} ({card.upper()})" if card != "cpu" else each["ours"], each["peer"],
-                                measured(result)) for card, (each, result) in found.items()), strict=True)
-        )  # fmt: skip
-        lines.append([label, ours, paper, peers if peers.strip("<br>") else "", command, when])
-    header = ["what", "ours", "the paper's", "a peer's, same run", "command, and its page", "measured"]
+    parts, section = [HEAD.strip()], ""
+    for each in figures.tables():
+        parts += [] if each.section == section else [f"## {each.section}"]
+        section = each.section
+        parts += [f"### {each.title}"] if each.title else []
+        parts += [each.text, _figures_table(each.rows, results), _sources(each.rows, results, pages)]
     listed = [
         f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
         + "; ".join(measured(result) for result in of.values())
         for name, of in results.items()
     ]
-    return "\n\n".join([HEAD.strip(), table(header, lines), "## Pages", "\n".join(listed)]) + "\n"
+    return "\n\n".join([*filter(None, parts), "## Pages", "\n".join(listed)]) + "\n"
+
+
+def _figures_table(rows: Sequence[figures.Row], results: Results) -> str:
+    """Rows with their figures, one card below the other, without the columns that all of them leave empty."""
+    lines = []
+    for row in rows:
+        found = {
+            card: (ours, figures.filled(row.rival, result) or "")
+            for card, result in results.get(row.bench, {}).items()
+            if (ours := figures.filled(row.ours, result))
+        }
+        rivals = [rival for _, rival in found.values()]
+        ours = "<br>".join(figure for figure, _ in found.values()) or "not measured yet"
+        cards = "<br>".join(map(card_name, found))
+        lines.append([row.what, ours, row.paper, "<br>".join(rivals) if any(rivals) else "", cards])
+    head = ["what", "ours", "the paper's", "a rival's", "card"]
+    used = [i for i in range(len(head)) if any(line[i] for line in lines)]
+    return table([head[i] for i in used], [[line[i] for i in used] for line in lines])
+
+
+def _sources(rows: Sequence[figures.Row], results: Results, pages: str) -> str:
+    """The files of a table by the command that makes them, each with a link to its page, cards, dates and commits."""
+    by_command: dict[str, list[str]] = {}
+    for bench in dict.fromkeys(row.bench for row in rows if row.bench in results):
+        of_cards = results[bench]
+        when = "; ".join(
+            f"{card_name(card)}: {result['date']}, {commits_of(_commits(result))}" for card, result in of_cards.items()
+        )
+        command = figures.short(next(iter(of_cards.values()))["command"])
+        by_command.setdefault(command, []).append(f"[{bench}]({pages}/{bench}.md) ({when})")
+    return "\n".join(f"- `{command}`: {', '.join(files)}" for command, files in by_command.items())
+
+
+def card_name(card: str) -> str:
+    """A folder's card for people: `h100x2` is 2 x H100."""
+    name, _, count = card.partition("x")
+    return f"{count} x {name.upper()}" if count.isdigit() else card.upper()
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -215,7 +240,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def written(folder: Path) -> dict[str, str]:
-    """What the files of a folder give, by path relative to the folder's parent: RESULTS.md and all pages.
+    """RESULTS.md and all pages of a folder, by path relative to the folder's parent.
 
     Raises:
         ValueError: as `read`.

@@ -50,7 +50,7 @@ def gpus() -> tuple[str, list[str]]:
 
 
 def state(path: Path, commit: str) -> str:
-    """What there is of a file: "done" at this commit, "missing", "damaged", "not complete", or its other commits."""
+    """The state of a file: "done" at this commit, "missing", "damaged", "not complete", or its other commits."""
     if not path.exists():
         return "missing"
     try:
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not slots:
             print("no GPU here: --cpu makes the tables that need none, --dry tries the code", file=sys.stderr)
             return 2
-        # What differs in options alone is run once. Wide jobs come first: they would wait for a host to be empty.
+        # Jobs that differ only in options run once. Wide jobs come first: they would wait for a host to be empty.
         wide = [job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]]
         trained = [job.reading(options.data or ()) for job in TRAINED if job.gpus <= len(set(slots))]
         jobs = distinct() if options.dry else CPU if options.cpu else trained if options.data else wide

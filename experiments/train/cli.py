@@ -30,20 +30,17 @@ with packages.needed() as no_parser:
     from experiments.train.config import Config, check_same, flag, flatten_fields, parse
 with packages.needed() as missing:
     from rich.console import Console
-    from rich.text import Text
 
     from experiments.models import sampling
     from experiments.text import data, packing
     from experiments.text.tokenizer import Tokenizer
-    from experiments.train import folders, lock, peft_files, report, start, wandb_log
+    from experiments.train import comparison, folders, introduction, lock, peft_files, report, start, wandb_log
     from experiments.train.adapters import joined, of_base
     from experiments.train.checkpoint import Checkpoints, digest_of, quiet
     from experiments.train.form import in_chunks, recomputed
-    from experiments.train.introduction import count as count
-    from experiments.train.introduction import print_plan, print_setup
+    from experiments.train.introduction import count
     from experiments.train.loop import Loop, NotFinite
-    from experiments.train.optimizer import make_optimizer as make_optimizer
-    from experiments.train.optimizer import with_head, with_master
+    from experiments.train.optimizer import make_optimizer, with_head, with_master
     from experiments.train.result import Result, read_result
     from experiments.train.speed import Trace, share_of_peak
     from experiments.train.task import Task, TrainState
@@ -149,19 +146,21 @@ def _run(
     console: Console,
     stop: StopSignals,
 ) -> list[Result]:
+    details = report.Details(console, config.run.verbose)
     with hosts.agreement():
         if hosts.first():
             folders.prepare(config, console)
+            details.keep(config.folder / "log.txt")
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
     keep_programs()
     stop.check()
 
-    with hosts.agreement():
+    with hosts.agreement(), report.waiting(console, "reading text"):
         corpus = start.read(config)
         if hosts.first():
             tokenizer = folders.get_tokenizer(config, corpus)
-    with hosts.agreement():
+    with hosts.agreement(), report.waiting(console, "encoding text"):
         if not hosts.first():
             tokenizer = folders.load_tokenizer(config)
         tokens = start.encode(config, corpus, tokenizer)
@@ -177,26 +176,48 @@ def _run(
             if folders.has_progress(config.folder):
                 check_same(folders.read_config(config.folder), shared, config.folder)
             write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
-    print_setup(console, config, corpus, tokens, mesh.told(devices, recipes.values()), devices.size)
+    introduction.print_header(console, config, corpus, tokens, start.shape(config, tokenizer.vocab), devices.size)
+    introduction.show_setup(details, config, corpus, tokens, devices, recipes.values())
 
     results = []
     for name, each in recipes.items():
         stop.check()
         folder = config.folder / name
-        results.append(_train_recipe(config, each, devices, folder, shared, tokens, tokenizer, console, stop))
-    console.print(report.comparison_table(results))
+        results.append(_train_recipe(config, each, devices, folder, shared, tokens, tokenizer, console, details, stop))
     metrics = {}
     for name in recipes:
         path = config.folder / name / "metrics.jsonl"
         metrics[name] = report.read_metrics(path)
         gaps = report.missing((row["step"] for row in metrics[name] if "loss" in row), config.optim.steps)
         if gaps:
-            console.print(f"{path} lacks steps {gaps}: loss.png has a gap there; the table above does not read it")
+            console.print(f"{path} lacks steps {gaps}: loss.png has a gap there; the table below does not read it")
+    _print_comparison(config, recipes, results, metrics, console)
     if hosts.first():
         report.plot_losses(config.folder / "loss.png", metrics)
-    files = f"loss curves: {config.folder / 'loss.png'}   TensorBoard: tensorboard --logdir {config.folder}"
+    files = f"Loss curves: {config.folder / 'loss.png'}. TensorBoard: tensorboard --logdir {config.folder}"
     report.told(console, files, 4)
     return results
+
+
+def _print_comparison(
+    config: Config,
+    recipes: dict[str, fp8jax.Recipe],
+    results: Sequence[Result],
+    metrics: dict[str, list[dict[str, Any]]],
+    console: Console,
+) -> None:
+    """The table of a run's recipes, and what they gained in sentences."""
+    backend = jax.default_backend()
+    spreads = {name: comparison.spread(rows) for name, rows in metrics.items()}
+    quantized = {
+        name: "INT8" if str(each.linear.x).startswith("int8") else "FP8"
+        for name, each in recipes.items()
+        if each.linear.is_quantized
+    }
+    has_speed = comparison.has_comparable_speeds(spreads, backend)
+    console.print(comparison.comparison_table(results, has_speed=has_speed))
+    for text in comparison.sentences(results, quantized, spreads, backend):
+        report.told(console, text)
 
 
 def _train_recipe(
@@ -208,10 +229,12 @@ def _train_recipe(
     tokens: data.Tokens | packing.Packed,
     tokenizer: Tokenizer,
     console: Console,
+    details: report.Details,
     stop: StopSignals,
 ) -> Result:
     """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
-    console.rule(f"recipe {recipe.name}, {config.recipe.index(folder.name) + 1} of {len(config.recipe)}", align="left")
+    details.show(f"recipe {recipe.name}, {config.recipe.index(folder.name) + 1} of {len(config.recipe)}")
+    label = f"{folder.name:{max(map(len, config.recipe))}}"
     # Through JSON, as it comes back from a checkpoint.
     identity = json.loads(json.dumps(shared | flatten_fields("recipe", recipe), default=str))
     finished = folder / "result.json"
@@ -224,7 +247,7 @@ def _train_recipe(
             console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
         else:
             check_same(known, identity, folder)
-            console.print(f"already trained for {result.steps} steps: its result is used as it is")
+            console.print(f"{label}  already trained for {result.steps} steps: its result is used as it is")
             return result
     if hosts.first():
         folder.mkdir(parents=True, exist_ok=True)
@@ -246,6 +269,8 @@ def _train_recipe(
             config.run.logits, sizes.batch * sizes.seq_len // optim.microbatches // devices.size, llama.vocab
         ),
         partition=config.run.partition,
+        balance_coefficient=optim.balance_coefficient,
+        z_coefficient=optim.z_coefficient,
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)
@@ -258,8 +283,8 @@ def _train_recipe(
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
     if folder.name == fp8jax.recipes.AUTO:
         console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().description}")
-    console.print(recipe.explain())
-    with record_choices() as told, record_residuals() as kept:
+    details.show(recipe.explain())
+    with report.waiting(console, f"{label}  compiling"), record_choices() as told, record_residuals() as kept:
         # A state comes out as it went in: the next step is the same program.
         step = jax.jit(
             _signalled(task) if hosts.several() else task.step, donate_argnums=0, out_shardings=(placed, everywhere)
@@ -268,9 +293,12 @@ def _train_recipe(
         if hosts.several():
             inputs = (*inputs, hosts.signals(devices, None))
         compiled = step.lower(*inputs).compile()
-    print_plan(console, task, abstract, base_shapes, compiled)
+    introduction.show_plan(details, task, abstract, base_shapes, compiled)
     for line in [*computed_by(told, kept), *describe(compiled, told, jax.default_backend())]:
-        report.told(console, line, 4, "yellow" if line.startswith("WARNING") else "dim")
+        details.show(line, 4)
+        # On a CPU there is nothing to do about them.
+        if line.startswith("WARNING") and jax.default_backend() != "cpu" and not config.run.verbose:
+            report.told(console, line, 4, "yellow")
 
     params = start.params(config, devices if rows is not None else None)
     if params is not None and task.lora is not None:
@@ -299,6 +327,7 @@ def _train_recipe(
             writes=hosts.first(),
             share=used,
             also=also,
+            label=label,
         )
         with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
@@ -312,8 +341,7 @@ def _train_recipe(
     if hosts.first():
         write_json(finished, {"result": dataclasses.asdict(result), "config": identity})
     if text:
-        console.print(f"{recipe.name} writes:")
-        console.print(Text(text, style="dim"))
+        report.told(console, f"{recipe.name} writes: {' '.join(text.split())}", 4, "dim")
     return result
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +11,8 @@ import tyro
 
 import fp8jax
 from experiments import mesh
-from experiments.errors import BusyError as BusyError
-from experiments.errors import DiskError as DiskError
-from experiments.errors import UserError as UserError
+from experiments.errors import UserError
+from experiments.train import help
 from experiments.train.sections import Data as Data
 from experiments.train.sections import Lora as Lora
 from experiments.train.sections import Model as Model
@@ -69,6 +69,9 @@ class Config:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self.optim, name) < 1:
                 raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        for name in ("balance_coefficient", "z_coefficient"):
+            if not 0 <= getattr(self.optim, name) < float("inf"):
+                raise UserError(f"{flag(name)} must be finite and not negative, got {getattr(self.optim, name)}")
         if not 0 <= self.optim.final_lr <= 1:
             raise UserError(f"--final-lr is a share of --lr, from 0 to 1, got {self.optim.final_lr}")
         if not 0 <= self.optim.weight_decay < float("inf"):
@@ -226,6 +229,10 @@ _ADDED = json.loads(
             "master": Optim.master,
             "release": Optim.release,
             "head": Optim.head,
+            "experts": Model.experts,
+            "experts_per_token": Model.experts_per_token,
+            "balance_coefficient": Optim.balance_coefficient,
+            "z_coefficient": Optim.z_coefficient,
         }
         | flatten_fields("recipe.head", fp8jax.recipes.Recipe("").head)
     )
@@ -252,15 +259,21 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
 
     Args:
         argv: the command line; None takes the process's own.
-        description: what `--help` says first.
+        description: what the help says; `--help` has parts of it.
 
     Raises:
         SystemExit: the command line does not parse (2), or help was asked for (0).
         UserError: a value is impossible.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if help.HELP_ALL in words:
+        words = ["--help"]
+    elif {"-h", "--help"} & set(words):
+        print(help.short_help(Config(), description or ""))
+        raise SystemExit(0)
     config = tyro.cli(
         Config,
-        args=argv,
+        args=words,
         prog="python -m experiments.train",
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),

@@ -10,6 +10,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.models.parts import Boundary
 from experiments.train import adapters
+from experiments.train.experts import RecipeProducts
 from experiments.train.sections import Lora
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import missing_triton
@@ -44,6 +45,8 @@ class Form:
         master = weights.master if weights.master in ("fp32", "bf16") else "fp32"
         dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (weights.compute, master))
         how: Any = {"rows": self.rows, "boundary": self.boundary, "unroll": self.unroll}
+        if self.llama.experts:
+            how |= {"expert_products": RecipeProducts(self.recipe), "router_losses": True}
         return Llama(self.llama, dtype=dtype, param_dtype=param_dtype, remat=self.remat, rngs=rngs, **how)
 
     def made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:

@@ -2,28 +2,70 @@
 
 import dataclasses
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from rich.console import Console
 
 import fp8jax
+from experiments import mesh
+from experiments.models.llama import Llama
+from experiments.models.shape import LlamaConfig
 from experiments.text import data, packing
 from experiments.text.tokenizer import Bytes
 from experiments.train import hosts, report
 from experiments.train.config import Config
+from experiments.train.report import Details
 from experiments.train.task import Task, TrainState
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+_LIBRARY = "Python's standard library"
 
 
-def print_setup(
-    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens | packing.Packed, told: str, used: int
+def print_header(
+    console: Console,
+    config: Config,
+    corpus: data.Corpus,
+    tokens: data.Tokens | packing.Packed,
+    llama: LlamaConfig,
+    num_devices: int,
 ) -> None:
-    """What a run reads and runs on; `told` is of the mesh, `used` how many devices it has."""
+    """What is trained, on what, and where its files are, in five lines."""
+    kind = jax.devices()[0].device_kind
+    kind = "CPU" if kind == "cpu" else kind
+    same = " on the same batches" if len(config.recipe) > 1 else ""
+    where = f"one {kind}" if num_devices == 1 else f"{num_devices} devices ({kind})"
+    where += f" in {jax.process_count()} processes" if hosts.several() else ""
+    report.told(console, f"Training {', '.join(config.recipe)}{same}, on {where}")
+    source = " ".join(config.data.data) or _LIBRARY
+    skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
+    unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
+    counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} to validate"
+    report.told(console, f"  text   {corpus.files} files of {source}{skipped}: {counts}", 9)
+    parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
+    name = config.model.init or config.model.model
+    report.told(console, f"  model  {name}: {parameters:,} parameters, {llama.layers} layers of width {llama.dim}", 9)
+    per_step = config.data.batch * config.data.seq_len
+    report.told(
+        console, f"  steps  {config.optim.steps:,} of {per_step:,} tokens, learning rate {config.optim.lr:g}", 9
+    )
+    report.told(console, f"  files  {config.folder}; settings, memory and kernels: {config.folder / 'log.txt'}", 9)
+    console.print()
+
+
+def show_setup(
+    details: Details,
+    config: Config,
+    corpus: data.Corpus,
+    tokens: data.Tokens | packing.Packed,
+    devices: jax.sharding.Mesh,
+    recipes: Iterable[fp8jax.Recipe],
+) -> None:
+    """All settings of a run, and what it reads and runs on."""
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
         if name == "model" and config.model.init:
@@ -33,51 +75,40 @@ def print_setup(
                 del values["tokenizer"], values["vocab"]
             elif config.data.tokenizer == "bytes":
                 values["vocab"] = Bytes.vocab
-            values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
+            values["data"] = " ".join(config.data.data) or _LIBRARY
         fields = "  ".join(f"{k}={v}" for k, v in values.items())
-        report.told(console, f"{name:9}{fields}", 9)
-    report.told(console, f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}", 9)
+        details.show(f"{name:9}{fields}", 9)
+    details.show(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}", 9)
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    report.told(console, f"{'versions':9}python {platform.python_version()}  {versions}", 9)
-    devices = jax.devices()
-    shared = f"; {told}" if used > 1 else ""
+    details.show(f"{'versions':9}python {platform.python_version()}  {versions}", 9)
+    found = jax.devices()
+    shared = f"; {mesh.told(devices, recipes)}" if devices.size > 1 else ""
     shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
-    kind = f"{devices[0].device_kind} ({devices[0].platform})"
-    report.told(console, f"{'device':9}{kind}, {used} of {len(devices)} used{shared}", 9)
-    skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
+    kind = f"{found[0].device_kind} ({found[0].platform})"
+    details.show(f"{'device':9}{kind}, {devices.size} of {len(found)} used{shared}", 9)
     if isinstance(tokens, packing.Packed):
-        report.told(
-            console,
+        details.show(
             f"{'records':9}{tokens.documents:,} of {corpus.files} files; {len(tokens.train):,} rows to train on, "
             f"{tokens.filled:.1%} filled, {tokens.answers:,} tokens to learn; {len(tokens.valid):,} rows to validate; "
             f"{tokens.cut:,} longer than a row, {tokens.left_out:,} without an answer in one",
             9,
         )
-    else:
-        report.told(
-            console,
-            f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
-            f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step",
-            9,
-        )
     if corpus.skipped:
-        more = " ..." if len(corpus.skipped) > 3 else ""
-        report.told(console, f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{more}", 9)
+        details.show(f"{'skipped':9}{', '.join(corpus.skipped)}", 9)
 
 
-def print_plan(console: Console, task: Task, abstract: TrainState, base: Any, compiled: Any) -> None:
+def show_plan(details: Details, task: Task, abstract: TrainState, base: Any, compiled: Any) -> None:
     """What the arrays of a step take, by what they are."""
     parameters = count(abstract.params)
     if task.lora is not None:
         held = jax.tree.leaves(base)
         told = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.lora).items())
-        report.told(
-            console,
+        details.show(
             f"adapters: {told}; not trained: {nbytes(held) / 2**20:,.1f} MiB of a base that checkpoints do not hold; "
-            "blocks run with the recipe's products alone, contexts are left out",
+            "blocks run with the recipe's products alone, contexts are left out"
         )
     shape = "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.llama).items())
-    report.told(console, f"{parameters:,} parameters: {shape}", 4)
+    details.show(f"{parameters:,} parameters: {shape}", 4)
     weights = nbytes(jax.tree.leaves(abstract.params))
     moments = fp8jax.state_bytes(abstract.opt_state)
     state = {
@@ -88,7 +119,12 @@ def print_plan(console: Console, task: Task, abstract: TrainState, base: Any, co
         "other optimizer state": moments["other"],
     } | ({"base": nbytes(jax.tree.leaves(base))} if task.lora is not None else {})
     devices = 1 if task.rows is None else task.rows.mesh.size
-    console.print(report.memory_table(state, parameters, compiled.memory_analysis(), devices))
+    details.show(report.memory_table(state, parameters, compiled.memory_analysis(), devices))
+
+
+def _short(number: int) -> str:
+    """A number for people: 10,595,441 is 10.6 M."""
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,}"
 
 
 def count(params: Any) -> int:

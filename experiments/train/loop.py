@@ -151,6 +151,7 @@ class Loop:
         now = time.perf_counter()
         rate = float(schedule(self.optim)(behind.number - 1))
         speed = behind.tokens / (now - clock)
-        seen = {name: values[name] for name in ("grad_norm", "saturated") if name in values}
+        names = ("grad_norm", "saturated", "balance_loss", "z_loss")
+        seen = {name: values[name] for name in names if name in values}
         self.log.step(behind.number, values["loss"], lr=rate, tokens_per_s=speed, **seen)
         return now

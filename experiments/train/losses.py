@@ -15,17 +15,21 @@ from experiments.text import packing
 
 
 def accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
-    """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics."""
+    """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics.
+
+    Losses are a tree of scalars.
+    """
     count = len(parts)
 
     def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
-        noted, (loss, grads, seen) = carry
-        noted, (one_loss, one_grads, one_seen) = one(noted, tokens_BxT)
+        noted, (losses, grads, seen) = carry
+        noted, (one_losses, one_grads, one_seen) = one(noted, tokens_BxT)
+        losses = jax.tree.map(lambda total, loss: total + loss / count, losses, one_losses)
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
-        return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
+        return (noted, (losses, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
 
-    loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
-    zeros = loss, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), seen
+    losses, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
+    zeros = losses, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), seen
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), zeros)
     return jax.lax.scan(add, (noted, start), parts)[0]
 

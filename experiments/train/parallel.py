@@ -1,7 +1,7 @@
 """Loss and gradient of each device, where a program says itself what travels between devices: in jax.shard_map.
 
-It does where a recipe says what gradients are when they travel, or where devices share sequences. Else XLA sums
-gradients, wherever sharded batches make that necessary.
+It does where a recipe says what gradients are when they travel, where devices share sequences, and of experts. Else XLA
+sums gradients, wherever sharded batches make that necessary.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 import fp8jax
 from experiments import mesh as meshes
 from experiments.models.llama import Block, LlamaConfig
+from experiments.models.moe import RouterLoss
 from experiments.train import tensor
 from experiments.train.adapters import BaseVariable, apart, joined
 from fp8jax.dist import (
@@ -32,7 +33,7 @@ from fp8jax.dist import (
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import Comm
 
-Gradients = Callable[[Any, Any, jax.Array, "Whole | None", tuple[str, ...]], tuple[jax.Array, Any, Any]]
+Gradients = Callable[[Any, Any, jax.Array, "Whole | None", tuple[str, ...]], tuple[dict[str, jax.Array], Any, Any]]
 
 
 _SUMS = ("add", "sub", "neg")
@@ -81,7 +82,7 @@ class Whole:
         weights, base, rest = states
         whole = nnx.merge(graph, self._whole(weights, "layers.", asked, unsure), self._base(base), rest)
         y = call(whole)
-        nnx.update(layer, nnx.state(whole, fp8jax.nnx.ScalingVariable))
+        nnx.update(layer, nnx.state(whole, (fp8jax.nnx.ScalingVariable, RouterLoss)))
         return y
 
     def _base(self, base: nnx.State) -> nnx.State:
@@ -118,11 +119,15 @@ def _name(path: Any, start: str) -> str:
     return start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
-def mapped(recipe: fp8jax.Recipe, rows: jax.sharding.NamedSharding | None) -> bool:
-    """Whether a step's loss and gradients are taken inside `jax.shard_map`, of batches that lie so."""
+def mapped(llama: LlamaConfig, recipe: fp8jax.Recipe, rows: jax.sharding.NamedSharding | None) -> bool:
+    """Whether a step's loss and gradients are taken inside `jax.shard_map`, of batches that lie so.
+
+    With experts each device sorts its own tokens. XLA would gather all tokens to sort them.
+    """
     if rows is None:
         return False
-    return recipe.comm.gradients is not None or rows.mesh.shape.get(tensor.AXIS, 1) > 1
+    shared = rows.mesh.shape.get(tensor.AXIS, 1) > 1
+    return recipe.comm.gradients is not None or shared or llama.experts > 0
 
 
 def reduction(recipe: fp8jax.Recipe) -> Comm:
@@ -157,7 +162,7 @@ def _check_factors(comm: Comm, mesh: Any) -> None:
 
 
 def stacked(tree: Any) -> Any:
-    """How many leading axes of each parameter stack layers, each of which is a tensor with a scale of its own."""
+    """How many leading axes of each parameter stack layers and experts, each a tensor with a scale of its own."""
     return jax.tree_util.tree_map_with_path(lambda path, _: meshes.stacked(path), tree)
 
 
@@ -188,16 +193,16 @@ def gradients(
     tokens_BxT: jax.Array,
     factors: Factors | tuple[()],
     base: Any = MappingProxyType({}),
-) -> tuple[jax.Array, Any, Any, Factors | tuple[()]]:
-    """Means over all devices of loss and gradients, the model state of the next step, and the new factors.
+) -> tuple[dict[str, jax.Array], Any, Any, Factors | tuple[()]]:
+    """Means over all devices of losses and gradients, the model state of the next step, and the new factors.
 
     Parameters that lie in shards are gathered layer by layer: see `Whole`. With factors, which a backward pass has no
     place for, they are gathered before the step, all of them at once and in the dtype that they are held in. Over
     "tensor" layers are computed in parts; what lies outside of them is gathered before the step.
 
     Args:
-        own: `own(params, model_state, tokens, whole, axes)`, a device's own loss and gradients, and the model state of
-            all, whose observations are merged over the mesh axes.
+        own: `own(params, model_state, tokens, whole, axes)`, a device's own losses and gradients, and the model state
+            of all, whose observations are merged over the mesh axes.
         recipe: its part `comm` says in what gradients travel.
         mesh: the devices.
         params, model_state, tokens_BxT: as of `own`, of all devices.
@@ -224,7 +229,7 @@ def gradients(
             inputs = jax.tree.map(whole, inputs, places)
         outer = lambda path, x, place: whole(x, place) if layerwise is None or not meshes.stacked(path) else x  # noqa: E731
         held = jax.tree_util.tree_map_with_path(outer, held, base_places)
-        loss, grads, state = own(inputs, joined(model_state, held), tokens, layerwise, meshes.AXES)
+        losses, grads, state = own(inputs, joined(model_state, held), tokens, layerwise, meshes.AXES)
         state = apart(state, held)
         if layerwise is not None:
             done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
@@ -236,7 +241,7 @@ def gradients(
                 reduce_scatter_gradients, grads, "fsdp", comm, factors, specs=places, layer_axes=depths
             )
         if shared > 1:
-            loss, grads = lax.psum(loss, tensor.AXIS), tensor.summed(grads, places, compute)
+            losses, grads = lax.psum(losses, tensor.AXIS), tensor.summed(grads, places, compute)
         if data > 1:
             min_size = MIN_SIZE // (fsdp * shared)
             grads, factors = _reduced(
@@ -245,7 +250,7 @@ def gradients(
         if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
             mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)
             factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))
-        return lax.pmean(loss, meshes.ROWS), grads, state, factors
+        return lax.pmean(losses, meshes.ROWS), grads, state, factors
 
     rows, everywhere = PartitionSpec(meshes.ROWS), PartitionSpec()
     return jax.shard_map(

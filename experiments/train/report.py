@@ -1,8 +1,8 @@
 """What the user sees and keeps: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
 
 import contextlib
+import io
 import json
-import math
 import os
 import statistics
 import time
@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from rich import box, progress
+from rich import progress
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
@@ -36,6 +37,66 @@ def make_console(quiet: bool = False) -> Console:
 def told(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
     """Prints a line as it is: a terminal gets it folded at words, a file whole."""
     console.print(sentence(text, console.width, indent) if console.is_terminal else text, style=style, markup=False)
+
+
+class Details:
+    """What few users look for: a run's log.txt has it, and with --verbose the terminal, too.
+
+    Args:
+        console: of the terminal.
+        is_verbose: whether the terminal shows it.
+    """
+
+    def __init__(self, console: Console, is_verbose: bool = False) -> None:
+        self._console, self._is_verbose = console, is_verbose
+        self._path: Path | None = None
+
+    def keep(self, path: Path) -> None:
+        """Appends what is shown from now on to a file.
+
+        Raises:
+            DiskError: it cannot be written; so does `show`.
+        """
+        self._path = path
+        with writing(path):
+            path.touch()
+
+    def show(self, content: Any, indent: int = 0) -> None:
+        """Shows a line or a table of rich."""
+        if self._is_verbose:
+            if isinstance(content, str):
+                told(self._console, content, indent, "dim")
+            else:
+                self._console.print(content)
+        if self._path is None:
+            return
+        if not isinstance(content, str):
+            buffer = Console(file=io.StringIO(), width=120, record=True)
+            buffer.print(content)
+            content = buffer.export_text().rstrip()
+        with writing(self._path), self._path.open("a") as file:
+            file.write(f"{content}\n")
+
+
+def waiting(console: Console, text: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a terminal shows what is waited for."""
+    return console.status(text) if console.is_terminal and not console.quiet else contextlib.nullcontext()
+
+
+class _TimeLeft(progress.ProgressColumn):
+    """The time that remains; at the end, the time that it took."""
+
+    def render(self, task: progress.Task) -> Text:
+        seconds = task.finished_time if task.finished else task.time_remaining
+        if seconds is None:
+            return Text("")
+        return Text(f"{clock(seconds)}{'' if task.finished else ' left'}")
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, and hours if there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 def size(count: float) -> str:
@@ -63,6 +124,7 @@ class RunLog:
         writes: False in a process that leaves the files to another one; it reads what they hold at first.
         share: of the devices' peak that one token a second is (MFU), or None.
         also: called with each row, too.
+        label: of the progress bar; the recipe without one.
 
     Raises:
         DiskError: a file cannot be written; so do all methods that write.
@@ -81,6 +143,7 @@ class RunLog:
         writes: bool = True,
         share: float | None = None,
         also: Callable[[dict[str, Any]], None] | None = None,
+        label: str = "",
     ) -> None:
         self._share, self._also = share, also
         self._console, self._recipe, self._steps, self._every, self._writes = console, recipe, steps, every, writes
@@ -91,6 +154,7 @@ class RunLog:
         if gaps := missing(self.train, resumed):
             console.print(f"{self._path} lacks steps {gaps}: loss.png has a gap there; training goes on exactly")
         self._bar: progress.Progress | None = None
+        self._started, self._resumed = time.monotonic(), resumed
         if not writes:
             return
         entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
@@ -108,14 +172,15 @@ class RunLog:
                 self._board.write_event(Event(wall_time=time.time(), step=resumed + 1, session_log=start))
         if console.is_terminal:
             self._bar = progress.Progress(
-                progress.TextColumn(recipe),
-                progress.BarColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(bar_width=None),
                 progress.MofNCompleteColumn(),
-                progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
-                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[note]}"),
+                _TimeLeft(),
                 console=console,
+                expand=True,
             )
-            self._task = self._bar.add_task(recipe, total=steps, completed=resumed, loss="-", speed="-")
+            self._task = self._bar.add_task(label or recipe, total=steps, completed=resumed, note="")
 
     def __enter__(self) -> "RunLog":
         if self._bar:
@@ -143,10 +208,19 @@ class RunLog:
         lr: float,
         tokens_per_s: float,
         saturated: float | None = None,
+        balance_loss: float | None = None,
+        z_loss: float | None = None,
     ) -> None:
-        """Records a finished step; `saturated` elements of its gradients, where sums in 8 bits can saturate."""
+        """Records a finished step.
+
+        Args:
+            step, loss, grad_norm, lr, tokens_per_s: of the step.
+            saturated: elements of its gradients, where sums in 8 bits can saturate.
+            balance_loss, z_loss: of routers, where there are experts.
+        """
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
-        row |= {} if saturated is None else {"saturated": saturated}
+        extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss}
+        row |= {name: value for name, value in extra.items() if value is not None}
         row |= {} if self._share is None else {"mfu": tokens_per_s * self._share}
         self.train[step] = row
         self._write(row)
@@ -154,20 +228,26 @@ class RunLog:
         mean = statistics.fmean(r["loss"] for r in shown)
         speed = statistics.median(r["tokens_per_s"] for r in shown)
         used = "" if self._share is None else f" mfu {speed * self._share:.1%}"
+        routers = "" if balance_loss is None else f" balance {balance_loss:.3f} z {z_loss:.3f}"
         lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{mean:.3f}{lost}", speed=f"{speed:,.0f}{used}")
+            note = f"loss {mean:.3f}{lost}  {speed:,.0f} tokens/s{used}"
+            self._bar.update(self._task, completed=step, note=note)
         elif step % self._every == 0 or step == self._steps:
+            seconds = (time.monotonic() - self._started) / (step - self._resumed) * (self._steps - step)
             self._console.print(
                 f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
-                f"grad_norm {grad_norm:.2f}{lost} recipe {self._recipe}"
+                f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
             )
 
     def valid(self, step: int, loss: float) -> None:
         """Records a validation after `step`."""
         self._valid[step] = loss
         self._write({"step": step, "valid_loss": loss})
-        self._console.print(f"valid {step}/{self._steps} loss {loss:.4f} recipe {self._recipe}")
+        if not self._bar:
+            self._console.print(f"valid {step}/{self._steps} loss {loss:.4f} recipe {self._recipe}")
+        elif step == self._steps:
+            self._bar.update(self._task, note=f"validation loss {loss:.4f}")
 
     def has_valid(self, step: int) -> bool:
         """Whether a validation after `step` is recorded."""
@@ -266,21 +346,6 @@ def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: i
             ("XLA: peak of a step", held + temporary + fresh),
         ):
             table.add_row(name, size(count), f"{count / parameters:.3f}")
-    return table
-
-
-def comparison_table(results: Sequence[Result]) -> Table:
-    """One row a recipe; the first is the baseline of the ratio. It fits into 80 columns."""
-    table = Table(title="comparison", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("recipe", no_wrap=True)
-    for name in ("train\nloss", "valid\nloss", "ratio", "perplexity", "moments", "bytes/\nparam", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for r in results:
-        table.add_row(
-            r.recipe, f"{r.train_loss:.4f}", f"{r.valid_loss:.4f}", f"{r.valid_loss / results[0].valid_loss:.4f}",
-            f"{math.exp(min(r.valid_loss, 700)):.3f}", size(r.state_bytes["mu"] + r.state_bytes["nu"]),
-            f"{r.moment_bytes:.3f}", f"{r.tokens_per_s:,.0f}",
-        )  # fmt: skip
     return table
 
 

@@ -59,7 +59,11 @@ class Model:
     kv_heads: int | None = None
     """Heads of keys and values; they divide --heads."""
     mlp_dim: int | None = None
-    """Width of the MLP's hidden layer."""
+    """Width of the MLP's hidden layer, of each expert."""
+    experts: int | None = None
+    """Experts of a layer."""
+    experts_per_token: int | None = None
+    """How many of them compute a token."""
     tied: bool = False
     """Use the embedding table as output head too."""
 
@@ -74,9 +78,14 @@ class Model:
         }
         try:
             llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **settings)
+        except ValueError as error:
+            raise UserError(f"--model: {error}") from None
+        try:
             llama.validate()
         except ValueError as error:
-            raise UserError(str(error)) from None
+            # The message has names of fields, which are options of the command line.
+            options = re.sub(r"\b(dim|layers|heads|kv_heads|mlp_dim)\b", lambda name: flag(name[0]), str(error))
+            raise UserError(options) from None
         return llama
 
 
@@ -106,6 +115,10 @@ class Optim:
     """Applied to matrices, not to norms."""
     clip: float = 1.0
     """Largest global norm of the gradient."""
+    balance_coefficient: float = 0.001
+    """Of the load-balancing loss of routers, which is added to the loss (Switch Transformer, eq. 4)."""
+    z_coefficient: float = 0.001
+    """Of the z-loss of routers, which is added to the loss (ST-MoE, eq. 5)."""
     microbatches: int = 1
     """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
     master: str = ""
@@ -206,6 +219,8 @@ class Run:
     None: all on a GPU, else one."""
     profile: int = 0
     """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    verbose: bool = False
+    """Print what OUT/RUN/log.txt has, too: settings, what each array is stored in, memory, kernels."""
     wandb: str = ""
     """Project of Weights & Biases to log to as well, where its package is installed."""
     coordinator: str = ""

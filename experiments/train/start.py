@@ -20,8 +20,8 @@ from experiments.models.llama import LlamaConfig
 from experiments.text import chat, data, packing, records
 from experiments.text.packing import Document
 from experiments.text.tokenizer import Tokenizer
-from experiments.train import parallel, tensor
-from experiments.train.config import Config
+from experiments.train import experts, parallel, tensor
+from experiments.train.config import Config, Optim, flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +62,19 @@ def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Me
     """The devices that a configuration asks for.
 
     Raises:
-        UserError: there are not so many, or they cannot share the batch, the model or the optimizer's state so.
+        UserError: there are not so many, or they cannot share the batch, the model or the optimizer's state so; or a
+            recipe cannot train the model's experts.
     """
-    asked = config.run.mesh
+    asked, llama = config.run.mesh, shape(config)
+    try:
+        for recipe in recipes if llama.experts else ():
+            experts.check(recipe)
+    except ValueError as error:
+        raise UserError(f"--recipe {error}") from None
     try:
         found = mesh.choose(asked, config.data.batch, config.optim.microbatches)
         if found.size > 1:
-            llama, tokens = shape(config), config.data.batch // config.optim.microbatches * config.data.seq_len
+            tokens = config.data.batch // config.optim.microbatches * config.data.seq_len
             for recipe in recipes:
                 parallel.check(llama, recipe, found, tokens)
             if config.lora.lora_rank:
@@ -77,7 +83,7 @@ def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Me
         raise UserError(f"--mesh {error}") from None
     try:
         if config.run.partition:
-            mesh.check_partition(config.run.partition, found.shape, shape(config).layers)
+            mesh.check_partition(config.run.partition, found.shape, llama.layers)
     except ValueError as error:
         raise UserError(f"--partition {error}") from None
     return found
@@ -90,14 +96,26 @@ def shape(config: Config, vocab: int = 256) -> LlamaConfig:
         UserError: of the checkpoint it cannot be read; or it has learned positions, which packed documents have not.
     """
     if not config.model.init:
-        return config.model.shape(vocab)
+        return _check_experts(config, config.model.shape(vocab))
     folder = resolve(config)
     families, files = _hub("families"), _hub("files")
     _, llama = families.read(folder / "config.json", files.read_json(folder / "config.json"))
     if llama.learned_positions:
         raise UserError(f"--init {config.model.init}: documents are packed, and this model has learned positions")
     result: LlamaConfig = llama
-    return result
+    return _check_experts(config, result)
+
+
+def _check_experts(config: Config, llama: LlamaConfig) -> LlamaConfig:
+    """The shape; raises UserError for settings that its experts, or a model without them, do not have."""
+    if llama.experts and config.lora.lora_rank:
+        raise UserError(f"--lora-rank {config.lora.lora_rank}: experts have no adapters; train all weights, without it")
+    if llama.experts and config.optim.release:
+        raise UserError(f"--release {config.optim.release}: it leaves out the losses of routers; leave out --release")
+    for name in () if llama.experts else ("balance_coefficient", "z_coefficient"):
+        if getattr(config.optim, name) != getattr(Optim, name):
+            raise UserError(f"{flag(name)} is for models with experts: leave it out, or take --model moe-50m")
+    return llama
 
 
 def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:

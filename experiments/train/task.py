@@ -18,13 +18,14 @@ from flax import nnx
 import fp8jax
 from experiments import mesh as meshes
 from experiments.models.llama import Llama, LlamaConfig
+from experiments.models.moe import router_losses
 from experiments.text import packing
 from experiments.train import adapters, parallel, tensor
 from experiments.train.adapters import BaseVariable
 from experiments.train.form import Form
 from experiments.train.losses import accumulate, cross_entropy
 from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
-from experiments.train.sections import Lora
+from experiments.train.sections import Lora, Optim
 from fp8jax.dist import Factors
 from fp8jax.optim.clipping import global_norm
 from fp8jax.optim.fused import FusedTransformation
@@ -68,6 +69,7 @@ class Task:
             does where the recipe has a head of its own.
         partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
         own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
+        balance_coefficient, z_coefficient: of the losses of routers, which are added to the loss.
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -83,6 +85,8 @@ class Task:
     chunked: bool = False
     partition: str = ""
     own: nnx.GraphDef[Llama] | None = None
+    balance_coefficient: float = Optim.balance_coefficient
+    z_coefficient: float = Optim.z_coefficient
 
     @classmethod
     def build(
@@ -99,6 +103,8 @@ class Task:
         lora: Lora | None = None,
         chunked: bool = False,
         partition: str = "",
+        balance_coefficient: float = Optim.balance_coefficient,
+        z_coefficient: float = Optim.z_coefficient,
     ) -> "Task":
         """Traces the model's structure; no parameter is made.
 
@@ -108,14 +114,15 @@ class Task:
         if lora is not None:
             recipe = adapters.of_base(recipe, lora)
         # In shard_map arrays are a device's own, and nothing says how they lie.
-        mapped = parallel.mapped(recipe, rows)
+        mapped = parallel.mapped(llama, recipe, rows)
         form, own = Form(llama, recipe, remat, None if mapped else rows, None, unroll, lora), None
         if rows is not None and rows.mesh.shape["tensor"] > 1:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
         how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
-        return cls(form.structure(), tx, llama, recipe, remat, seed, *how)
+        coefficients = balance_coefficient, z_coefficient
+        return cls(form.structure(), tx, llama, recipe, remat, seed, *how, *coefficients)
 
     def init(self, params: Any = None) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
@@ -204,8 +211,10 @@ class Task:
         tokens_BxT: jax.Array,
         whole: "parallel.Whole | None" = None,
         axes: tuple[str, ...] | None = None,
-    ) -> tuple[jax.Array, Any, Any]:
-        """Loss and gradient of the parameters, means over the microbatches, and the model state of the next step.
+    ) -> tuple[dict[str, jax.Array], Any, Any]:
+        """Losses and gradient of the parameters, means over the microbatches, and the model state of the next step.
+
+        The gradient is that of "loss", the cross-entropy, plus the losses of routers times their coefficients.
 
         Args:
             params, model_state, tokens_BxT: as of `step`.
@@ -224,31 +233,35 @@ class Task:
         weights, slots, noted, rest = states
 
         def one(noted: nnx.State, tokens_BxT: jax.Array) -> tuple[nnx.State, tuple[jax.Array, Any, nnx.State]]:
-            def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, nnx.State]:
+            def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, Any]:
                 # Variables belong to the trace that made them: these come from the one around.
                 own = jax.tree.map(lambda x: x, (noted, rest))
                 weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
                 value = cross_entropy(model, tokens_BxT, self.chunked, axes, self.recipe.head)
-                return value, nnx.state(model, fp8jax.nnx.ScalingVariable)
+                routers = router_losses(nnx.state(model))
+                total = value
+                if routers:
+                    total += self.balance_coefficient * routers["balance_loss"] + self.z_coefficient * routers["z_loss"]
+                return total, ({"loss": value} | routers, nnx.state(model, fp8jax.nnx.ScalingVariable))
 
-            (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
-            return new, (value, nnx.to_pure_dict(grads), seen)
+            (_, (losses, new)), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
+            return new, (losses, nnx.to_pure_dict(grads), seen)
 
         if self.microbatches == 1:
-            noted, (loss, grads, seen) = one(noted, tokens_BxT)
+            noted, (losses, grads, seen) = one(noted, tokens_BxT)
         else:
-            noted, (loss, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
+            noted, (losses, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
         if any(part.collects_stats for part in self.recipe.linear.states.values()):
             fp8jax.nnx.advance_scaling(model, seen, axis_name=axes)
-        return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+        return losses, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
         """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
         shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
-        if self.rows is None or parallel.mapped(self.recipe, self.rows):
+        if self.rows is None or parallel.mapped(self.llama, self.recipe, self.rows):
             return tokens_BxT.reshape(shape)
         rows = jax.sharding.NamedSharding(self.rows.mesh, jax.P(None, *self.rows.spec))
         if jax.typeof(tokens_BxT).sharding.mesh.explicit_axes:
@@ -270,21 +283,21 @@ class Task:
 
         `base` is what the method of this name gives, where there are adapters; none of it is in the state.
 
-        Metrics are loss, grad_norm and healthy; and, where sums of gradients have factors, saturated: how many
-        elements of these sums lay at the end of the range.
+        Metrics are loss, grad_norm and healthy; with experts balance_loss and z_loss, without their coefficients; and,
+        where sums of gradients have factors, saturated: how many elements of these sums lay at the end of the range.
         """
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
         inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
-        if self.rows is None or not parallel.mapped(self.recipe, self.rows):
-            loss, grads, model_state = self.gradients(
+        if self.rows is None or not parallel.mapped(self.llama, self.recipe, self.rows):
+            losses, grads, model_state = self.gradients(
                 state.params, adapters.joined(state.model_state, base), tokens_BxT
             )
         else:
             how = self.gradients, self.recipe, self.rows.mesh
-            loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
+            losses, grads, model_state, factors = parallel.gradients(*how, *inputs, factors, base)
         grad_norm = global_norm(grads)  # that which clipping finds: XLA computes it once
-        healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        healthy = state.healthy & jnp.isfinite(losses["loss"]) & jnp.isfinite(grad_norm)
 
         def keep_or(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
@@ -310,7 +323,7 @@ class Task:
         model_state = adapters.apart(self._bounded(params, model_state, opt_state), base)
         model_state = keep_or(model_state, state.model_state)
         step = state.step + healthy.astype(jnp.int32)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
+        metrics = losses | {"grad_norm": grad_norm, "healthy": healthy}
         if isinstance(factors, Factors):
             metrics["saturated"] = parallel.saturated(factors, grads)
         return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics

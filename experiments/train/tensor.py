@@ -82,6 +82,8 @@ def of_heads(llama: LlamaConfig, devices: int) -> LlamaConfig:
 
 def check(llama: LlamaConfig, devices: int) -> None:
     """Raises ValueError that names what the devices cannot share, and the fix."""
+    if llama.experts:
+        raise ValueError(f"{devices} devices along tensor do not share experts: take fsdp={devices}, or data={devices}")
     for name, what in (("heads", "query heads"), ("kv_heads", "key and value heads"), ("mlp_dim", "MLP channels")):
         size = getattr(llama, name)
         if size % devices:

@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Comm, Linear, Recipe
-from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.dist import manual
 from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
 from fp8jax.ops.autodiff.residuals import from_bytes, to_bytes
-from fp8jax.ops.products.weights import QuantizedWeight
+from fp8jax.ops.products.linear import collects_stats
+from fp8jax.ops.products.weights import QuantizedWeight, one_pass_spec
 from fp8jax.ops.quantization.quantize import quantize, transpose
 from fp8jax.recipes import linear_part
 
@@ -64,11 +64,8 @@ def gather_quantized(
     """
     manual.check_manual_axes("gather_quantized", axes, (), _ADVICE)
     names, linear = manual.axis_names(axes), linear_part(recipe)
-    spec, strategy = linear.spec("w"), linear.stateless_scaling("w")
-    if spec is None or spec != linear.spec("w_dgrad") or spec.granularity not in TRANSPOSABLE:
-        return None
-    collects_w_stats = "w" in linear.states and linear.states["w"].collects_stats
-    if collects_w_stats or w.shape[0] % (spec.group_size or 1):
+    spec, strategy = one_pass_spec(linear), linear.stateless_scaling("w")
+    if spec is None or collects_stats(linear, "w") or w.shape[0] % (spec.group_size or 1):
         return None
     w = lax.stop_gradient(w)
     if spec.granularity == "tensor" and scale is None:

@@ -39,7 +39,7 @@ class PlanEntry(NamedTuple):
         unquantized_residual_bytes: the same without a recipe, at least.
         flops: of a product in a forward pass, in all iterations of scans; 0 if unknown.
         is_unsupported: whether it is left as written although the rules ask for a recipe.
-        may_be_grouped: whether it may be a product of experts that is left as written: a ragged product, one in a
+        is_grouped_candidate: whether it may be a product of experts that is left as written: a ragged product, one in a
             custom derivative or kernel, or one with a gathered matrix.
         concatenated: the layers of further parameters in a product's matrix.
         source_layers: the layers whose parameters a product left as written reads, or is computed from.
@@ -69,7 +69,7 @@ class PlanEntry(NamedTuple):
     unquantized_residual_bytes: int | None = None
     flops: float = 0
     is_unsupported: bool = False
-    may_be_grouped: bool = False
+    is_grouped_candidate: bool = False
     concatenated: tuple[str, ...] = ()
     source_layers: tuple[str, ...] = ()
     dtype: str | None = None

@@ -177,15 +177,6 @@ def _flatten_inlined(nodes: Sequence[Node]) -> Iterator[Node]:
             yield from _flatten_inlined(node.inlined)
 
 
-def walk_calls(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, each call or loop followed by the nodes in it."""
-    for node in nodes:
-        yield node
-        yield from walk_calls(node.inlined or ())
-        for body in node.bodies:
-            yield from walk_calls(body.nodes)
-
-
 def count_readers(graph: Graph) -> dict[Value, int]:
     """The number of times that each value is read as an operand or output, in a graph and its sub-jaxprs."""
     counts: dict[Value, int] = {}

@@ -4,12 +4,12 @@ A grouped product multiplies consecutive rows of tokens by the matrix of their g
 Libraries wrap it, or a kernel, in a function with a custom derivative. The rewriter does not read into these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.graph import Graph, Node, walk_calls
+from fp8jax.rewrite.graph import Graph, Node
 from fp8jax.rewrite.primitives import GROUPED_CALL
 from fp8jax.rewrite.rules import GroupedProduct
 
@@ -21,7 +21,7 @@ def annotate(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> None:
         graph: the program.
         grouped_products: the functions that the rules name.
     """
-    for node in walk_calls(graph.nodes):
+    for node in _readable_nodes(graph.nodes):
         if node.kind == "ragged_dot_general":
             node.weight_axes = primitives.ragged_weight_axes(node.eqn)
             continue
@@ -41,7 +41,7 @@ def function_name(node: Node) -> str:
 
 def check_names(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> None:
     """Raise ValueError if a function that the rules name is not called as a grouped product."""
-    names = dict.fromkeys(filter(None, map(function_name, walk_calls(graph.nodes))))
+    names = dict.fromkeys(filter(None, map(function_name, _readable_nodes(graph.nodes))))
     for named in grouped_products:
         if not any(map(named.matches, names)):
             found = f"; functions that do are {', '.join(names)}" if names else ""
@@ -49,6 +49,15 @@ def check_names(graph: Graph, grouped_products: Sequence[GroupedProduct]) -> Non
                 f"no function called {named.function!r} takes (tokens, inputs), (groups, inputs, outputs) and "
                 f"(groups,) and returns (tokens, outputs){found}"
             )
+
+
+def _readable_nodes(nodes: Sequence[Node]) -> Iterator[Node]:
+    """All nodes but those in custom derivatives, each call or loop followed by the nodes in it."""
+    for node in nodes:
+        yield node
+        yield from _readable_nodes(node.inlined or ())
+        for body in () if node.has_custom_rule else node.bodies:
+            yield from _readable_nodes(body.nodes)
 
 
 def _weight_axes(node: Node, is_transposed: bool) -> tuple[int, int, int] | None:

@@ -121,7 +121,7 @@ def plan(
     norm_paths = _replace_all(graph, matmuls, rules, entries, call_info)
     unread_paths = _unread_layers(graph, call_info) | norm_paths
     unsupported_paths = {
-        path for e in entries.values() if e.may_be_grouped and e.is_unsupported for path in e.source_layers
+        path for e in entries.values() if e.is_grouped_candidate and e.is_unsupported for path in e.source_layers
     }
     if call_info.requires_product:
         grouped.check_names(graph, rules.grouped_products)

@@ -144,7 +144,7 @@ def _skipped_entry(
     is_requested = (
         all(linear is not None for linear in linears) and (bool(linears) or rules.has_default) and not is_complete(node)
     )
-    may_be_grouped = (
+    is_grouped_candidate = (
         node.has_custom_rule
         or primitives.is_opaque(node.eqn)
         or node.kind in GROUPED_KINDS
@@ -160,7 +160,7 @@ def _skipped_entry(
         is_product=True,
         flops=flops(node, enclosing),
         is_unsupported=is_requested,
-        may_be_grouped=may_be_grouped,
+        is_grouped_candidate=is_grouped_candidate,
         source_layers=tuple(path for path, *_ in paths),
     )
 

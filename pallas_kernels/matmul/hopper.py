@@ -10,6 +10,7 @@ tiles: the loads of the next tile overlap the epilogue of this one. M, N and K a
 and drops stores outside of the output.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -131,16 +132,16 @@ def pipelined_matmul(
         streams: scales that are loaded with the operands; `WarpgroupPipeline.load_scales` reads them.
         use_inline_wgmma: whether `compute` uses `hopper_wgmma`. TMA then needs maps of two dimensions, not Pallas's
             four.
-        second_operand: a second left operand, for which some slices are multiplied as well.
-        schedule: the tiles of a grouped product, in place of those of one product. Scales are then (matrices,), and
-            column scales (matrices, N). Rows that no tile writes are not initialized.
+        second_operand: a second left operand, for which some slices are multiplied as well; it takes a schedule.
+        schedule: tiles that differ in their slices or matrices. In a grouped product, scales are (matrices,), and
+            column scales (matrices, N). Other rows that no tile writes are not initialized.
         is_k_major: whether K is the last dimension of both operands, otherwise the first; 16-bit operands only.
         static_key: static arguments of `compute`, `streams` and `schedule`, apart from name, tile and shapes.
     """
-    if schedule is not None and (tile.cluster or second_operand is not None or epilogue.residual is not None):
-        raise ValueError(f"{tile}: a schedule takes no clusters, no second operand and no residual")
-    if second_operand is not None and (tile.split is None or tile.cluster or tile.lead_slices):
-        raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
+    if schedule is not None and (tile.cluster or epilogue.residual is not None):
+        raise ValueError(f"{tile}: a schedule takes no clusters and no residual")
+    if second_operand is not None and (schedule is None or tile.split is None or tile.lead_slices):
+        raise ValueError(f"{tile}: a second operand takes a schedule, and tiles that warpgroups share without a lead")
     if use_inline_wgmma and max(tile.block_rows, tile.block_cols) > 256:
         raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
     k_axis = 1 if is_k_major else 0
@@ -176,12 +177,7 @@ def pipelined_matmul(
     second_operand_arrays: list[jax.Array] = []
     if second_operand is not None:
         padded_second = pad_axis(pad_axis(second_operand.codes, 1, padded_k), 0, a.shape[0])
-        second_operand_arrays = [
-            padded_second,
-            second_operand.scale,
-            second_operand.slice_counts,
-            second_operand.row_order,
-        ]
+        second_operand_arrays = [padded_second, second_operand.scale]
     vectors: dict[str, jax.Array] = {}
     if epilogue.scale is not None:
         vectors["scale"] = epilogue.scale.reshape(-1)
@@ -235,13 +231,14 @@ def pipelined_matmul(
         tuple(vectors),
         [x.window_slices for x in streams],
     )
-    num_scheduled_tiles, scheduled_position = (None, None) if schedule is None else schedule[2:]
+    num_scheduled_tiles, scheduled_position, is_sorted, zero_rows = (
+        (None, None, False, None) if schedule is None else schedule[2:]
+    )
 
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
         *refs, out_ref = all_refs
         schedule_refs = refs[num_dense_operands:]
-        second_operand_refs: Any = refs[num_plain_operands:num_dense_operands] or [None] * 4
-        second_ref, second_scale_ref, slice_counts_ref, row_order_ref = second_operand_refs
+        second_ref, second_scale_ref = refs[num_plain_operands:num_dense_operands] or (None, None)
         a_ref, b_ref, *other_refs = refs[:num_plain_operands]
         stream_refs, other_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
         epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
@@ -253,32 +250,27 @@ def pipelined_matmul(
         group, block = lax.axis_index("group"), lax.axis_index("block")
         alternation = WARPGROUPS // tile.warpgroups_per_tile
         whole_rounds, tiles_in_last_round = divmod(tiles_m * tiles_n, num_blocks)
+        if num_scheduled_tiles is not None:
+            total = num_scheduled_tiles(schedule_refs)
+            whole_rounds, tiles_in_last_round = (f(total, jnp.int32(num_blocks)) for f in (lax.div, lax.rem))
 
         def block_position(round_index: Any) -> jax.Array:
-            """Return the tile of a round for this block; with a second operand, odd rounds run backwards."""
-            return (
-                lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if has_second_operand else block
-            )
+            """Return the tile of a round for this block; if tiles are sorted, odd rounds run backwards."""
+            return lax.select(lax.rem(round_index, 2) == 0, block, num_blocks - 1 - block) if is_sorted else block
 
-        if num_scheduled_tiles is None:
-            num_tiles = whole_rounds + (block_position(jnp.int32(whole_rounds)) < tiles_in_last_round).astype(jnp.int32)
-        else:
-            num_tiles = lax.div(num_scheduled_tiles(schedule_refs) - block + num_blocks - 1, jnp.int32(num_blocks))
+        num_tiles = whole_rounds + (block_position(jnp.int32(whole_rounds)) < tiles_in_last_round).astype(jnp.int32)
 
         def tile_position(round_index: jax.Array) -> TilePosition:
             tile_index = round_index * num_blocks + block_position(round_index)
             if scheduled_position is not None:
                 return scheduled_position(schedule_refs, tile_index)
             tile_m, tile_n = plgpu.planar_snake(tile_index, (tiles_m, tiles_n), 1, tile.band_width)
-            if has_second_operand:
-                tile_m = row_order_ref[tile_m]
             if tile.cluster == "M":
                 tile_m = tile_m * 2 + lax.axis_index("cluster")
             if tile.cluster == "N":
                 tile_n = tile_n * 2 + lax.axis_index("cluster")
             row, col = tile_m * tile.block_rows, tile_n * tile.block_cols
-            num_slices = slice_counts_ref[lax.div(row, tile.block_rows)] if has_second_operand else k_steps
-            return TilePosition(row, col, row, col, num_slices)
+            return TilePosition(row, col, row, col, k_steps)
 
         def get_second_scale(row: jax.Array, k_index: jax.Array) -> jax.Array:
             slice_index = jnp.minimum(k_index, k_steps - 1)
@@ -297,7 +289,7 @@ def pipelined_matmul(
                     slot, slice_position, second_scale = state
                     next_slice = slice_position.next_position(second_scale)
                     # Read one slice ahead: the wait below hides the latency.
-                    second_scale = get_second_scale(position.row, next_slice.k_index)
+                    second_scale = get_second_scale(position.a_row, next_slice.k_index)
                     full_barrier = full.at[barrier_base + slot]
                     k_window = pl.ds(slice_position.k_index * k_step, k_step)
                     plgpu.barrier_wait(empty.at[slot])
@@ -328,7 +320,7 @@ def pipelined_matmul(
                     return slot, next_slice, second_scale
 
                 start = SlicePosition(jnp.int32(position.first_slice), jnp.int32(0))
-                second_scale = get_second_scale(position.row, start.k_index)
+                second_scale = get_second_scale(position.a_row, start.k_index)
                 return lax.fori_loop(0, position.num_slices, fetch_slice, (slot, start, second_scale))[0]
 
             def fetch_all() -> None:
@@ -370,7 +362,7 @@ def pipelined_matmul(
                 pipeline = WarpgroupPipeline(
                     position.row + stage_row, position.col + stage_col, group, first_slice, stage_row, stage_col,
                     position.num_slices, tile, a_ring, b_ring, full, empty, stream_rings, needs_fence, lead_barrier,
-                    is_k_major,
+                    is_k_major, position.first_slice,
                 )  # fmt: skip
                 residual_arrived = (
                     None if residual_barrier is None else (lambda slot: residual_barrier.at[group * num_slots + slot])
@@ -389,7 +381,33 @@ def pipelined_matmul(
                 num_tiles if alternation == 1 else lax.div(num_tiles - group + alternation - 1, alternation)
             )
             lax.fori_loop(0, num_group_tiles, compute_tile, jnp.int32(0))
+            if zero_rows is not None:
+                for first, end in zero_rows(schedule_refs):
+                    write_zeros(first, end)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def write_zeros(first: jax.Array, end: jax.Array) -> None:
+            """Set rows of the output to 0: each compute warpgroup of each block stores its share of the pieces."""
+            (height, width), piece_tile = (
+                store_shape,
+                dataclasses.replace(tile, rows=store_shape[0], cols=store_shape[1]),
+            )
+            columns, aligned_first = ceil_div(out_shape[1], width), lax.div(first, 8) * 8
+            count = jnp.where(end > first, lax.div(end - aligned_first + height - 1, height), 0) * columns
+            worker, num_workers = block * WARPGROUPS + group, num_blocks * WARPGROUPS
+            zeros = plgpu.layout_cast(jnp.zeros(store_shape, jnp.float32), plgpu.Layout.WGMMA)
+
+            def write_piece(i: jax.Array, _: None) -> None:
+                piece = worker + i * num_workers
+                row, col = aligned_first + lax.div(piece, columns) * height, lax.rem(piece, columns) * width
+                position = TilePosition(row, col, row, col, 0, row_range=(first, end))
+                writer = Writer(
+                    out_ref, None, out_ring.at[group], None, {}, position, piece_tile, store_shape, out_dtype,
+                    row_range=position.row_range, is_interpreted=interpret is not None,
+                )  # fmt: skip
+                writer.write((None, None), [(0, 0, zeros)])
+
+            lax.fori_loop(0, lax.div(count - worker + num_workers - 1, num_workers), write_piece, None)
 
         lax.cond(group == WARPGROUPS, load, multiply)
 

@@ -77,6 +77,7 @@ class WarpgroupPipeline:
             interpreter supports only fences between a read and a TMA write.
         lead_barrier: completes when the first warpgroup leads by `tile.lead_slices` slices; None without a lead.
         is_k_major: whether K is the last dimension of a stage's operands, otherwise the first.
+        first_k_slice: first slice of K in the operands.
     """
 
     row: jax.Array
@@ -95,6 +96,7 @@ class WarpgroupPipeline:
     needs_fence: bool
     lead_barrier: Any = None
     is_k_major: bool = True
+    first_k_slice: Any = 0
 
     def wait_for_lead(self) -> None:
         """Block the second warpgroup at the start of a tile until the first one leads."""
@@ -164,7 +166,11 @@ class WarpgroupPipeline:
 
     def load_slice_scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
         """Return a scale of a stream of rows for slice `i`; call `fence_scale_reads` before the stage is released."""
-        return self.streams[stream][slot, row, lax.rem(i, 4)]
+        return self.streams[stream][slot, row, lax.rem(i + self.first_k_slice, 4)]
+
+    def loop_unless_empty(self, loop: Callable[[], Any], init: Any, may_be_empty: bool) -> Any:
+        """Return the result of `loop`, which needs a slice; `init` for a tile that has none."""
+        return lax.cond(self.k_steps > 0, loop, lambda: init) if may_be_empty else loop()
 
     def fence_scale_reads(self) -> None:
         """Order the reads of `load_scales` before the TMA write that follows the release of the stage."""
@@ -238,7 +244,7 @@ class TilePosition(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tiles of a grouped product.
+    """The tiles of a product of which not all are alike, such as those of a grouped product.
 
     Attributes:
         out_shape: rows and columns of the output.
@@ -246,31 +252,32 @@ class Schedule(NamedTuple):
         num_tiles: function of the references that returns the number of tiles.
         position: function of the references and a tile's number that returns its `TilePosition`. Other numbers give
             any position.
+        is_sorted: whether tiles with more slices come first. Every other round of the thread blocks then runs
+            backwards.
+        zero_rows: function of the references that returns ranges of rows, (first, end), which no tile writes and the
+            kernel sets to 0; None for no such rows.
     """
 
     out_shape: tuple[int, int]
     arrays: tuple[jax.Array, ...]
     num_tiles: Callable[[Sequence[Any]], jax.Array]
     position: Callable[[Sequence[Any], jax.Array], TilePosition]
+    is_sorted: bool = False
+    zero_rows: Callable[[Sequence[Any]], Sequence[tuple[Any, Any]]] | None = None
 
 
 class SecondOperand(NamedTuple):
     """A second left operand, for which some slices are multiplied as well, each after that of the first.
 
-    Rows of tiles have different numbers of slices. They are assigned in `row_order`, the longest first, and every other
-    round of the thread blocks runs backwards.
+    Rows of tiles have different numbers of slices, of both operands; they are those of a `Schedule`.
 
     Attributes:
         codes: array of the first operand's shape.
         scale: fp32 (rows of tiles, slices of K); non-zero if the slice of `codes` is multiplied.
-        slice_counts: int32 (rows of tiles,), slices of both operands.
-        row_order: int32 (rows of tiles,), the order of computation.
     """
 
     codes: jax.Array
     scale: jax.Array
-    slice_counts: jax.Array
-    row_order: jax.Array
 
 
 class SlicePosition(NamedTuple):

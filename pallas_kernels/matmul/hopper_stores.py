@@ -37,7 +37,7 @@ def store_rows(out_ref: Any, value: jax.Array, row: Any, col: Any, begin: Any, e
         base = llvm.ptrtoint(i64, utils.memref_ptr(out))
 
         def constant(number: int) -> Any:
-            return arith.constant(i64, ir.IntegerAttr.get(i64, number))
+            return llvm.ConstantOp(i64, ir.IntegerAttr.get(i64, number)).result
 
         lines = [
             "{ .reg .pred inside;",

@@ -54,13 +54,13 @@ def matmul_block(
     if not has_column_scales:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     tile = tile or best_tile(m, n)
-    streams = [hopper.Stream.from_slices(a_scale, tile.block_rows, lambda position: position.row)]
+    streams = [hopper.Stream.from_slices(a_scale, tile.block_rows, lambda position: position.a_row)]
     if has_column_scales:
-        streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda position: position.col))
+        streams.append(hopper.Stream.from_slices(b_scale, tile.block_cols, lambda position: position.b_row))
     else:
         # A tile that starts inside of a block extends into one more.
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
-        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda position: lax.div(position.col, 128)))
+        streams.append(hopper.Stream.from_rows(b_scale, rows, lambda position: lax.div(position.b_row, 128)))
     return hopper.pipelined_matmul(
         make_compute(tile, has_column_scales, interpret is not None), a, b, streams, name="fp8_matmul_block",
         tile=tile, epilogue=epilogue, out_dtype=out_dtype, use_inline_wgmma=True, static_key=has_column_scales,
@@ -68,11 +68,12 @@ def matmul_block(
     )  # fmt: skip
 
 
-def make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> Any:
+def make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool, may_be_empty: bool = False) -> Any:
     """Return the `compute` function: 64 rows at a time, so that the sums of only one pass need registers.
 
     Tensor cores idle between two passes. Each pass therefore loads its scales, and the last one waits for the next
     slice, while products are in flight. Scales of single columns would need too many registers for that.
+    `may_be_empty` admits tiles without slices.
     """
     width = math.gcd(tile.cols, 64 if has_column_scales else 128)  # columns scaled at a time
     row_starts, column_starts = range(0, tile.rows, 64), range(0, tile.cols, width)
@@ -128,9 +129,12 @@ def make_compute(tile: Tile, has_column_scales: bool, is_interpreted: bool) -> A
         def zeros(cols: int) -> jax.Array:
             return plgpu.layout_cast(jnp.zeros((64, cols), jnp.float32), plgpu.Layout.WGMMA)
 
-        pipeline.wait(pipeline.first_stage)
-        totals = tuple(tuple(zeros(width) for _ in column_starts) for _ in row_starts)
-        totals, _ = pipeline.loop_over_k(add_slice, (totals, zeros(tile.cols)), with_next=True)
+        def add_slices() -> Any:
+            pipeline.wait(pipeline.first_stage)
+            return pipeline.loop_over_k(add_slice, (no_totals, zeros(tile.cols)), with_next=True)[0]
+
+        no_totals = tuple(tuple(zeros(width) for _ in column_starts) for _ in row_starts)
+        totals = pipeline.loop_unless_empty(add_slices, no_totals, may_be_empty)
         finish(
             [
                 (top, f, x)

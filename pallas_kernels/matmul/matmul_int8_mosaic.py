@@ -5,6 +5,7 @@ In: int8 codes (M, K) and (N, K) with fp32 block scales. Out: (M, N) bf16 or fp3
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,34 +66,68 @@ def matmul_int8_block(
     hopper.check_array("a_scale", a_scale, blocks, (jnp.float32,))
     hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, BLOCK), blocks[1]), (jnp.float32,))
     tile = tile or best_tile(m, n)
-    if tile.block_rows != BLOCK or BLOCK % tile.cols:
-        raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
-    # A tile that starts inside of a block extends into one more.
-    b_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
-    b_stream = hopper.Stream.from_rows(b_scale, b_rows, lambda position: lax.div(position.col, BLOCK))
-
-    def a_block_stream(scales: jax.Array) -> hopper.Stream:
-        return hopper.Stream.from_rows(scales, 1, lambda position: lax.div(position.row, BLOCK))
-
-    second_operand, streams = None, [a_block_stream(a_scale), b_stream]
+    check_tile(tile)
+    streams = [a_block_stream(a_scale), b_block_stream(b_scale, tile, lambda position: lax.div(position.col, BLOCK))]
+    second_operand, schedule = None, None
     if residual is not None:
-        hopper.check_array("residual.codes", residual.codes, a.shape, (jnp.int8,))
-        hopper.check_array("residual.scale", residual.scale, blocks, (jnp.float32,))
-        hopper.check_array("residual.is_fallback", residual.is_fallback, blocks, (jnp.bool_,))
-        residual_scale = jnp.where(residual.is_fallback, residual.scale, 0)
-        counts = blocks[1] + jnp.sum(residual_scale != 0, 1, dtype=jnp.int32)
-        second_operand = hopper.SecondOperand(
-            residual.codes, residual_scale, counts, jnp.argsort(-counts).astype(jnp.int32)
-        )
-        streams.append(a_block_stream(residual_scale))
+        second_operand = make_second_operand(residual, a.shape)
+        schedule = _sorted_schedule(m, n, tile, blocks[1] + jnp.sum(second_operand.scale != 0, 1, dtype=jnp.int32))
+        streams.append(a_block_stream(second_operand.scale))
     return hopper.pipelined_matmul(
-        _make_compute(tile, second_operand is not None, interpret is not None), a, b, streams,
+        make_compute(tile, second_operand is not None, interpret is not None), a, b, streams,
         name="int8_matmul_block", tile=tile, epilogue=hopper.Epilogue(), out_dtype=out_dtype, use_inline_wgmma=True,
-        second_operand=second_operand, interpret=interpret,
+        second_operand=second_operand, schedule=schedule, interpret=interpret,
     )  # fmt: skip
 
 
-def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
+def check_tile(tile: Tile) -> None:
+    """Raise ValueError unless each warpgroup's part of a tile has one scale per slice."""
+    if tile.block_rows != BLOCK or BLOCK % tile.cols:
+        raise ValueError(f"{tile}: it has to compute {BLOCK} rows, and each warpgroup columns that divide {BLOCK}")
+
+
+def a_block_stream(scales: jax.Array) -> hopper.Stream:
+    """Return the stream of block scales (M / 128, K / 128) of the first operand, or of the second left one."""
+    return hopper.Stream.from_rows(scales, 1, lambda position: lax.div(position.a_row, BLOCK))
+
+
+def b_block_stream(
+    scales: jax.Array, tile: Tile, first_block: Callable[[hopper.TilePosition], jax.Array]
+) -> hopper.Stream:
+    """Return the stream of block scales (N / 128, K / 128) of the right operand, from `first_block(position)` on."""
+    # A tile that starts inside of a block extends into one more.
+    rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
+    return hopper.Stream.from_rows(scales, rows, first_block)
+
+
+def make_second_operand(residual: FallbackResidual, shape: tuple[int, ...]) -> hopper.SecondOperand:
+    """Return the residual of an operand of this shape, with scale 0 in the blocks that do not fall back."""
+    blocks = hopper.ceil_div(shape[0], BLOCK), hopper.ceil_div(shape[1], BLOCK)
+    hopper.check_array("residual.codes", residual.codes, shape, (jnp.int8,))
+    hopper.check_array("residual.scale", residual.scale, blocks, (jnp.float32,))
+    hopper.check_array("residual.is_fallback", residual.is_fallback, blocks, (jnp.bool_,))
+    return hopper.SecondOperand(residual.codes, jnp.where(residual.is_fallback, residual.scale, 0))
+
+
+def _sorted_schedule(m: int, n: int, tile: Tile, slice_counts: jax.Array) -> hopper.Schedule:
+    """Return the tiles of an (M, N) product whose rows of tiles have these numbers of slices."""
+    tiles = slice_counts.shape[0], hopper.ceil_div(n, tile.block_cols)
+
+    def num_tiles(_: Any) -> jax.Array:
+        return jnp.int32(tiles[0] * tiles[1])
+
+    def position(refs: Any, index: jax.Array) -> hopper.TilePosition:
+        count_ref, order_ref = refs
+        tile_m, tile_n = plgpu.planar_snake(index, tiles, 1, tile.band_width)
+        tile_m = order_ref[tile_m]
+        row, col = tile_m * tile.block_rows, tile_n * tile.block_cols
+        return hopper.TilePosition(row, col, row, col, count_ref[tile_m])
+
+    arrays = slice_counts, jnp.argsort(-slice_counts).astype(jnp.int32)
+    return hopper.Schedule((m, n), arrays, num_tiles, position, is_sorted=True)
+
+
+def make_compute(tile: Tile, has_residual: bool, is_interpreted: bool, may_be_empty: bool = False) -> Any:
     """Return the `compute` function: 64 rows at a time, as in `matmul_block_mosaic`, with int32 sums."""
     row_starts = range(0, tile.rows, 64)
 
@@ -132,13 +167,13 @@ def _make_compute(tile: Tile, has_residual: bool, is_interpreted: bool) -> Any:
         def zeros(dtype: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.zeros((64, tile.cols), dtype), plgpu.Layout.WGMMA)
 
-        pipeline.wait(pipeline.first_stage)
-        init = (
-            tuple(zeros(jnp.float32) for _ in row_starts),
-            zeros(jnp.int32),
-            hopper.SlicePosition(jnp.int32(0), jnp.int32(0)),
-        )
-        totals, *_ = pipeline.loop_over_k(add_slice, init, with_next=True)
+        def add_slices() -> Any:
+            pipeline.wait(pipeline.first_stage)
+            init = no_totals, zeros(jnp.int32), hopper.SlicePosition(jnp.int32(0), jnp.int32(0))
+            return pipeline.loop_over_k(add_slice, init, with_next=True)[0]
+
+        no_totals = tuple(zeros(jnp.float32) for _ in row_starts)
+        totals = pipeline.loop_unless_empty(add_slices, no_totals, may_be_empty)
         finish([(top, 0, x) for top, x in zip(row_starts, totals, strict=True)])
 
     return compute

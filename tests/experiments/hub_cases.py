@@ -28,6 +28,7 @@ _SHAPE = {
 _SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {"rope_type": "default", "rope_theta": 500.0}
 _LLAMA31 = {"rope_type": "llama3", "rope_theta": 500.0, **_SCALING}
+_QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 
 # Name of the case: class of the configuration, and its settings.
 CASES = {
@@ -42,6 +43,9 @@ CASES = {
     "qwen2_tied": ("Qwen2Config", {**_SHAPE, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3Config", {**_SHAPE, "head_dim": 16}),
     "qwen3_tied": ("Qwen3Config", {**_SHAPE, "head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {**_SHAPE, "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_SHAPE, **_QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe_plain": ("Qwen3MoeConfig", {**_SHAPE, **_QWEN3_MOE, "norm_topk_prob": False, "num_experts_per_tok": 3}),
     "olmo": ("OlmoConfig", {**_SHAPE, "clip_qkv": None}),
     "olmo2": ("Olmo2Config", {**_SHAPE, "rms_norm_eps": 1e-6}),
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,

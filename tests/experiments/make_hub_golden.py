@@ -6,10 +6,13 @@ tokens in fp32 and the tokens that greedy search goes on with.
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 from tests.experiments import hub_cases as cases
 
@@ -17,12 +20,18 @@ from tests.experiments import hub_cases as cases
 def make(case: str) -> torch.nn.Module:
     """transformers' model of a case, with drawn weights."""
     kind, settings = cases.CASES[case]
-    config = getattr(transformers, kind)(**settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.from_numpy(cases.draw(name, tuple(weight.shape))))
-    return model
+    auto = transformers.AutoModelForCausalLM
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        auto.from_config(getattr(transformers, kind)(**settings)).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        cases.write(folder, config, shapes(folder))
+        return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def shapes(folder: Path) -> dict[str, list[int]]:
+    """Names and shapes of the tensors of a checkpoint in one file, which has each expert's apart."""
+    return {name: list(x.shape) for name, x in load_file(folder / "model.safetensors").items()}
 
 
 def main() -> None:
@@ -36,9 +45,14 @@ def main() -> None:
                 torch.from_numpy(tokens[:1, :7]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
             )
         model.config.architectures = [type(model).__name__]
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            named = shapes(Path(folder))
+        config = json.loads(model.config.to_json_string())
+        config.pop("dtype")
         content = {
-            "config": json.loads(model.config.to_json_string()),
-            "shapes": {name: list(x.shape) for name, x in model.named_parameters()},
+            "config": config,
+            "shapes": named,
             "tokens": tokens.tolist(),
             "logits": [[[float(f"{x:.7g}") for x in row] for row in rows] for rows in logits.tolist()],
             "greedy": greedy[0].tolist(),

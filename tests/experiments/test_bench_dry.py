@@ -23,12 +23,10 @@ FEWER = {
     "release": ["--arm", "coat, released, offloaded, bf16+int8 masters", "bf16"],
 }
 SLOW = {
-    "int8_speed",
     "models",
     "release",
     "optimizer",
     "coat_speed",
-    "cold",
     "reduce",
     "step",
     "lora",

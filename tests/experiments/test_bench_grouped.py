@@ -21,11 +21,12 @@ def test_each_case_is_traced(monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     grouped.main(["--dry", "--only", "w13|passes", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*/grouped.json")
-    rows = json.loads(path.read_text())["rows"]
+    content = json.loads(path.read_text())
+    rows = content["rows"]
     assert {row["case"].split(" ", 1)[1] for row in rows if row["metric"] == "time" and row["value"]} == {
         "w13 quantized", "w13 forward", "w13 dx", "w13 dw", "passes"
     }  # fmt: skip
-    assert not [row for row in rows if row["metric"] == "failed"]
+    assert not [note for note in content["notes"] if "Not measured" in note]
 
 
 def loads():
@@ -63,7 +64,9 @@ def test_an_arm_that_fails_stops_no_other():
         if arm.name in ("good", "double"):
             futures[case.key(arm)].set_result(arm.function)
     futures[case.key(arms[1])].set_exception(ValueError("no room"))
-    rows = grouped.measure(case, futures, argparse.Namespace(rounds=1, burst=0.0))
-    failed = {row["impl"]: row["unit"] for row in rows if row["metric"] == "failed"}
-    assert failed == {"bad": "ValueError: no room", "late": "TimeoutError: it was not compiled in time"}
-    assert {row["impl"] for row in rows if row["metric"] == "time"} == {"good", "double"}
+    rows, notes = grouped.measure(case, futures, argparse.Namespace(rounds=1, burst=0.0))
+    assert notes == [
+        "Not measured: c, bad: ValueError: no room",
+        "Not measured: c, late: TimeoutError: it was not compiled in time",
+    ]
+    assert {row["impl"] for row in rows} == {"good", "double"}

@@ -14,8 +14,10 @@ from experiments import errors
 from experiments.errors import BusyError, DiskError, UserError
 from experiments.models import sizes
 from experiments.results import report as tables_report
-from experiments.train import cli, config, folders
+from experiments.train import cli, config, folders, help
 from experiments.train.config import Config
+
+SECTIONS = (config.Data, config.Model, config.Optim, config.Lora, config.Run)
 
 
 @pytest.mark.parametrize(
@@ -23,10 +25,10 @@ from experiments.train.config import Config
     [
         (["--recipe", "bf17"], "'bf17'.*coat_optimizer"),
         (["--recipe", "bf16", "bf16"], "names a recipe twice"),
-        (["--model", "9b"], "unknown model size '9b'.*7b"),
-        (["--heads", "5"], "dim 32 is not divisible by heads 5"),
-        (["--kv-heads", "3"], "heads 4 is not divisible by kv_heads 3"),
-        (["--layers", "0"], "layers must be at least 1, got 0"),
+        (["--model", "9b"], "--model: unknown model size '9b'.*7b"),
+        (["--heads", "5"], "--dim 32 is not divisible by --heads 5"),
+        (["--kv-heads", "3"], "--heads 4 is not divisible by --kv-heads 3"),
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--seq-len", "-3"], "--seq-len must be at least 1, got -3"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
@@ -131,17 +133,30 @@ def test_what_no_bound_says_is_refused(change, message):
         Config(**parts).validate()
 
 
-def test_help_lists_recipes_sizes_and_exit_codes(capsys):
+@pytest.mark.parametrize("option", ["--help", "-h", "--help-all"])
+def test_help_lists_recipes_sizes_and_exit_codes(capsys, option, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--help"])
+        cli.main([option])
     assert caught.value.code == 0
-    words = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
-    assert f"Recipes: {', '.join(fp8jax.recipes.NAMES)}." in words
-    assert f"A size: {', '.join(sizes.NAMES)}." in words
+    shown = capsys.readouterr().out
+    words = re.sub(r"[\s│]+", " ", shown)
+    assert ", ".join(fp8jax.recipes.NAMES) in words
+    assert ", ".join(sizes.NAMES) in words
     codes = words.split("Exit codes: ")[1].split(". ")[0]
     assert re.findall(r"(\d+) (?!and)", codes + " ") == ["0", "1", "2", "3", "4", "5", "143"]
     for error in (UserError, DiskError, BusyError):
         assert f" {error.exit_code} " in f" {codes}"
+    # One screen has what most runs need; the rest has a way to it.
+    options = {config.flag(field.name) for section in SECTIONS for field in dataclasses.fields(section)}
+    listed = {option for option in options if re.search(rf"(?m)^[│ ]*{option}\b(?!-)", shown)}
+    if option == "--help-all":
+        assert listed == options
+    else:
+        assert len(shown.splitlines()) <= 40
+        assert max(map(len, shown.splitlines())) <= 80
+        assert listed == {config.flag(name) for name, _, _ in help.ESSENTIAL if name != "recipe"} < options
+        assert "--help-all" in shown
 
 
 def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):

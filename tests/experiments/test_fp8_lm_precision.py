@@ -81,9 +81,9 @@ def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
 
     @jax.jit
     def step(params, state):
-        loss, grads, _ = task.gradients(params, {}, TOKENS)
+        losses, grads, _ = task.gradients(params, {}, TOKENS)
         updates, state = tx.update(grads, state, params)
-        return loss, optax.apply_updates(params, updates), state
+        return losses["loss"], optax.apply_updates(params, updates), state
 
     state, want = tx.init(params), []
     for _ in range(6):

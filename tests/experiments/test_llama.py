@@ -41,7 +41,7 @@ def test_olmo_has_its_published_parameter_counts(name, tied, expected):
     assert count(sizes.get(name, 50_304, tied=tied)) == expected
 
 
-@pytest.mark.parametrize("name", sizes.NAMES)
+@pytest.mark.parametrize("name", [name for name in sizes.NAMES if not name.startswith("moe-")])
 def test_every_size_is_possible_and_about_as_large_as_its_name(name):
     config = sizes.get(name, 256 if name.endswith("-5m") or name in ("5m", "15m") else 32_000, tied=name == "olmo-1b")
     config.validate()

@@ -1,7 +1,9 @@
 """What tables and plots show, against figures computed by hand."""
 
 import io
-import math
+import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +13,10 @@ from rich.console import Console
 
 from experiments.errors import DiskError
 from experiments.files import write_json
-from experiments.train import report
+from experiments.train import comparison, report
 from experiments.train.result import Result
+
+ROOT = Path(__file__).parents[2]
 
 
 def cells(table):
@@ -26,20 +30,105 @@ def result(name, train, valid, mu, nu, speed):
 
 
 def test_recipes_are_compared_with_the_first():
-    shown = cells(
-        report.comparison_table([result("a", 2.5, 2.0, 4096, 4096, 1234.4), result("b", 2.25, 2.5, 1024, 2048, 99.6)])
-    )
-    assert shown["a"] == ["2.5000", "2.0000", "1.0000", f"{math.e**2:.3f}", "8.0 KiB", "8.192", "1,234"]
-    assert shown["b"] == ["2.2500", "2.5000", "1.2500", f"{math.e**2.5:.3f}", "3.0 KiB", "3.072", "100"]
+    results = [result("a", 2.5, 2.0, 4096, 4096, 1234.4), result("b", 2.25, 2.5, 1024, 2048, 99.6)]
+    table = comparison.comparison_table(results, has_speed=True)
+    shown = cells(table)
+    assert shown["a"] == ["2.5000", "2.0000", "", "8.0 KiB", "", "1,234", ""]
+    assert shown["b"] == ["2.2500", "2.5000", "+25.00 %", "3.0 KiB", "2.7x less", "100", "0.1x"]
+    # Each comparison names its baseline.
+    assert [str(column.header) for column in table.columns].count("vs a") == 3
+    assert cells(comparison.comparison_table(results, has_speed=False))["b"] == shown["b"][:-2]
 
 
 def test_the_comparison_fits_into_80_columns_with_whole_names():
     rows = [result(name, 12.3456, 10.25, 4096, 4096, 1234567.4) for name in ("bf16", "fp8_lm_two_phase")]
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(report.comparison_table(rows))
+    console.print(comparison.comparison_table(rows, has_speed=True))
     text = console.export_text()
-    assert all(word in text for word in ("fp8_lm_two_phase", "12.3456", "28282.542", "1,234,567"))
+    assert all(word in text for word in ("fp8_lm_two_phase", "12.3456", "1,234,567"))
     assert "…" not in text
+
+
+RESULTS = [
+    result("bf16", 2.5, 2.0, 4 << 20, 4 << 20, 1000.0),
+    result("coat_optimizer", 2.5, 2.01, 1 << 20, 1 << 20, 900.0),
+    result("te_current", 2.5, 1.99, 4 << 20, 4 << 20, 1300.0),
+]
+
+
+def test_a_run_ends_with_what_was_gained(monkeypatch, tmp_path):
+    steady = dict.fromkeys(("bf16", "coat_optimizer", "te_current"), 0.02)
+    memory, products = comparison.sentences(RESULTS, {"te_current": "FP8"}, steady, "cpu")
+    assert memory == "Moments take 2.0 MiB instead of 8.0 (4.0 times less) at +0.50 % loss (coat_optimizer)."
+    measured = json.loads((ROOT / "results/h100/step.json").read_text())["rows"]
+    of_h100 = {row["impl"]: row["value"] for row in measured if row["metric"] == "step"}
+    assert products.startswith("Products in FP8 (te_current) bring no speed on a CPU. On an H100 ")
+    assert f"{of_h100['bf16'] / of_h100['te_current']:.1f} times as fast with te_current as in bf16" in products
+    # Without the file nothing is said of an H100.
+    monkeypatch.setattr(comparison, "_RESULTS_PATH", tmp_path)
+    assert "H100" not in " ".join(comparison.sentences(RESULTS, {"te_current": "FP8"}, steady, "cpu"))
+    assert comparison.sentences(RESULTS[:2], {}, steady, "cpu") == [memory]
+    (alone,) = comparison.sentences(RESULTS[1:2], {}, steady, "cpu")
+    assert "--recipe bf16 coat_optimizer" in alone
+
+
+def test_speeds_are_compared_on_a_gpu_that_does_nothing_else():
+    steady = dict.fromkeys(("bf16", "coat_optimizer", "te_current"), 0.02)
+    _, *lines = comparison.sentences(RESULTS, {"te_current": "FP8"}, steady, "gpu")
+    assert lines == [
+        "coat_optimizer trains on 0.9 times as many tokens a second as bf16.",
+        "te_current trains on 1.3 times as many tokens a second as bf16.",
+    ]
+    _, refused = comparison.sentences(RESULTS, {"te_current": "FP8"}, steady | {"bf16": 0.4}, "gpu")
+    assert refused.startswith("Speeds are not compared: those of the steps differ (bf16 by 40 %)")
+    assert comparison.has_comparable_speeds(steady, "gpu")
+    assert not comparison.has_comparable_speeds(steady | {"bf16": 0.4}, "gpu")
+    assert not comparison.has_comparable_speeds(steady, "cpu")
+
+
+def test_the_spread_of_speeds_is_of_the_newest_steps():
+    speeds = [1.0] * 50 + [100.0 + step for step in range(50)]
+    low, middle, high = np.quantile(speeds[50:], [0.25, 0.5, 0.75], method="weibull")
+    found = comparison.spread([{"step": i, "tokens_per_s": speed} for i, speed in enumerate(speeds)])
+    assert found == pytest.approx((high - low) / middle)
+    assert comparison.spread([{"step": 1, "tokens_per_s": 1.0}, {"step": 1, "valid_loss": 2.0}]) == 0
+
+
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_details_are_in_the_log_and_seen_where_that_is_asked_for(tmp_path, is_verbose):
+    stream = io.StringIO()
+    details = report.Details(Console(file=stream, width=60), is_verbose)
+    details.show("before there is a file")
+    details.keep(tmp_path / "log.txt")
+    details.show("a line of [brackets]")
+    details.show(report.memory_table({"parameters": 4000}, 1000, None))
+    log = (tmp_path / "log.txt").read_text()
+    assert log.startswith("a line of [brackets]\n")
+    assert "3.9 KiB" in log
+    shown = stream.getvalue()
+    assert (
+        shown.count("before there is a file")
+        == shown.count("[brackets]")
+        == shown.count("memory estimate")
+        == is_verbose
+    )
+
+
+def test_a_terminal_gets_a_bar_that_ends_with_the_validation(tmp_path):
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, color_system=None)
+    with report.RunLog(tmp_path, console, recipe="r", resumed=0, steps=4, every=2, label="name") as log:
+        for step in range(1, 5):
+            log.step(step, 2.0, grad_norm=1.0, lr=0.1, tokens_per_s=10.0)
+        log.valid(4, 1.25)
+    last = stream.getvalue().rpartition("name ")[2]
+    assert re.match(r" *\S+ 4/4 +validation loss 1\.2500 0:00", last)
+    assert "step 4/4" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3601, "1:00:01")])
+def test_times_are_read_at_a_glance(seconds, text):
+    assert report.clock(seconds) == text
 
 
 def test_memory_is_listed_by_part_and_as_xla_counts_it():

@@ -145,3 +145,14 @@ def test_steps_by_how_weights_are_scaled_stand_beside_the_papers():
     assert rows["moss, weights just in time", "%"].value == pytest.approx(100 * 10 / 200)
     assert rows["moss, weights just in time", "%"].paper == pytest.approx(100 * 3.6 / 68.5)
     assert speeds.moss_scalings({"rows": []}) == []
+
+
+def test_a_layer_stands_beside_the_paper_s_by_time_and_by_what_it_keeps():
+    case = "batch 4, length 4096"
+    layer = [row(impl, metric, number, case) for impl, time, kept in (("bf16", 30.0, 36.0), ("te_current", 20.0, 12.0))
+             for metric, number in (("time", time), ("kept", kept))]  # fmt: skip
+    rows = {(r.case, r.metric): r for r in speeds.coat_layer({"rows": layer})}
+    assert rows["te_current", "time"].ratio == 1.5
+    assert rows["te_current", "time"].paper_ratio == pytest.approx(54.80 / 37.24)
+    assert (rows["te_current", "kept"].ratio, rows["te_current", "kept"].paper_ratio) == (3, 5828 / 4840)
+    assert {r.table for r in rows.values()} == {"Table 7: hidden size 4096, batch 4, length 4096"}

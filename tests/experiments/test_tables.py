@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from experiments.papers import (
     coat_optimizer,
     coat_speed,
     common,
+    speeds,
 )
 from experiments.papers.common import Row
 from experiments.results import figures, jobs, record, report, runner
@@ -64,13 +66,11 @@ def test_the_papers_figures_agree_with_its_text():
 
 def test_the_papers_layer_times_agree_with_its_text():
     totals = []
-    for of in coat_speed.PAPER.values():
-        for forward, backward, total, _ in of.values():
-            np.testing.assert_allclose(forward + backward, total, atol=0.011)
-        bf16, coat = of[coat_speed.BF16], of[coat_speed.FAITHFUL]
-        assert round(bf16[3] / coat[3], 2) == 1.65
-        totals.append(bf16[2] / coat[2])
-    assert [f"{t:.2f}" for t in totals] == ["1.47", "1.44", "1.58", "1.54"]  # It says 1.57 and 1.53, cut off.
+    for of in speeds.TABLE_7.values():
+        bf16, coat = of["bf16"], of[bench_arms.FAITHFUL]
+        assert round(bf16[1] / coat[1], 2) == 1.65
+        totals.append(bf16[0] / coat[0])
+    assert [f"{t:.2f}" for t in totals] == ["1.58", "1.54"]  # It says 1.57 and 1.53, cut off.
 
 
 def test_norms_that_keep_codes_give_the_same_result_and_codes_of_it():
@@ -207,7 +207,7 @@ def test_a_results_file_becomes_a_page(tmp_path, monkeypatch):
     assert "![x](../h9/x.png)" in x
     front = (tmp_path / "RESULTS.md").read_text()
     assert "- [Mine](results/pages/mine.md): " in front
-    assert front.count("not measured yet") == len(figures.read("headlines.toml")["headline"])
+    assert front.count("not measured yet") == sum(len(table.rows) for table in figures.tables())
 
 
 def test_rows_of_several_commits_and_cards_show_it(tmp_path):
@@ -233,12 +233,61 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
 
 
 def test_a_figure_stands_with_its_card_and_commit(monkeypatch):
-    headline = {"bench": "x", "label": "What", "ours": "{[value xla > time]:.1f} ms", "paper": "2 (paper)"}
-    monkeypatch.setattr(figures, "read", lambda name: {"headline": [headline]})
-    cards = {"h100": RESULT, "h200": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def", "device": "e"}]}}
-    line = next(line for line in report.front({"x": cards}, "pages").splitlines() if line.startswith("| What"))
-    assert "| 1.5 ms (H100)<br>3.0 ms (H200) | 2 (paper) |" in line
-    assert "2026-01-01 · d · commit abc<br>2026-01-01 · e · commit def" in line
+    time = "{[value xla > time]:.1f} ms"
+    rows = [
+        {"what": "What", "bench": "x", "ours": time, "paper": "2 (paper)"},
+        {"what": "That", "bench": "y", "ours": time},
+        {"what": "It", "bench": "x", "ours": time},
+    ]
+    second = {"section": "Is it?", "text": "", "row": [{"what": "Once more", "again": "First: It"}]}
+    content = [{"section": "Is it?", "title": "First", "text": "Over bf16.", "row": rows}, second]
+    monkeypatch.setattr(figures, "read", lambda name: {"table": content})
+    cards = {"h100": RESULT, "h200x2": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def", "device": "e"}]}}
+    text = report.front({"x": cards}, "pages")
+    lines = text.splitlines()
+    # Nobody has a rival's figure: no column for it.
+    assert lines.index("| what | ours | the paper's | card |") > lines.index("### First") > lines.index("## Is it?")
+    assert "| What | 1.5 ms<br>3.0 ms | 2 (paper) | H100<br>2 x H200 |" in lines
+    assert "| That | not measured yet |  |  |" in lines
+    assert "| Once more | 1.5 ms<br>3.0 ms | H100<br>2 x H200 |" in lines
+    # The command once for the whole table; a table without a title has no heading of its own.
+    of_x = "[x](pages/x.md) (H100: 2026-01-01, commit abc; 2 x H200: 2026-01-01, commit def)"
+    assert [line for line in lines if line.startswith("- `")] == [f"- `{RESULT['command']}`: {of_x}"] * 2
+    assert (text.count("## Is it?"), text.count("### ")) == (1, 1)
+    # A row that stands twice is one headline of its file.
+    assert [each["label"] for each in figures.headlines("x", RESULT)] == ["First: What", "First: It"]
+    second["row"][0]["again"] = "First: Nothing"
+    with pytest.raises(ValueError, match="no row 'First: Nothing' before 'Once more'"):
+        figures.tables()
+
+
+def test_rows_are_short_and_stand_by_question_and_by_paper():
+    tables = figures.tables()
+    assert [row.what for table in tables for row in table.rows if len(row.what.split()) > 8] == []
+    sections = list(dict.fromkeys(table.section for table in tables))
+    assert sections[:3] == ["Is it faster?", "Does it save memory?", "Does it train as well?"]
+    papers = {"COAT": "COAT", "MOSS": "MOSS", "INT8 with fallback": "INT8 fallback", "FP8-LM": "FP8-LM"}
+    assert sections[3:7] == [*papers]
+    # A paper's tables are in its order.
+    for table in tables:
+        if table.section in papers:
+            pattern = rf"{papers[table.section]}, Table (\d+)"
+            numbers = [int(found[1]) for row in table.rows if (found := re.search(pattern, row.paper))]
+            assert numbers, table.section
+            assert numbers == sorted(numbers), table.section
+
+
+def test_rows_in_which_a_rival_errs_less_are_in_the_section_of_losses():
+    tables = figures.tables()
+    lost = {row.ours for row in tables[-1].rows}
+    results, worse = report.read(ROOT / "results")["peers"], dict[str, str]()
+    for row in next(table for table in tables if table.title.startswith("Error of an 8-bit")).rows:
+        for result in results.values():
+            rivals = re.findall(r"(\S+)(?:;|$)", figures.filled(row.rival, result))
+            if any(float(rival) < float(figures.filled(row.ours, result)) for rival in rivals):
+                worse[row.ours] = row.what
+    assert worse
+    assert [what for ours, what in worse.items() if ours not in lost] == []
 
 
 @pytest.mark.parametrize(
@@ -353,13 +402,14 @@ def test_rows_of_a_recipe_that_has_changed_since_have_its_former_name():
 
 def test_every_headline_names_rows_of_its_file_and_every_file_has_a_command():
     results = report.read(ROOT / "results")
-    for headline in figures.read("headlines.toml")["headline"]:
-        of_cards = results[headline["bench"]].values()
-        for template in (headline["ours"], headline.get("peer")):
-            assert template is None or any(figures.filled(template, result) for result in of_cards), headline
+    rows = [row for table in figures.tables() for row in table.own_rows]
+    for row in rows:
+        of_cards = results[row.bench].values()
+        for template in filter(None, (row.ours, row.rival)):
+            assert any(figures.filled(template, result) for result in of_cards), row
     made = {job.name for each in (*runner.JOBS.values(), runner.DERIVED) for job in each} | {*jobs.SETTLED}
     assert {*results} - made <= {"finetuning_60m", "fp8_lm_precision_125m"}, "a file that no command makes"
-    assert made >= {headline["bench"] for headline in figures.read("headlines.toml")["headline"]}
+    assert made >= {row.bench for row in rows}
     assert made >= {match[1] for quote in figures.quotes() for match in figures.FIGURE.finditer(quote.text)}
 
 

@@ -14,9 +14,10 @@ from flax import nnx
 import fp8jax
 from experiments import mesh, plan
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config, parallel, tensor
+from experiments.train import config, parallel, tensor
 from experiments.train.adapters import joined
 from experiments.train.form import Form
+from experiments.train.optimizer import make_optimizer
 from experiments.train.sections import Lora
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
@@ -66,13 +67,19 @@ def drawn(params):
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def first(found):
+    """The loss and the gradients of what a step finds."""
+    losses, grads, *_ = found
+    return losses["loss"], grads
+
+
 def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     """Loss and gradients of a recipe, compiled, and what they are of."""
     recipe, rows = recipe_of(name), None
     if where is not None:
         data, fsdp, shared = MESHES[where]
         rows = mesh.batches(mesh.make(data, fsdp, tensor=shared))
-    tx = cli.make_optimizer(config.Config(), recipe)
+    tx = make_optimizer(config.Config(), recipe)
     task = Task.build(llama, tx, recipe, seed=0, rows=rows, **{"remat": False} | how)
     state = jax.eval_shape(task.init)
     params = drawn(state.params)
@@ -86,11 +93,11 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
         plain = Task.build(llama, tx, recipe, seed=0, remat=False)
         base = jax.jit(task.base)(drawn(jax.eval_shape(plain.init).params))
     if rows is None:
-        run = jax.jit(lambda params, base, tokens: task.gradients(params, joined(model_state, base), tokens)[:2])
+        run = jax.jit(lambda params, base, tokens: first(task.gradients(params, joined(model_state, base), tokens)))
     else:
         params, base = (jax.device_put(tree, mesh.state(rows.mesh, tree)) for tree in (params, base))
         part = functools.partial(parallel.gradients, task.gradients, recipe, rows.mesh)
-        run = jax.jit(lambda params, base, tokens: part(params, model_state, tokens, (), base)[:2])
+        run = jax.jit(lambda params, base, tokens: first(part(params, model_state, tokens, (), base)))
     arguments = params, base, mesh.place(tokens, rows)
     return run.lower(*arguments).compile(), arguments
 

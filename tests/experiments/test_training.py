@@ -133,15 +133,18 @@ def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys
     shutil.copytree(finished, out / "shown")
     shutil.rmtree(out / "shown" / "coat_optimizer")
     assert cli.main([*argv, "--run", "shown", "--sample-tokens", "12"]) == 0
-    shown = capsys.readouterr().out
+    shown, log = capsys.readouterr().out, (out / "shown" / "log.txt").read_text()
     for text in (
-        "; 64 tokens a step",
-        "lr=0.002", "jax ", "already trained for 8 steps", "first moment", "bytes/param", "XLA: peak of a step",
-        "step 4/8 loss ", "tokens/s ", "valid 8/8 loss ", "coat_optimizer writes:", "ratio", "loss.png",
+        "8 of 64 tokens", "already trained for 8 steps", "step 4/8 loss ", "tokens/s ", "valid 8/8 loss ",
+        "coat_optimizer writes:", "vs bf16", "times less) at ", "loss.png",
     ):  # fmt: skip
         assert text in shown, text
-    assert shown.index("XLA: peak") < shown.index("step 2/8")
+    assert shown.splitlines().index("") == 5  # lines of the header
     assert shown.count("step 8/8") == 1
+    for text in ("lr=0.002", "jax ", "first moment", "bytes/param", "XLA: peak of a step", "adamw by xla"):
+        assert text in log, text
+        assert text not in shown, text
+    assert "WARNING" not in shown
 
 
 def test_resume_never_moves_the_old_run_aside(argv, finished, out, capsys):

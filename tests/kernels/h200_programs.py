@@ -14,7 +14,8 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch.choice import target
 from fp8jax.ops.matmul import hopper
 from fp8jax.ops.products.linear import ScalingState, linear, scaled_linear
-from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul, grouped_block_matmul_dw
+from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul, grouped_int8_block_matmul_dw
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 from pallas_kernels.matmul.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
@@ -230,6 +231,32 @@ def grouped_block(tokens: int = TOKENS, n: int = 2 * INNER, out: Any = BF16) -> 
     return program, (*operands, *scales, Shape((EXPERTS,), jnp.int32))
 
 
+def grouped_block_dw(dtype: Any = E4M3, out: Any = BF16, m: int = WIDTH) -> Program:
+    """Gradients of weights with scales of 128 tokens: of rows in FP8, of blocks in int8."""
+    function = grouped_int8_block_matmul_dw if dtype == I8 else grouped_block_matmul_dw
+
+    def program(a: Any, b: Any, sa: Any, sb: Any, starts: Any, lengths: Any) -> jax.Array:
+        return function(a, b, sa, sb, starts, lengths, out_dtype=out)
+
+    sizes, tokens = (m, 2 * INNER), TOKENS + 128 * EXPERTS
+    scales = [Shape((-(-size // 128) if dtype == I8 else size, tokens // 128), F32) for size in sizes]
+    numbers = Shape((EXPERTS,), jnp.int32)
+    return program, (*(Shape((size, tokens), dtype) for size in sizes), *scales, numbers, numbers)
+
+
+def grouped_int8(fallback: bool, tokens: int = TOKENS, out: Any = BF16) -> Program:
+    def program(a: Any, b: Any, sa: Any, sb: Any, groups: Any, *residual: Any) -> jax.Array:
+        residuals = FallbackResidual(*residual) if fallback else None
+        return grouped_int8_block_matmul(a, b, sa, sb, groups, residual=residuals, out_dtype=out)
+
+    _, (a, b, *_) = grouped(I8)
+    a, blocks = Shape((tokens, WIDTH), I8), (tokens // 128, WIDTH // 128)
+    b_scale = Shape((EXPERTS, 2 * INNER // 128, WIDTH // 128), F32)
+    residual = a, Shape(blocks, F32), Shape(blocks, jnp.bool_)
+    operands = a, b, Shape(blocks, F32), b_scale, Shape((tokens // 128,), jnp.int32)
+    return program, (*operands, *residual[: 3 * fallback])
+
+
 # Tiles of 128, 160 and 192 columns; rows of a matrix that do not fill a tile.
 GROUPED = [
     *(functools.partial(grouped, n=n) for n in (1024, 2560, 1536)),
@@ -244,6 +271,10 @@ GROUPED = [
     functools.partial(grouped_dw, fast=False),
     *(functools.partial(grouped_block, tokens) for tokens in (TOKENS, 4096)),
     functools.partial(grouped_block, out=F32),
+    *(functools.partial(grouped_block_dw, dtype, out) for dtype in (E4M3, I8) for out in (BF16, F32)),
+    *(functools.partial(grouped_block_dw, dtype, F32, 1000) for dtype in (E4M3, I8)),
+    *(functools.partial(grouped_int8, fallback) for fallback in (False, True)),
+    *(functools.partial(grouped_int8, True, tokens, F32) for tokens in (TOKENS, 1024)),
 ]
 # Those whose epilogue has all that the others' have, in tiles of most registers.
 GROUPED_LARGEST = [
@@ -252,6 +283,8 @@ GROUPED_LARGEST = [
     functools.partial(grouped_dw, m=1000, n=1536),
     functools.partial(grouped_dw, BF16, m=1000, n=1536, is_k_major=False),
     grouped_block,
+    functools.partial(grouped_block_dw, m=1000),
+    functools.partial(grouped_int8, True),
 ]
 
 

@@ -14,11 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.matmul import grouped_block_mosaic, grouped_mosaic
-from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul, grouped_block_matmul_dw
+from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul, grouped_int8_block_matmul_dw
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 from pallas_kernels.matmul.hopper import Tile
+from pallas_kernels.matmul.matmul_int8_mosaic import FallbackResidual
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
+from tests.rows import few
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -97,13 +100,14 @@ def row_arguments(case: Case) -> tuple[dict[str, jax.Array], np.ndarray]:
     return {"a": a, "b": b, "group_sizes": jnp.asarray(case.sizes, jnp.int32), **scales}, want
 
 
-@pytest.mark.parametrize("case", ROWS, ids=str)
+@pytest.mark.parametrize("case", few(ROWS, *ROWS[:5], *ROWS[6:8]), ids=str)
 def test_each_group_is_multiplied_by_its_own_matrix(case: Case) -> None:
     arguments, want = row_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
     out = interpreted(grouped_matmul, **arguments, **settings)
     assert out.dtype == case.out
     assert out.shape == case.shape[:2]
+    assert not wide(out[sum(case.sizes) :]).any()
     out = out[: sum(case.sizes)]
     if case.left == I8:
         np.testing.assert_array_equal(wide(out), want)
@@ -123,26 +127,24 @@ TOKENS = [
 def token_arguments(case: Case) -> tuple[dict[str, Any], np.ndarray]:
     """Arguments of `grouped_matmul_dw`, and its result; the right operand is not 0 after the end of a group."""
     (m, n, rest), groups = case.shape, len(case.sizes)
-    spans = [-(-size // 128) * 128 for size in case.sizes]
-    starts = np.cumsum([0, *spans[:-1]])
-    is_token = np.zeros(sum(spans) + rest, bool)
-    for start, size in zip(starts, case.sizes, strict=True):
-        is_token[start : start + size] = True
+    starts, ranges, tokens = token_ranges(case.sizes)
+    is_token = np.zeros(tokens + rest, bool)
+    for x in ranges:
+        is_token[x] = True
     a = jnp.where(is_token, draw(0, m, is_token.size, dtype=case.left), jnp.zeros((), case.left))
     b = draw(1, n, is_token.size, dtype=case.right)
     shapes = {"scale": (groups,), "row_scale": (groups, m), "column_scale": (groups, n)}
     scales = {name: jnp.asarray(np.random.default_rng(2).uniform(0.5, 2, shapes[name]), F32) for name in case.terms}
-    ranges = [slice(start, start + size) for start, size in zip(starts, case.sizes, strict=True)]
     want = np.stack([wide(a[:, x]) @ wide(b[:, x]).T for x in ranges])
     want = want * wide(scales.get("scale", np.ones(groups)))[:, None, None]
     want = want * wide(scales.get("row_scale", np.ones((groups, m))))[:, :, None]
     want = want * wide(scales.get("column_scale", np.ones((groups, n))))[:, None]
     operands = {"a": a, "b": b} if case.is_k_major else {"a": a.T, "b": b.T}
-    starts, lengths = jnp.asarray(starts, jnp.int32), jnp.asarray(case.sizes, jnp.int32)
-    return {**operands, "starts": starts, "lengths": lengths, "is_k_major": case.is_k_major, **scales}, want
+    numbers = {"starts": jnp.asarray(starts, jnp.int32), "lengths": jnp.asarray(case.sizes, jnp.int32)}
+    return {**operands, **numbers, "is_k_major": case.is_k_major, **scales}, want
 
 
-@pytest.mark.parametrize("case", TOKENS, ids=str)
+@pytest.mark.parametrize("case", few(TOKENS, TOKENS[0], *TOKENS[2:5]), ids=str)
 def test_each_group_contracts_its_own_tokens(case: Case) -> None:
     arguments, want = token_arguments(case)
     settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
@@ -172,11 +174,93 @@ def block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
     return [a, b, jnp.asarray(a_scale), jnp.asarray(b_scale), jnp.asarray(case.sizes, jnp.int32)], want
 
 
-@pytest.mark.parametrize("case", BLOCKS, ids=str)
+@pytest.mark.parametrize("case", few(BLOCKS, BLOCKS[1]), ids=str)
 def test_blocks_of_each_group_have_their_own_scales(case: Case) -> None:
     arguments, want = block_arguments(case)
     out = interpreted(grouped_block_matmul, *arguments, out_dtype=case.out, tile=case.tile)
     assert error(out[: sum(case.sizes)], want) < tolerance(case.out)
+    assert not wide(out[sum(case.sizes) :]).any()
+
+
+def token_ranges(sizes: tuple[int, ...]) -> tuple[np.ndarray, list[slice], int]:
+    """First token of each group, its tokens, and the length of the axis."""
+    spans = [-(-size // 128) * 128 for size in sizes]
+    starts = np.cumsum([0, *spans[:-1]])
+    return starts, [slice(i, i + size) for i, size in zip(starts, sizes, strict=True)], sum(spans) + 128
+
+
+def spread(scale: np.ndarray, rows: int, by_block: bool) -> np.ndarray:
+    """Scales of 128 columns, of each row or of blocks of 128, as a matrix of single ones."""
+    return np.repeat(np.repeat(wide(scale), 128, 0)[:rows] if by_block else wide(scale), 128, 1)
+
+
+TOKEN_BLOCKS = [
+    Case((100, 0, 1, 700), (75, 140, 0), Tile(64, 64, "M", 3)),
+    Case((600, 0, 100), (200, 140, 0), Tile(128, 128, "M", 3, store_slots=4), left=E5M2, out=BF16),
+    Case((100, 0, 1, 700), (128, 256, 0), Tile(128, 128, "N", 3, store_slots=4), left=I8, right=I8),
+    Case((600, 0, 100), (75, 140, 0), Tile(64, 128, "M", 2), left=I8, right=I8),
+]
+
+
+def token_block_arguments(case: Case) -> tuple[list[jax.Array], np.ndarray]:
+    (m, n, _), rng = case.shape, np.random.default_rng(2)
+    starts, ranges, tokens = token_ranges(case.sizes)
+    is_token = np.zeros(tokens, bool)
+    for x in ranges:
+        is_token[x] = True
+    a = jnp.where(is_token, draw(0, m, tokens, dtype=case.left), jnp.zeros((), case.left))
+    b, by_block = draw(1, n, tokens, dtype=case.right), case.left == I8
+    scales = [
+        rng.uniform(0.5, 2, (-(-rows // 128) if by_block else rows, tokens // 128)).astype(np.float32)
+        for rows in (m, n)
+    ]
+    left, right = (wide(x) * spread(s, x.shape[0], by_block) for x, s in zip((a, b), scales, strict=True))
+    numbers = (jnp.asarray(x, jnp.int32) for x in (starts, case.sizes))
+    return [a, b, *map(jnp.asarray, scales), *numbers], np.stack([left[:, x] @ right[:, x].T for x in ranges])
+
+
+@pytest.mark.parametrize("case", few(TOKEN_BLOCKS, TOKEN_BLOCKS[0], TOKEN_BLOCKS[2]), ids=str)
+def test_each_group_contracts_its_own_blocks_of_tokens(case: Case) -> None:
+    arguments, want = token_block_arguments(case)
+    function = grouped_int8_block_matmul_dw if case.left == I8 else grouped_block_matmul_dw
+    out = interpreted(function, *arguments, out_dtype=case.out, tile=case.tile)
+    assert error(out, want) < tolerance(case.out)
+    assert not wide(out)[np.array(case.sizes) == 0].any()
+
+
+# Groups of blocks of 128 rows, N, K, share of fallback blocks and tile; of three groups, so that 3 is none.
+INT8_BLOCKS: list[Any] = [
+    ((0, 0, 2, 2, 3, 3), 140, 300, 0.4, Tile(128, 128, "N", 3, store_slots=4)),
+    ((0, 1, 1, 2), 75, 256, 0.0, Tile(64, 64, "M", 2)),
+    ((0, 1, 1, 3, 2), 256, 520, 0.5, Tile(64, 128, "M", 3)),
+]
+
+
+def int8_arguments(groups: tuple[int, ...], n: int, k: int, rate: float) -> tuple[list[Any], Any, np.ndarray]:
+    """Operands, the residual, and the result in float64, NaN in rows of no group."""
+    rng, t, steps = np.random.default_rng(0), 128 * len(groups), -(-k // 128)
+    a, r = (rng.integers(-127, 128, (t, k)).astype(np.int8) for _ in range(2))
+    b = rng.integers(-127, 128, (3, n, k)).astype(np.int8)
+    a_scale = rng.uniform(0.5, 2, (len(groups), steps)).astype(np.float32)
+    b_scale = rng.uniform(0.5, 2, (3, -(-n // 128), steps)).astype(np.float32)
+    is_fallback = rng.uniform(size=a_scale.shape) < rate
+    r_scale = np.where(is_fallback, rng.uniform(0.005, 0.02, a_scale.shape), np.nan).astype(np.float32)
+    left = a * spread(a_scale, t, True)[:, :k] + r * spread(np.nan_to_num(r_scale), t, True)[:, :k]
+    want = np.full((t, n), np.nan)
+    for i, g in enumerate(groups):
+        if g < 3:
+            rows = slice(128 * i, 128 * (i + 1))
+            want[rows] = left[rows] @ (b[g] * spread(b_scale[g], n, True)[:, :k]).T
+    residual = FallbackResidual(*map(jnp.asarray, (r, r_scale, is_fallback))) if rate else None
+    return [*map(jnp.asarray, (a, b, a_scale, b_scale)), jnp.asarray(groups, jnp.int32)], residual, want
+
+
+@pytest.mark.parametrize(("groups", "n", "k", "rate", "tile"), few(INT8_BLOCKS, INT8_BLOCKS[0]))
+def test_int8_blocks_fall_back_in_each_group(groups: Any, n: int, k: int, rate: float, tile: Tile) -> None:
+    arguments, residual, want = int8_arguments(groups, n, k, rate)
+    out = interpreted(grouped_int8_block_matmul, *arguments, residual=residual, out_dtype=F32, tile=tile)
+    used = ~np.isnan(want[:, 0])
+    assert error(out[used], want[used]) < tolerance(F32)
 
 
 @pytest.mark.parametrize("case", [Case((40, 90), (130, 64, 1024), SHARED), Case((1024, 0), (64, 64, 0), SHARED)])
@@ -196,15 +280,16 @@ def test_sums_of_512_are_promoted(case: Case) -> None:
 
 
 def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
-    """Also not by NaN or Inf, though tiles overlap them; sizes whose sum is more than T end with its rows."""
+    """Also not by NaN or Inf, though tiles overlap them. Sizes whose sum is more than T end with its rows."""
     case = Case((60, 3, 40), (140, 72, 136), terms=ALL_SCALES, out=BF16)
     arguments, want = row_arguments(case)
     rest = jnp.asarray([np.nan, 448, -448, np.nan], F32).astype(E4M3)
     arguments["a"] = arguments["a"].at[103:].set(jnp.tile(rest, 34)).at[61, 5].set(jnp.nan)
     arguments["row_scale"] = arguments["row_scale"].at[103:].set(jnp.inf)
-    out = wide(interpreted(grouped_matmul, **arguments, tile=case.tile))[:103]
+    out = wide(interpreted(grouped_matmul, **arguments, tile=case.tile))
     other = np.arange(103) != 61
-    assert error(out[other], want[other]) < tolerance(BF16)
+    assert error(out[:103][other], want[other]) < tolerance(BF16)
+    assert not out[103:].any()
     assert np.isnan(out[61]).all()
     arguments["scale"] = arguments["scale"].at[1].set(jnp.nan)
     arguments["group_sizes"] = jnp.asarray([60, 3, 1000])
@@ -212,6 +297,21 @@ def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
     assert np.isnan(out[60:63]).all()
     assert error(out[:60], want[:60]) < tolerance(BF16)
     assert error(out[63:103], want[63:103]) < tolerance(BF16)
+
+
+@pytest.mark.parametrize("tile", [ALTERNATING, SHARED])
+def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
+    """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
+    case = Case((30, 0, 40), (70, 75, 136), terms=ALL_SCALES, out=BF16)
+    arguments, want = row_arguments(case)
+    for name in ("a", "row_scale"):
+        x = arguments[name]
+        edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (83, 150)]
+        arguments[name] = jnp.concatenate([edges[0], x, edges[1]])
+    out = wide(interpreted(grouped_matmul, **arguments, first_row=jnp.int32(83), tile=tile))
+    assert error(out[83:153], want) < tolerance(BF16)
+    assert not out[:83].any()
+    assert not out[153:].any()
 
 
 @pytest.mark.parametrize("block_rows", [128, 256])
@@ -222,7 +322,9 @@ def test_the_table_of_tiles_has_each_row_of_each_group_once(block_rows: int) -> 
     shapes += [np.array([7] + 11 * [block_rows]), np.zeros(12, int)]
     for sizes in shapes:
         tokens = int(sizes.sum()) + int(rng.integers(0, 3)) + 1
-        table, (count,) = map(np.asarray, grouped_mosaic._row_tiles(jnp.asarray(sizes), tokens, block_rows))
+        tables = grouped_mosaic._row_tiles(jnp.asarray(sizes), None, tokens, block_rows)
+        table, (count,), bounds = map(np.asarray, tables)
+        assert list(bounds) == [0, sizes.sum()]
         assert count <= table.shape[1]
         covered = np.full(tokens, -1)
         for group, row, begin, end in table[:, :count].T:
@@ -286,6 +388,9 @@ ONES, SIZES = jnp.ones, jnp.asarray([30, 34], jnp.int32)
         (lambda a, b: grouped_matmul_dw(a, b[0], SIZES, SIZES, row_scale=ONES(64)), ValueError, r"expected \(2, 64\)"),
         (lambda a, b: grouped_block_matmul(a, b, ONES((64, 2)), ONES((2, 1, 1)), SIZES), ValueError, "a_scale"),
         (lambda a, b: grouped_block_matmul(a, b, ONES((64, 1)), ONES((1, 1)), SIZES), ValueError, "b_scale"),
+        (lambda a, b: grouped_block_matmul_dw(a, b[0], ONES((64, 2)), ONES((32, 1)), SIZES, SIZES), ValueError, "a_sc"),
+        (lambda a, b: grouped_int8_block_matmul(a.astype(I8), b.astype(I8), *[ONES((1, 1))] * 2, SIZES), ValueError,
+         "a has 64 rows; each group takes whole blocks of 128"),
         (lambda a, b: grouped_matmul_dw(a.T, b[0].T, SIZES, SIZES, is_k_major=False), TypeError, "transpose 8-bit"),
     ],
 )  # fmt: skip
@@ -325,6 +430,24 @@ def test_blocks_on_a_gpu(case: Case) -> None:
     for tile in (None, Tile(64, 128, num_stages=5)):
         out = grouped_block_matmul(*arguments, out_dtype=case.out, tile=tile)
         assert error(out[: len(want)], want) < tolerance(case.out) + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TOKEN_BLOCKS, ids=str)
+def test_blocks_of_tokens_on_a_gpu(case: Case) -> None:
+    arguments, want = token_block_arguments(case)
+    function = grouped_int8_block_matmul_dw if case.left == I8 else grouped_block_matmul_dw
+    assert error(function(*arguments, out_dtype=case.out), want) < tolerance(case.out) + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("groups", "n", "k", "rate", "tile"), INT8_BLOCKS)
+def test_int8_blocks_on_a_gpu(groups: Any, n: int, k: int, rate: float, tile: Tile) -> None:
+    arguments, residual, want = int8_arguments(groups, n, k, rate)
+    used = ~np.isnan(want[:, 0])
+    for chosen in (None, tile if tile.cols == 128 else None):
+        out = grouped_int8_block_matmul(*arguments, residual=residual, out_dtype=F32, tile=chosen)
+        assert error(out[used], want[used]) < tolerance(F32)
 
 
 @pytest.mark.gpu

@@ -115,9 +115,9 @@ def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
     [
         (Tile(64, 64, None), "it has to compute 128 rows"),
         (Tile(64, 96), "columns that divide 128"),
-        (Tile(128, 128, None), "a walk takes tiles that both warpgroups share"),
-        (Tile(64, 64, cluster="N"), "without clusters or a lead"),
-        (Tile(64, 64, lead_slices=1), "without clusters or a lead"),
+        (Tile(128, 128, None), "a second operand takes a schedule, and tiles that warpgroups share"),
+        (Tile(64, 64, cluster="N"), "a schedule takes no clusters"),
+        (Tile(64, 64, lead_slices=1), "that warpgroups share without a lead"),
     ],
 )
 def test_tiles_that_blocks_do_not_take_are_refused(tile: Tile, message: str) -> None:

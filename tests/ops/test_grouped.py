@@ -98,6 +98,18 @@ def of_tokens(name):
     return run
 
 
+@pytest.mark.parametrize("spec", ["e4m3:group128", "int8:block32", None])
+def test_tiles_of_several_blocks_end_with_their_group(spec):
+    """Groups end inside of a tile of 256 places; the next group's scales are NaN."""
+    sizes = np.array([300, 380])
+    places = PaddedTokens.from_groups(Groups.from_sizes(jnp.asarray(sizes), 700), 700)
+    x, dy = (jnp.asarray(RNG.normal(size=(700, 32)), jnp.float32).at[300:].mul(bad) for bad in (1, jnp.nan))
+    a, b = (UnpaddedRows(m) if spec is None else quantize(places.pad(m), None, spec)[1] for m in (x, dy))
+    dw = grouped_matmul_dw(a, b, places)
+    assert relative(dw[0], np.asarray(x, np.float64)[:300].T @ np.asarray(dy)[:300]) < (0.06 if spec else 1e-6)
+    assert np.isnan(dw[1]).all()
+
+
 def padded(sizes, rows):
     return PaddedTokens.from_groups(Groups.from_sizes(jnp.array(SIZES[sizes]), rows), rows)
 

@@ -14,6 +14,7 @@ from fp8jax.ops.dispatch import choice
 from fp8jax.ops.losses import head
 from tests.distance import relative
 
+QUANTIZE_COTANGENTS = head.quantize_cotangents
 CHANNELS, VOCABULARY = 16, 48
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((3, 8, CHANNELS), (CHANNELS, VOCABULARY)))
@@ -33,7 +34,7 @@ def from_facts(seen, z, _, facts, *args):
     root, weights = facts.lse[:, None], facts.weights[:, None]
     hit = facts.labels[:, None] == jnp.arange(z.shape[1])
     d = jnp.exp(z - root) * (1 + facts.two_z_loss * root) - facts.label_weight * hit - facts.other_weight
-    return head.quantize_cotangents(z, jnp.where(weights == 0, 0.0, weights * d), None, *args)
+    return QUANTIZE_COTANGENTS(z, jnp.where(weights == 0, 0.0, weights * d), None, *args)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["one device", "a vocabulary that two cut"])

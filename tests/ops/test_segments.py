@@ -91,6 +91,48 @@ def test_what_is_not_finite_is_seen_in_its_group_alone(name, bad):
         assert np.isfinite(np.delete(got[2], group, 0)).all()
 
 
+SMALL_RECIPES = few(["coat", "coat_fast", "te_current", "deepseek", "int8_block"], "coat", "deepseek")
+
+
+@functools.cache
+def many_groups(name):
+    """The product and its gradients, of groups of 64 to 128 tokens."""
+    linear = fp8jax.recipes.get(name).linear
+    key = jax.random.key(1) if linear.is_stochastic else None
+
+    @jax.jit
+    def products(x, w, dy, sizes):
+        y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=linear, key=key), x, w)
+        return (y, *back(dy))
+
+    return products
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+@pytest.mark.parametrize("small", ["tokens", "cotangents", "weights"])
+def test_experts_of_small_operands_have_at_most_twice_the_error(name, small):
+    """Groups of 64 to 128 tokens, less than a group of scales, of which every other is 1e-5 of the rest."""
+    sizes = np.array([64, 128, 100, 77, 91, 66])
+    ends, rng = np.cumsum(sizes), np.random.default_rng(3)
+    x, w, dy = (rng.normal(size=s).astype(np.float32) for s in ((ends[-1] + 30, 64), (6, 64, 48), (ends[-1] + 30, 48)))
+    for i, end in enumerate(ends):
+        rows, factor = slice(end - sizes[i], end), 1e-5 if i % 2 else 1.0
+        x[rows] *= factor if small == "tokens" else 1.0
+        dy[rows] *= factor if small == "cotangents" else 1.0
+        w[i] *= factor if small == "weights" else 1.0
+    x[ends[-1] :] = dy[ends[-1] :] = 1e7
+    y, dx, dw = many_groups(name)(x, w, dy, sizes)
+    errors = []
+    for i, end in enumerate(ends):
+        rows = slice(end - sizes[i], end)
+        a, b, c = (m.astype(np.float64) for m in (x[rows], w[i], dy[rows]))
+        pairs = (y[rows], a @ b), (dx[rows], c @ b.T), (dw[i], a.T @ c)
+        errors.append([relative(*pair) for pair in pairs])
+    ordinary, others = np.max(errors[::2], axis=0), np.max(errors[1::2], axis=0)
+    assert (ordinary < 0.08).all()
+    assert (others < 2 * ordinary).all()
+
+
 E4M3 = ml_dtypes.float8_e4m3fn
 
 

@@ -81,10 +81,12 @@ def grouped_matmul(
     def multiply(multiply_shard: Callable[..., Array], is_kernel: bool, *operands: Any) -> Array:
         x, w, *_ = operands
         function = functools.partial(_multiply_shard, multiply_shard, jnp.dtype(dtype))
-        ins = _notation(x, "t k"), _notation(w, "k n" if transposed else "n k", "- "), "-", "-"
+        # Deferred matrices are whole on each device: their scales may span a matrix.
+        k, n = "--" if isinstance(w, DeferredMatrices) else "kn"
+        ins = _notation(x, f"t {k}"), _notation(w, f"{k} {n}" if transposed else f"{n} {k}", "- "), "-", "-"
         key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (x, w))
         y: Array = run_partitioned(
-            "grouped_product", key, function, operands, ins, "t n", sum_dim="k", is_kernel=is_kernel
+            "grouped_product", key, function, operands, ins, f"t {n}", sum_dim="k", is_kernel=is_kernel
         )
         return y
 
@@ -136,10 +138,14 @@ def grouped_matmul_dw(
     def multiply(multiply_shard: Callable[..., Array], is_kernel: bool, *operands: Any) -> Array:
         a, b, *_ = operands
         function = functools.partial(_multiply_shard_dw, multiply_shard, jnp.dtype(dtype))
-        ins = _token_notation(a, "m"), _token_notation(b, "n"), "t", "-", "-", "-", "- m", "- n"
+        m, n = (
+            "-" if isinstance(x, UnpaddedRows) and x.encoder is not None else name for x, name in ((a, "m"), (b, "n"))
+        )
+        # The scales of an encoder may span channels.
+        ins = _token_notation(a, m), _token_notation(b, n), "t", "-", "-", "-", f"- {m}", f"- {n}"
         key = kernel_name if is_kernel else None, *static, str(jnp.dtype(dtype)), *map(_spec, (a, b))
         dw: Array = run_partitioned(
-            "grouped_product_dw", key, function, operands, ins, "- m n",
+            "grouped_product_dw", key, function, operands, ins, f"- {m} {n}",
             units={"t": tokens.alignment}, sum_dim="t", is_kernel=is_kernel,
         )  # fmt: skip
         return dw
@@ -176,15 +182,14 @@ def _spec(x: Any) -> str:
 def _token_notation(x: Operand | UnpaddedRows, name: str) -> Any:
     if not isinstance(x, UnpaddedRows):
         return _notation(x, f"{name} t")
-    # The encoder's scales may span channels.
-    values = _notation(x.values, f"- {name}" if x.encoder is None else "- -")
+    values = _notation(x.values, f"- {name}")
     return (values,) if isinstance(values, str) else values
 
 
 def _notation(x: Operand | DeferredMatrices, names: str, prefix: str = "") -> Any:
     """Return the notation of an operand, whose leading axes are `prefix`."""
     if isinstance(x, DeferredMatrices):
-        return tuple(" ".join("-" * leaf.ndim) for leaf in jax.tree.leaves(x))  # scales may span a matrix
+        return tuple(" ".join("-" * leaf.ndim) for leaf in jax.tree.leaves(x))
     if not isinstance(x, QTensor):
         return prefix + names
     return tuple(prefix + text for text in notation(x.spec, x.shape[-2:], names))
@@ -250,7 +255,8 @@ def _loop_over_tiles(transposed: bool, fast: bool, dtype: Any, x: Any, w: Any, s
     size = min(_tile_size(rows, groups, 16), rows)
     tiles = -(-(ends - starts) // size)
     tile_ends = jnp.cumsum(tiles)
-    x, w, restore_x, restore_w = *map(_to_bits, (x, w)), *map(_restorer, (x, w))
+    restore_x, restore_w = _restorer(x), _restorer(w)
+    x, w = _to_bits(x), _to_bits(w)
 
     def multiply(i: Array, y: Array) -> Array:
         group = jnp.sum(tile_ends <= i)
@@ -288,7 +294,8 @@ def _loop_over_blocks(
     if 0 in (m, n, length, groups):
         return cast_varying_like(jnp.zeros((groups, m, n), dtype), a, b, rows, starts, ends)
     size = min(_tile_size(length, groups, alignment), length)
-    a, b, restore_a, restore_b = *map(_to_bits, (a, b)), *map(_restorer, (a, b))
+    restore_a, restore_b = _restorer(a), _restorer(b)
+    a, b = _to_bits(a), _to_bits(b)
 
     def write_group(group: Array, dw: Array) -> Array:
         start, end = starts[group], ends[group]
@@ -348,7 +355,7 @@ def _restorer(x: Any) -> Callable[[Any], Any]:
     def restore(part: Any) -> Any:
         leaves, structure = jax.tree.flatten(part)
         pairs = zip(leaves, dtypes, strict=True)
-        return structure.unflatten([y if y.dtype == d else lax.bitcast_convert_type(y, d) for y, d in pairs])
+        return jax.tree.unflatten(structure, [y if y.dtype == d else lax.bitcast_convert_type(y, d) for y, d in pairs])
 
     return restore
 

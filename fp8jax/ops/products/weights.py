@@ -388,7 +388,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
             f"the recipe computes with w={linear_recipe.w!r}, w_dgrad={linear_recipe.w_dgrad!r}: not quantized in both"
         )
     strategy = linear_recipe.stateless_scaling("w")
-    if forward == dgrad and forward.granularity in TRANSPOSABLE:
+    if one_pass_spec(linear_recipe) is not None:
         rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy)
         assert rows is not None
         assert transposed is not None
@@ -402,7 +402,12 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
 
 def quantize_in_one_pass(w: Array, recipe: Linear) -> QuantizedWeight | None:
     """`quantize_weight`; None if it takes more than one pass over the matrix."""
+    return None if one_pass_spec(recipe) is None else quantize_weight(w, recipe=recipe)
+
+
+def one_pass_spec(recipe: Linear) -> QuantSpec | None:
+    """The spec of a weight's codes if both products read the same codes, one of them transposed; else None."""
     spec = recipe.spec("w")
     if spec is None or spec != recipe.spec("w_dgrad") or spec.rounding != "nearest":
         return None
-    return quantize_weight(w, recipe=recipe) if spec.granularity in TRANSPOSABLE else None
+    return spec if spec.granularity in TRANSPOSABLE else None

@@ -39,9 +39,17 @@ class GroupLayout(NamedTuple):
         """The length of the padded token axis."""
         return self.blocks.shape[1] * BLOCK
 
+    def _to_tokens(self, x: Array) -> Array:
+        """Return the values of blocks, (tokens / 128,), at each of their tokens."""
+        return jnp.broadcast_to(x[:, None], (x.shape[0], BLOCK)).reshape(-1)  # XLA folds `jnp.repeat` for a minute
+
+    def broadcast_groups(self, x: Array) -> Array:
+        """Return the values of groups, (groups + 1,), at each token; the last is that of tokens of no group."""
+        return self._to_tokens(x[self.blocks[2]])
+
     def token_rows(self) -> tuple[Array, Array]:
         """Return the row of each token, int32 (tokens,), and whether it is a row of a group, bool (tokens,)."""
-        first_row, row_count, group = (jnp.repeat(x, BLOCK, total_repeat_length=self.num_tokens) for x in self.blocks)
+        first_row, row_count, group = (self._to_tokens(x) for x in self.blocks)
         position = jnp.arange(self.num_tokens, dtype=jnp.int32) % BLOCK
         return first_row + position, (position < row_count) & (group < self.starts.shape[0])
 
@@ -182,9 +190,8 @@ def _reference(
     if columns is not None:
         padded = layout.pad(x, index)
         if column_scale is not None:
-            group = jnp.repeat(layout.blocks[2], BLOCK, total_repeat_length=layout.num_tokens)
-            scale = jnp.append(jnp.broadcast_to(column_scale, num_groups), jnp.float32(1))[group]
-            padded = _encode(padded, columns, scale)
+            scale = jnp.append(jnp.broadcast_to(column_scale, num_groups), jnp.float32(1))
+            padded = _encode(padded, columns, layout.broadcast_groups(scale))
         column_codes = padded.T
     return row_codes, column_codes
 

@@ -9,7 +9,7 @@ after the sum. Wgrad contracts tokens, where both operands have a scale per toke
 - If the input is recomputed, it is multiplied by the gradient's scales before it is rounded.
 
 A shifted e4m3 code is exact within 2^-14.8 of the largest. It loses a bit per octave below, and underflows under
-2^-18.8. See `experiments.papers.moss_snr`.
+2^-18.8. See results/pages/moss_snr.md.
 """
 
 import dataclasses

@@ -1,0 +1,128 @@
+"""What a run ends with: a table that compares its recipes, and sentences on what the first one's rivals gained."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from experiments.results.figures import rows
+from experiments.train.report import size
+from experiments.train.result import RECENT, Result
+
+_MAX_SPREAD = 0.1  # of the middle half of the steps' speeds, beyond which speeds are not compared
+_RESULTS_PATH = Path(__file__).parents[2] / "results"
+_H100_PATH = "h100/step.json"
+
+
+def comparison_table(results: Sequence[Result], *, has_speed: bool) -> Table:
+    """A row for each recipe. The columns name their baseline, the first recipe. It fits into 80 columns.
+
+    Args:
+        results: of all recipes of a run.
+        has_speed: whether their speeds can be compared.
+    """
+    baseline = results[0]
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
+    against = f"vs {baseline.recipe}"
+    names = ("training\nloss", "validation\nloss", against, "moments", against)
+    for name in (*names, *(("tokens/s", against) if has_speed else ())):
+        table.add_column(name, justify="right", no_wrap=name != against)
+    for result in results:
+        is_baseline = result is baseline
+        speed = (f"{result.tokens_per_s:,.0f}", _times(result.tokens_per_s / baseline.tokens_per_s, "x"))
+        table.add_row(
+            result.recipe,
+            f"{result.train_loss:.4f}",
+            f"{result.valid_loss:.4f}",
+            "" if is_baseline else _percent(result, baseline),
+            size(_moments(result)),
+            "" if is_baseline else _times(_moments(baseline) / max(_moments(result), 1), "x less"),
+            *((speed[0], "" if is_baseline else speed[1]) if has_speed else ()),
+        )
+    return table
+
+
+def sentences(
+    results: Sequence[Result], quantized: Mapping[str, str], spreads: Mapping[str, float], backend: str
+) -> list[str]:
+    """What the recipes gained over the first one.
+
+    Args:
+        results: of all recipes of a run.
+        quantized: the format of the products of each recipe that quantizes them, such as "FP8".
+        spreads: of the speeds of each recipe's steps, as `spread`.
+        backend: what they ran on, such as "cpu".
+    """
+    baseline, *rivals = results
+    if not rivals:
+        return [f"{baseline.recipe} alone was trained. Compare it: --recipe bf16 {baseline.recipe}."]
+    lines = [_memory_sentence(result, baseline) for result in rivals if _moments(result) < _moments(baseline)]
+    if backend == "cpu":
+        names = [result.recipe for result in results if result.recipe in quantized]
+        return [*lines, *([_cpu_sentence(names, quantized)] if names else [])]
+    unsteady = {name: value for name, value in spreads.items() if value > _MAX_SPREAD}
+    if unsteady:
+        told = ", ".join(f"{name} by {100 * value:.0f} %" for name, value in unsteady.items())
+        return [*lines, f"Speeds are not compared: those of the steps differ ({told}), as on a busy machine."]
+    for result in rivals:
+        factor = _times(result.tokens_per_s / baseline.tokens_per_s, " times as many tokens a second")
+        lines.append(f"{result.recipe} trains on {factor} as {baseline.recipe}.")
+    return lines
+
+
+def spread(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """The range of the middle half of the newest steps' speeds, as a share of their median; 0 for few steps."""
+    speeds = [row["tokens_per_s"] for row in metrics if "tokens_per_s" in row][-RECENT:]
+    if len(speeds) < 4:
+        return 0.0
+    low, middle, high = statistics.quantiles(speeds, n=4)
+    return (high - low) / middle
+
+
+def has_comparable_speeds(spreads: Mapping[str, float], backend: str) -> bool:
+    """Whether a table may compare speeds. Those of products in 8 bits on a CPU say nothing about a GPU."""
+    return backend != "cpu" and all(value <= _MAX_SPREAD for value in spreads.values())
+
+
+def _memory_sentence(result: Result, baseline: Result) -> str:
+    ours, theirs = size(_moments(result)), size(_moments(baseline))
+    if ours.split()[1] == theirs.split()[1]:
+        theirs = theirs.split()[0]
+    factor = _times(_moments(baseline) / max(_moments(result), 1), " times less")
+    return f"Moments take {ours} instead of {theirs} ({factor}) at {_percent(result, baseline)} loss ({result.recipe})."
+
+
+def _cpu_sentence(names: Sequence[str], quantized: Mapping[str, str]) -> str:
+    formats = " and ".join(dict.fromkeys(quantized[name] for name in names))
+    text = f"Products in {formats} ({', '.join(names)}) bring no speed on a CPU"
+    factors = {name: factor for name in names if (factor := _h100_factor(name))}
+    if not factors:
+        return f"{text}."
+    told = ", ".join(f"{factor:.1f} times as fast with {name}" for name, factor in factors.items())
+    return f"{text}. On an H100 a step of a Llama of 1.1 B parameters is {told} as in bf16 (results/{_H100_PATH})."
+
+
+def _h100_factor(recipe: str) -> float | None:
+    """How many times as fast a step on an H100 is as in bf16; None if it was not measured."""
+    path = _RESULTS_PATH / _H100_PATH
+    measured = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    ours, theirs = (rows(measured, "value", f"{name} > step") for name in (recipe, "bf16"))
+    return float(theirs[0] / ours[0]) if len(ours) and len(theirs) else None
+
+
+def _moments(result: Result) -> int:
+    return result.state_bytes["mu"] + result.state_bytes["nu"]
+
+
+def _percent(result: Result, baseline: Result) -> str:
+    # Without a negative zero.
+    return f"{round(100 * (result.valid_loss / baseline.valid_loss - 1), 2) + 0.0:+.2f} %"
+
+
+def _times(factor: float, unit: str) -> str:
+    return f"{factor:.1f}{unit}" if abs(factor - 1) >= 0.05 else "same"

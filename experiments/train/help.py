@@ -1,0 +1,64 @@
+"""What `--help` of the training program prints: the options that most runs need, on one screen."""
+
+from typing import Any
+
+import fp8jax
+from experiments.models import sizes
+from experiments.train.sections import flag
+from fp8jax.core.tables import sentence
+
+HELP_ALL = "--help-all"
+_PROGRAM = "python -m experiments.train"
+# Fields of the configuration, what stands for their value, and what they are.
+ESSENTIAL = (
+    ("recipe", "NAME ...", "recipes to train, one after the other; the first is the baseline"),
+    ("data", "PATH ...", "text files, folders or globs, .jsonl or .parquet; else Python's standard library"),
+    ("model", "SIZE", "size of the Llama"),
+    ("init", "DIR", "Hugging Face checkpoint to start from, in place of --model"),
+    ("lora_rank", "N", "train adapters of this rank, and hold the base in 8 bits"),
+    ("steps", "N", "updates of each recipe"),
+    ("batch", "N", "sequences of a step"),
+    ("seq_len", "N", "tokens of a sequence"),
+    ("lr", "X", "peak learning rate"),
+    ("mesh", "AXES", "devices by axis, such as data=2,fsdp=4; else data parallel over all"),
+    ("run", "NAME", "name of the run; its files are OUT/RUN"),
+    ("out", "DIR", "folder of all runs"),
+    ("resume", "auto|never", "never: move an old run of this name aside, and start afresh"),
+    ("verbose", "", "print settings, memory and kernels, too, which are in OUT/RUN/log.txt"),
+)
+
+
+def short_help(defaults: Any, description: str) -> str:
+    """The essential options with their defaults.
+
+    Args:
+        defaults: a `Config` without settings.
+        description: paragraphs; the first says what the program does, that of exit codes stands at the end.
+    """
+    first, *paragraphs = (" ".join(paragraph.split()) for paragraph in description.split("\n\n"))
+    options = []
+    for name, value, text in ESSENTIAL:
+        default = _default(defaults, name)
+        options.append((f"{flag(name)} {value}".rstrip(), text + (f" ({default})" if default else "")))
+    options += [("--help-all", "all options")]
+    width = max(len(option) for option, _ in options)
+    lines = [
+        f"usage: {_PROGRAM} [options]",
+        sentence(first),
+        "\n".join(sentence(f"  {option:{width}}  {text}", indent=width + 4) for option, text in options),
+        sentence(f"Recipes: {', '.join(fp8jax.recipes.NAMES)}; auto is one of them, by the device.", indent=2),
+        sentence(f"Sizes: {', '.join(sizes.NAMES)}.", indent=2),
+        sentence(f"Example: {_PROGRAM} --recipe bf16 coat_optimizer --data 'corpus/*.txt' --run books", indent=2),
+        *(sentence(paragraph, indent=2) for paragraph in paragraphs if paragraph.startswith("Exit codes")),
+    ]
+    return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(lines[3:])
+
+
+def _default(defaults: Any, name: str) -> str:
+    """The default of a field of any section, as a command line has it; "" if there is none."""
+    # Sections first: some have the name of a field of theirs.
+    sections = (defaults.data, defaults.model, defaults.optim, defaults.lora, defaults.run, defaults)
+    value = next(getattr(section, name) for section in sections if hasattr(section, name))
+    if value is False or value in ("", (), 0, None):
+        return ""
+    return " ".join(value) if isinstance(value, tuple) else str(value)
