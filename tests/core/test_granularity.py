@@ -92,6 +92,15 @@ def test_packing_is_undone_exactly(length, axis):
     np.testing.assert_array_equal(np.asarray(packing.unpack(packed, axis, length)), codes)
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_packed_codes_have_the_shape_of_their_values(axis):
+    x = jnp.asarray(normal(7, 13), jnp.float32)
+    q = fp8jax.quantize(x, fp8jax.QuantSpec("int10", "tensor", axis=axis))
+    assert q.shape == (7, 13)
+    assert q.codes.shape == ((10, 13) if axis % 2 == 0 else (7, 20))
+    np.testing.assert_allclose(q.dequantize(), x, atol=float(q.scale[0, 0]) * 0.501)
+
+
 def test_moss_two_level_microscaling_is_equation_3():
     x = normal(8, 96) * 10.0 ** np.random.default_rng(1).integers(-4, 4, (8, 3)).repeat(32, 1)
     for spec, whole in (("e4m3:mx32", None), ("e4m3:mx32+token", 1)):
