@@ -34,8 +34,10 @@ quick: .venv/test.stamp ## run one fast test file for each room that changed sin
 slow: ## run the tests that `make test` leaves out: before a release
 	$(MAKE) test ARGS="-m slow $(ARGS)"
 
-gpu: .venv/test.stamp ## run the GPU tests in five minutes, and list what is left out (ARGS="-m gpu" runs all)
+gpu: .venv/test.stamp ## run the GPU tests in five minutes, and list those that are left out
 	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -m "gpu and not slow" -n 5 --dist worksteal $(ARGS)
+	@echo 'left out (make gpu ARGS="-m gpu" runs them, too):'
+	@$(BIN)/python -m pytest --collect-only -q -m "gpu and slow" tests/kernels
 
 planted: .venv/test.stamp ## plant bugs in a copy and say which the tests catch (ARGS="--only core")
 	$(BIN)/python -m tests.planted $(ARGS)

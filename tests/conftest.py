@@ -113,12 +113,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [x for kind in terminalreporter.stats.values() for x in kind if hasattr(x, "cpu_seconds")]
     if len({report.nodeid for report in reports}) > 1:
         _write_durations(terminalreporter, reports, files=config.option.verbose >= 0)
-    left_out = terminalreporter.stats.get("deselected", [])
-    if GPU and left_out:
-        slow = collections.Counter(x.nodeid.partition("::")[0] for x in left_out if x.get_closest_marker("gpu"))
-        terminalreporter.write_line(f"GPU tests left out: {sum(slow.values())}; `-m gpu` runs them, too")
-        for name, count in sorted(slow.items()):
-            terminalreporter.write_line(f"{count:6} {name}")
 
 
 def _write_durations(terminalreporter: pytest.TerminalReporter, reports: list, files: bool) -> None:
