@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.matmul import grouped_block_mosaic, grouped_mosaic
+from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic
 from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul, grouped_block_matmul_dw
 from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul, grouped_int8_block_matmul_dw
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
@@ -351,6 +351,16 @@ def test_transformations() -> None:
     sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
     assert error(jax.jit(sharded)(a[0], b[0], sizes[0]), want) < tolerance(F32)
     assert not interpreter.get_races().races_found
+
+
+def test_blocks_of_no_group_are_not_multiplied() -> None:
+    """The blocks that are come first, those with the most slices before the others."""
+    groups, slices, tile = jnp.asarray([0, 3, 1, 3, 2]), jnp.asarray([4, 9, 6, 9, 5]), Tile(64, 128, num_stages=3)
+    schedule = grouped_int8_mosaic._block_schedule((640, 300), 304, tile, slices, groups, 3)
+    _, order, _, used = schedule.arrays
+    assert list(order[:3]) == [2, 4, 0]
+    assert schedule.num_tiles(schedule.arrays) == 3 * 3
+    assert list(used) == [3]
 
 
 def test_tiles_have_few_columns_beyond_n() -> None:
