@@ -34,7 +34,7 @@ from jax import ShapeDtypeStruct as Shape
 from experiments.bench import timing
 from fp8jax.core.groups import Groups, PaddedTokens
 from fp8jax.ops.quantization.grouped import quantize_groups
-from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul, grouped_block_matmul_dw
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 
 E4M3, E5M2, I8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
@@ -244,12 +244,15 @@ def dw_case(name: str, layer: Layer, m: int, n: int) -> Case:
         "a": Shape((m, tokens), E4M3), "b": Shape((n, tokens), E5M2), "starts": numbers, "lengths": numbers,
         "scale": Shape((groups,), F32), "a_pad": Shape((tokens, m), BF16), "b_pad": Shape((tokens, n), BF16),
         "a16": Shape((rows, m), BF16), "b16": Shape((rows, n), BF16), "sizes": numbers,
+        "a_group": Shape((m, tokens // 128), F32), "b_group": Shape((n, tokens // 128), F32),
     }  # fmt: skip
     codes = ("a", "b", "starts", "lengths", "scale")
     arms = [
         Arm(OURS, 0, lambda a, b, t, c, s: grouped_matmul_dw(a, b, t, c, scale=s), codes),
         Arm("ours bf16", 1, functools.partial(grouped_matmul_dw, is_k_major=False),
             ("a_pad", "b_pad", "starts", "lengths")),
+        Arm("ours FP8, 1x128 by 1x128", 3, grouped_block_matmul_dw,
+            ("a", "b", "a_group", "b_group", "starts", "lengths")),
         Arm(DENSE, 0, dense, ("a", "b")),
     ]  # fmt: skip
     if not timing.dry():
@@ -263,13 +266,14 @@ def dw_case(name: str, layer: Layer, m: int, n: int) -> Case:
             x[f"{key}16"] = codes.astype(BF16)
             x[f"{key}_pad"] = jax.jit(lambda v, axis: axis.pad(v))(x[f"{key}16"], axis)
             x[key] = jax.jit(lambda v: v.T)(x[f"{key}_pad"].astype(operands[key].dtype))
+        x |= {key: jnp.ones(operands[key].shape, F32) for key in ("a_group", "b_group")}
         return x | {"starts": axis.starts, "lengths": axis.lengths}
 
     def error(arm: str, out: Any, x: dict[str, Any]) -> float:
         begins, worst = np.cumsum(sizes) - sizes, 0.0
         for g in checked_groups(sizes):
             want = group_product(x["a16"], x["b16"], int(begins[g]), int(sizes[g]), int(sizes.max()))
-            want = want * x["scale"][g] if arm.startswith(OURS) else want
+            want = want * x["scale"][g] if arm == OURS else want
             worst = max(worst, float(relative_error(out[g, :SAMPLE], want)))
         return max(worst, *(float(jnp.abs(out[g].astype(F32)).max()) for g in np.flatnonzero(sizes == 0)))
 
