@@ -58,9 +58,9 @@ class Routes(NamedTuple):
         choices_R = experts_NxK.reshape(-1)
         order_R = jnp.argsort(choices_R, stable=True).astype(jnp.int32)
         rows_R = jnp.zeros_like(order_R).at[order_R].set(jnp.arange(order_R.size, dtype=jnp.int32), unique_indices=True)
-        return cls(
-            order_R, rows_R.reshape(experts_NxK.shape), jnp.bincount(choices_R, length=experts).astype(jnp.int32)
-        )
+        # One pass, of comparisons; a GPU would add to the counts of a few experts one choice after the other.
+        sizes_E = jnp.sum(choices_R[:, None] == jnp.arange(experts), 0, dtype=jnp.int32)
+        return cls(order_R, rows_R.reshape(experts_NxK.shape), sizes_E)
 
     def permute(self, x_NxD: jax.Array) -> jax.Array:
         """The token of each row, (R, D)."""
@@ -72,11 +72,11 @@ class Routes(NamedTuple):
 
     def per_row(self, weights_NxK: jax.Array) -> jax.Array:
         """The value of each row's choice, (R,)."""
-        return weights_NxK.reshape(-1).at[self.order_R].get(unique_indices=True)
+        return _per_row(weights_NxK, self.order_R, self.rows_NxK)
 
 
-# JAX would differentiate the gather by a scatter, which adds in an order of its own. Each of the two is the other's
-# derivative.
+# JAX would differentiate a gather by a scatter, which adds in an order of its own. The derivatives of these are
+# gathers. Each of the first two is the other's derivative.
 @jax.custom_vjp
 def _permute(x_NxD: jax.Array, order_R: jax.Array, rows_NxK: jax.Array) -> jax.Array:
     return x_NxD[order_R // rows_NxK.shape[1]]
@@ -87,11 +87,17 @@ def _combine(y_RxD: jax.Array, order_R: jax.Array, rows_NxK: jax.Array) -> jax.A
     return y_RxD[rows_NxK].astype(jnp.float32).sum(1).astype(y_RxD.dtype)
 
 
+@jax.custom_vjp
+def _per_row(weights_NxK: jax.Array, order_R: jax.Array, rows_NxK: jax.Array) -> jax.Array:
+    return weights_NxK.reshape(-1)[order_R]
+
+
 def _forward(function: Callable[..., jax.Array], x: jax.Array, *indices: jax.Array) -> tuple[jax.Array, Any]:
     return function(x, *indices), indices
 
 
 _permute.defvjp(functools.partial(_forward, _permute), lambda indices, ct: (_combine(ct, *indices), None, None))
+_per_row.defvjp(functools.partial(_forward, _per_row), lambda indices, ct: (ct[indices[1]], None, None))
 _combine.defvjp(functools.partial(_forward, _combine), lambda indices, ct: (_permute(ct, *indices), None, None))
 
 
@@ -161,13 +167,58 @@ def gate_and_up(
     return checkpoint_name(products.multiply(routes.permute(x_NxD), w_ExDx2F, routes.sizes_E), "experts_product")
 
 
-def down_and_combine(
-    products: ExpertProducts, gate_up_Rx2F: jax.Array, w_ExFxD: jax.Array, weights_NxK: jax.Array, routes: Routes
-) -> jax.Array:
-    """The sum over each token's experts of weight x down(silu(gate) * up), (N, D)."""
+def weighted_swiglu(gate_up_Rx2F: jax.Array, weights_R: jax.Array) -> jax.Array:
+    """weight x silu(gate) x up of each row, (R, F), computed in fp32, in the dtype of gate and up."""
     gate, up = (x.astype(jnp.float32) for x in jnp.split(gate_up_Rx2F, 2, -1))
-    h_RxF = jax.nn.silu(gate) * up * routes.per_row(weights_NxK)[:, None]
-    return routes.combine(products.multiply(h_RxF.astype(gate_up_Rx2F.dtype), w_ExFxD, routes.sizes_E))
+    return (jax.nn.silu(gate) * up * weights_R[:, None]).astype(gate_up_Rx2F.dtype)
+
+
+def down_and_combine(products: ExpertProducts, h_RxF: jax.Array, w_ExFxD: jax.Array, routes: Routes) -> jax.Array:
+    """The sum over each token's rows of the product of h with the matrix of the row's expert, (N, D)."""
+    return routes.combine(products.multiply(h_RxF, w_ExFxD, routes.sizes_E))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def reduce_experts(
+    products: ExpertProducts, dtype: Any, gate_up_Rx2F: jax.Array, kept: Any, w_ExFxD: jax.Array,
+    weights_R: jax.Array, routes: Routes,
+) -> jax.Array:  # fmt: skip
+    """The sum over each token's experts of weight x down(silu(gate) x up), (N, D).
+
+    The backward pass recomputes what `down` reads from `products.decode(kept)`, twice: what is made in between is
+    smaller than gate and up in fp32.
+
+    Args:
+        products: how experts multiply.
+        dtype: of gate and up.
+        gate_up_Rx2F: gate and up of each row, side by side.
+        kept: their encoding, without gradient.
+        w_ExFxD: the matrices.
+        weights_R: of each row's choice, fp32.
+        routes: the rows of each expert and token.
+    """
+    return down_and_combine(products, weighted_swiglu(gate_up_Rx2F, weights_R), w_ExFxD, routes)
+
+
+def _reduce_experts_fwd(
+    products: Any, dtype: Any, gate_up_Rx2F: Any, kept: Any, w_ExFxD: Any, weights_R: Any, routes: Any
+) -> Any:
+    y_NxD = reduce_experts(products, dtype, gate_up_Rx2F, kept, w_ExFxD, weights_R, routes)
+    return y_NxD, (kept, w_ExFxD, weights_R, routes)
+
+
+def _reduce_experts_bwd(products: Any, dtype: Any, residuals: Any, ct_NxD: jax.Array) -> Any:
+    kept, w_ExFxD, weights_R, routes = jax.lax.optimization_barrier(residuals)
+    h_RxF = weighted_swiglu(products.decode(kept, dtype), weights_R)
+    function = lambda h, w: down_and_combine(products, h, w, routes)  # noqa: E731
+    dh_RxF, dw = jax.vjp(function, h_RxF, w_ExFxD)[1](ct_NxD)
+    # Without the barrier XLA decodes once, and keeps fp32 arrays of gate and up until here.
+    kept, dh_RxF = jax.lax.optimization_barrier((kept, dh_RxF))
+    gate_up, weights = jax.vjp(weighted_swiglu, products.decode(kept, dtype), weights_R)[1](dh_RxF)
+    return gate_up, None, dw, weights, None
+
+
+reduce_experts.defvjp(_reduce_experts_fwd, _reduce_experts_bwd)
 
 
 def route(logits_NxE: jax.Array, count: int, *, normalized: bool) -> tuple[jax.Array, jax.Array]:
@@ -238,8 +289,8 @@ class ExpertMLPs(nnx.Module):
 class MoE(nnx.Module):
     """sum over the experts i of a token of weight_i down_i(silu(gate_i(x)) * up_i(x)).
 
-    Kept for the backward pass are encodings of the tokens (N, D) and of gate and up (R, 2 F), the router's
-    probabilities, and indices. Permuted tokens and what `down` reads are computed again.
+    Kept for the backward pass are encodings of the tokens (N, D) and of gate and up (R, 2 F), the router's logits, and
+    indices. The norm, permuted tokens and what `down` reads are computed again.
 
     Args:
         config: the shape.
@@ -258,12 +309,8 @@ class MoE(nnx.Module):
         products: ExpertProducts | None = None,
         has_losses: bool = False,
     ) -> None:
-        self.config, self.dtype, self.products, self.has_losses = (
-            config,
-            dtype,
-            products or ExpertProducts(),
-            has_losses,
-        )
+        self.config, self.dtype, self.has_losses = config, dtype, has_losses
+        self.products = ExpertProducts() if products is None else products
         self.router = linear(config.dim, config.experts, 0.02, dtype, param_dtype, rngs)
         self.experts = ExpertMLPs(config, param_dtype=param_dtype, rngs=rngs)
         if has_losses:
@@ -282,4 +329,5 @@ class MoE(nnx.Module):
         gate_up, down = self.experts.gate_up.kernel[...], self.experts.down.kernel[...]
         gate_up_Rx2F = recomputed(gate_and_up, products, x_NxD, tokens, gate_up, routes, of_norm)
         rows = jax.lax.stop_gradient(products.encode(gate_up_Rx2F))
-        return recomputed(down_and_combine, products, gate_up_Rx2F, rows, down, weights_NxK, routes)
+        weights_R = routes.per_row(weights_NxK)
+        return reduce_experts(products, gate_up_Rx2F.dtype, gate_up_Rx2F, rows, down, weights_R, routes)

@@ -1,7 +1,12 @@
 """Ragged products, of groups of tokens with a matrix each, as in mixtures of experts, under a recipe.
 
-Group i has `group_sizes[i]` consecutive rows. Rows after the last group may hold anything, NaN too, and count as zeros.
-Per-tensor scales are per group, and blocks along rows restart at each group's first row. No scale spans two groups.
+    y  = x[rows of g] @ w[g]       "forward"
+    dx = dy[rows of g] @ w[g].T    "dgrad"
+    dw[g] = x[rows of g].T @ dy    "wgrad"
+
+Rows in no group may hold anything, NaN too, and count as zeros. No scale spans two groups. The forward product and
+dgrad read codes of rows. Wgrad reads transposed codes in an axis in which each group starts at a multiple of 128
+(`fp8jax.core.groups.PaddedTokens`).
 """
 
 import dataclasses
@@ -87,7 +92,7 @@ def ragged_dot(
         input_facts: as in `fp8jax.dot_general`.
 
     Returns:
-        (tokens, outputs) in the dtype of `x`.
+        (tokens, outputs), or (groups, m, n) for a product along tokens. Gradients have the dtypes of `x` and `w`.
 
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
@@ -129,7 +134,7 @@ class _Form(NamedTuple):
     Attributes:
         contracts_tokens: whether the result is (groups, m, n), of (tokens, m) and (tokens, n).
         transposed: whether the weight is (groups, outputs, inputs).
-        axes: the transpositions of both operands that give this form.
+        x_transposed, w_transposed: whether the user's operand is the transpose of this form's.
     """
 
     contracts_tokens: bool = False
@@ -449,10 +454,10 @@ def _forward(
     w_operand = w_source.forward(w, w_side)
     y = grouped_matmul(
         x_operand,
-        w_operand,
+        w_operand,  # type: ignore[arg-type]
         groups,
         dtype=config.dtype,
-        fast="forward" in recipe.fast_accumulation,  # type: ignore[arg-type]
+        fast="forward" in recipe.fast_accumulation,
     )
     y = derivatives.differentiable_once(config.name, checkpoint_name(y, PRODUCT), token)
     w_residual = w_source.residual(w, w_operand, w_side)
@@ -508,12 +513,11 @@ def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, 
         if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
             return transpose_rows(codes, spec, tokens)
         return quantize_columns(codes, spec, side.strategy, tokens, dtype=dtype)
-    x = residual
     if isinstance(residual, _RecomputeResidual):
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
         x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dtype)
-        x = reshape_to_matrix(x, *dx.shape)
-    return quantize_columns(x, side.backward, side.strategy, tokens)
+        residual = reshape_to_matrix(x, *dx.shape)
+    return quantize_columns(residual, side.backward, side.strategy, tokens)
 
 
 def multiply_columns(a: TokenColumns, b: TokenColumns, tokens: PaddedTokens, *, dtype: DTypeLike, fast: bool) -> Array:
