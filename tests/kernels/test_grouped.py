@@ -299,6 +299,21 @@ def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
     assert error(out[63:103], want[63:103]) < tolerance(BF16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_row", [3, 1000])
+def test_rows_of_no_group_are_zero_on_a_gpu(first_row: int) -> None:
+    case = Case((300, 0, 411), (711, 1000, 520), terms=ALL_SCALES, out=BF16)
+    arguments, want = row_arguments(case)
+    for name in ("a", "row_scale"):
+        x = arguments[name]
+        edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (first_row, 1001)]
+        arguments[name] = jnp.concatenate([edges[0], x, edges[1]])
+    out = wide(grouped_matmul(**arguments, first_row=jnp.int32(first_row)))
+    assert error(out[first_row : first_row + 711], want) < tolerance(BF16) + 3e-3
+    assert not out[:first_row].any()
+    assert not out[first_row + 711 :].any()
+
+
 @pytest.mark.parametrize("tile", [ALTERNATING, SHARED])
 def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
     """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
@@ -431,6 +446,7 @@ def test_on_a_gpu(case: Case) -> None:
         {name: x for name, x in arguments.items() if name != "is_k_major"}
     ) if case.is_k_major else function(**arguments, out_dtype=case.out)  # fmt: skip
     assert error(out[: len(want)], want) < tolerance(case.out) + (3e-3 if case.left in (E4M3, E5M2) else 0)
+    assert not wide(out[len(want) :]).any()
 
 
 @pytest.mark.gpu
@@ -440,6 +456,7 @@ def test_blocks_on_a_gpu(case: Case) -> None:
     for tile in (None, Tile(64, 128, num_stages=5)):
         out = grouped_block_matmul(*arguments, out_dtype=case.out, tile=tile)
         assert error(out[: len(want)], want) < tolerance(case.out) + 1e-3
+        assert not wide(out[len(want) :]).any()
 
 
 @pytest.mark.gpu
