@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import fp8jax
 from experiments.bench import driver, timing
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config
+from experiments.train import config
 from experiments.train.adapters import of_base
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 
 LLAMA = LlamaConfig(vocab=128_256, dim=4096, layers=32, heads=32, kv_heads=8, mlp_dim=14_336, rope_theta=5e5)
@@ -37,7 +38,7 @@ class LoraArm(driver.Arm):
         recipe_name, _, base = name.partition(" on ")
         lora = config.Lora(rank, 2.0 * rank, base=base or "bf16")
         recipe = of_base(fp8jax.recipes.get(recipe_name), lora)
-        optimizer = cli.make_optimizer(config.Config(), recipe)
+        optimizer = make_optimizer(config.Config(), recipe)
         how: dict[str, Any] = {"remat": True, "seed": 0, "unroll": unroll, "lora": lora}
         self.task = Task.build(llama, optimizer, recipe, **how)
         self.shapes = jax.eval_shape(self.task.init), jax.eval_shape(self.task.base)

@@ -31,8 +31,9 @@ from experiments.bench.arms import AGAIN, BF16, LOGITS, LOOP, PLAIN, parsed, set
 from experiments.bench.driver import built, memory
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config
+from experiments.train import config
 from experiments.train.form import in_chunks
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.ops.dispatch import choice
 
@@ -93,7 +94,7 @@ class StepArm(driver.Arm):
         self.config, self.count, self.batch, self.length = model, count, batch, length
         recipe, remat, kernels, unroll, chunked = settings(name)
         chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked
-        optimizer = cli.make_optimizer(config.Config(), recipe)
+        optimizer = make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
         how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
         how["chunked"] = chunked

@@ -38,10 +38,9 @@ with packages.needed() as missing:
     from experiments.train.adapters import joined, of_base
     from experiments.train.checkpoint import Checkpoints, digest_of, quiet
     from experiments.train.form import in_chunks, recomputed
-    from experiments.train.introduction import count as count
+    from experiments.train.introduction import count
     from experiments.train.loop import Loop, NotFinite
-    from experiments.train.optimizer import make_optimizer as make_optimizer
-    from experiments.train.optimizer import with_head, with_master
+    from experiments.train.optimizer import make_optimizer, with_head, with_master
     from experiments.train.result import Result, read_result
     from experiments.train.speed import Trace, share_of_peak
     from experiments.train.task import Task, TrainState

@@ -11,9 +11,7 @@ import tyro
 
 import fp8jax
 from experiments import mesh
-from experiments.errors import BusyError as BusyError
-from experiments.errors import DiskError as DiskError
-from experiments.errors import UserError as UserError
+from experiments.errors import UserError
 from experiments.train import help
 from experiments.train.sections import Data as Data
 from experiments.train.sections import Lora as Lora

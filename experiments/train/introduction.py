@@ -39,6 +39,7 @@ def print_header(
     kind = "CPU" if kind == "cpu" else kind
     same = " on the same batches" if len(config.recipe) > 1 else ""
     where = f"one {kind}" if num_devices == 1 else f"{num_devices} devices ({kind})"
+    where += f" in {jax.process_count()} processes" if hosts.several() else ""
     report.told(console, f"Training {', '.join(config.recipe)}{same}, on {where}")
     source = " ".join(config.data.data) or _LIBRARY
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""

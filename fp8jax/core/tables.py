@@ -151,7 +151,8 @@ def _fit_widths(widths: Sequence[int], width: int) -> list[int]:
 def _format_rows(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
     lines = []
     for row in rows:
-        cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        # Later lines of a cell are indented as its first one.
+        cells = [_wrap(cell, width, len(cell) - len(cell.lstrip())) for cell, width in zip(row, widths, strict=True)]
         for i in range(max(map(len, cells))):
             line = (" " * _GAP).join(
                 (cell[i] if i < len(cell) else "").ljust(width) for cell, width in zip(cells, widths, strict=True)

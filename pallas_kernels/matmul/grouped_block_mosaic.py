@@ -41,7 +41,7 @@ def grouped_block_matmul(
         group_sizes, first_row, out_dtype, tile, interpret: as in `grouped_mosaic.grouped_matmul`.
 
     Returns:
-        (T, N) in `out_dtype`. Rows of no group are not initialized.
+        (T, N) in `out_dtype`. Rows of no group are 0.
     """
     hopper.check_operands(a, b, out_dtype, b_ndim=3)
     (num_tokens, k), (num_groups, n, _) = a.shape, b.shape

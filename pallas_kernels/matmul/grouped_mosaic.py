@@ -51,9 +51,9 @@ def grouped_matmul(
         tile: tuning; None selects it by N. interpret: interpreter parameters, to run on CPU.
 
     Returns:
-        (T, N) in `out_dtype`. Rows of no group are not initialized: they may hold any value, also NaN. Their operands
-        do not change other rows. Operands are copied unless T and N are multiples of 8, and K of 128 bytes. The output
-        is copied unless T is a multiple of 8, and N a larger multiple of 64 (bfloat16) or 32 (float32).
+        (T, N) in `out_dtype`. Rows of no group are 0. Their operands and scales may be NaN, and change nothing.
+        Operands are copied unless T and N are multiples of 8, and K of 128 bytes. The output is copied unless T is a
+        multiple of 8, and N a larger multiple of 64 (bfloat16) or 32 (float32).
     """
     hopper.check_operands(a, b, out_dtype, _supported_dtypes(a), b_ndim=3)
     (num_tokens, k), (num_groups, n, _) = a.shape, b.shape
@@ -85,31 +85,35 @@ def row_schedule(
         return count
 
     def position(refs: Any, index: jax.Array) -> hopper.TilePosition:
-        tile_ref, count_ref = refs
+        tile_ref, count_ref, _ = refs
         tile_m, tile_n = plgpu.planar_snake(index, (count_ref[0], tiles_n), 1, tile.band_width)
         matrix, row, begin, end = (tile_ref[i, tile_m] for i in range(4))
         row, col = row * ROW_MULTIPLE, tile_n * tile.block_cols
         return hopper.TilePosition(row, col, row, matrix * b_rows + col, num_slices, 0, matrix, (begin, end))
 
-    return hopper.Schedule(
-        (num_tokens, n), _row_tiles(group_sizes, first_row, num_tokens, tile.block_rows), num_tiles, position
-    )
+    def zero_rows(refs: Any) -> list[tuple[Any, Any]]:
+        bound_ref = refs[2]
+        return [(jnp.int32(0), bound_ref[0]), (bound_ref[1], jnp.int32(num_tokens))]
+
+    arrays = _row_tiles(group_sizes, first_row, num_tokens, tile.block_rows)
+    return hopper.Schedule((num_tokens, n), arrays, num_tiles, position, zero_rows=zero_rows)
 
 
 def _row_tiles(
     group_sizes: jax.Array, first_row: jax.Array | None, num_tokens: int, block_rows: int
-) -> tuple[jax.Array, jax.Array]:
-    """Return the rows of tiles of all groups, and their number.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the rows of tiles of all groups, their number, and the rows of all groups.
 
     Returns:
         int32 (4, maximum): group, first row divided by 8, first row of the group, and the row after its last. The
-        kernel sees a multiplication by 8, which proves that the first row is a multiple. int32 (1,): the number.
+        kernel sees a multiplication by 8, which proves that the first row is a multiple. int32 (1,): the number. int32
+        (2,): first row of the first group, and the row after the last one of the last group.
     """
     num_groups = group_sizes.shape[0]
     # Each group has at most one tile more than its share. The rounding of its first row does not add up: a group that
     # gains rows by it takes them from the last tile of the previous one.
     maximum = num_tokens // block_rows + num_groups
-    first_row = jnp.zeros((), jnp.int32) if first_row is None else first_row
+    first_row = jnp.int32(0) if first_row is None else jnp.minimum(first_row.astype(jnp.int32), num_tokens)
     ends = first_row + jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), dtype=jnp.int32)
     ends = jnp.minimum(ends, num_tokens)
     begins = jnp.concatenate([first_row[None], ends[:-1]])
@@ -120,7 +124,8 @@ def _row_tiles(
     group = jnp.sum(number[:, None] >= count_ends, axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, num_groups - 1)
     row = first_rows[group] + (number - (count_ends - counts)[group]) * block_rows
-    return jnp.stack([group, row // ROW_MULTIPLE, begins[group], ends[group]]), count_ends[-1:]
+    tiles = jnp.stack([group, row // ROW_MULTIPLE, begins[group], ends[group]])
+    return tiles, count_ends[-1:], jnp.stack([first_row, ends[-1]])
 
 
 def grouped_matmul_dw(

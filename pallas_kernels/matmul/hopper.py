@@ -10,6 +10,7 @@ tiles: the loads of the next tile overlap the epilogue of this one. M, N and K a
 and drops stores outside of the output.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -133,7 +134,7 @@ def pipelined_matmul(
             four.
         second_operand: a second left operand, for which some slices are multiplied as well; it takes a schedule.
         schedule: tiles that differ in their slices or matrices. In a grouped product, scales are (matrices,), and
-            column scales (matrices, N). Rows that no tile writes are not initialized.
+            column scales (matrices, N). Other rows that no tile writes are not initialized.
         is_k_major: whether K is the last dimension of both operands, otherwise the first; 16-bit operands only.
         static_key: static arguments of `compute`, `streams` and `schedule`, apart from name, tile and shapes.
     """
@@ -230,7 +231,9 @@ def pipelined_matmul(
         tuple(vectors),
         [x.window_slices for x in streams],
     )
-    num_scheduled_tiles, scheduled_position, is_sorted = (None, None, False) if schedule is None else schedule[2:]
+    num_scheduled_tiles, scheduled_position, is_sorted, zero_rows = (
+        (None, None, False, None) if schedule is None else schedule[2:]
+    )
 
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
         *refs, out_ref = all_refs
@@ -378,7 +381,33 @@ def pipelined_matmul(
                 num_tiles if alternation == 1 else lax.div(num_tiles - group + alternation - 1, alternation)
             )
             lax.fori_loop(0, num_group_tiles, compute_tile, jnp.int32(0))
+            if zero_rows is not None:
+                for first, end in zero_rows(schedule_refs):
+                    write_zeros(first, end)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def write_zeros(first: jax.Array, end: jax.Array) -> None:
+            """Set rows of the output to 0: each compute warpgroup of each block stores its share of the pieces."""
+            (height, width), piece_tile = (
+                store_shape,
+                dataclasses.replace(tile, rows=store_shape[0], cols=store_shape[1]),
+            )
+            columns, aligned_first = ceil_div(out_shape[1], width), lax.div(first, 8) * 8
+            count = jnp.where(end > first, lax.div(end - aligned_first + height - 1, height), 0) * columns
+            worker, num_workers = block * WARPGROUPS + group, num_blocks * WARPGROUPS
+            zeros = plgpu.layout_cast(jnp.zeros(store_shape, jnp.float32), plgpu.Layout.WGMMA)
+
+            def write_piece(i: jax.Array, _: None) -> None:
+                piece = worker + i * num_workers
+                row, col = aligned_first + lax.div(piece, columns) * height, lax.rem(piece, columns) * width
+                position = TilePosition(row, col, row, col, 0, row_range=(first, end))
+                writer = Writer(
+                    out_ref, None, out_ring.at[group], None, {}, position, piece_tile, store_shape, out_dtype,
+                    row_range=position.row_range, is_interpreted=interpret is not None,
+                )  # fmt: skip
+                writer.write((None, None), [(0, 0, zeros)])
+
+            lax.fori_loop(0, lax.div(count - worker + num_workers - 1, num_workers), write_piece, None)
 
         lax.cond(group == WARPGROUPS, load, multiply)
 

@@ -254,6 +254,8 @@ class Schedule(NamedTuple):
             any position.
         is_sorted: whether tiles with more slices come first. Every other round of the thread blocks then runs
             backwards.
+        zero_rows: function of the references that returns ranges of rows, (first, end), which no tile writes and the
+            kernel sets to 0; None for no such rows.
     """
 
     out_shape: tuple[int, int]
@@ -261,6 +263,7 @@ class Schedule(NamedTuple):
     num_tiles: Callable[[Sequence[Any]], jax.Array]
     position: Callable[[Sequence[Any], jax.Array], TilePosition]
     is_sorted: bool = False
+    zero_rows: Callable[[Sequence[Any]], Sequence[tuple[Any, Any]]] | None = None
 
 
 class SecondOperand(NamedTuple):

@@ -1,4 +1,4 @@
-"""Codes and scales of a matrix and of its transposed copy, in one pass.
+"""Codes and scales of a matrix and of its transposed copy, in one pass; or of a stack of matrices.
 
 In: (M, N) fp32, bf16 or fp16. Out: 8-bit codes (M, N) and (N, M), their scales, column sums fp32 (N,). Hardware: Ada or
 newer for FP8 codes, Turing otherwise. Reference: `_reference` in fp8jax/ops/quantization/quantize.py.
@@ -10,6 +10,7 @@ A program reads a tile once, as four slices of every fourth row. The codes of fo
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,24 @@ class ColumnOffsets(NamedTuple):
     third_start: int = 0
 
 
+class StackStrides(NamedTuple):
+    """Elements between the arrays of two matrices of a stack; all 0 for a single matrix.
+
+    Attributes:
+        matrix: of the matrix, and of its codes.
+        row_scale, column_scale: of the inputs.
+        row_scales, row_powers, column_scales, column_powers: of the outputs.
+    """
+
+    matrix: int = 0
+    row_scale: int = 0
+    column_scale: int = 0
+    row_scales: int = 0
+    row_powers: int = 0
+    column_scales: int = 0
+    column_powers: int = 0
+
+
 @triton.jit
 def _quantize(
     x_ptr: tl.tensor,
@@ -69,12 +88,28 @@ def _quantize(
     COLUMN_CODING: tl.constexpr,
     SUMS: tl.constexpr,
     COLUMN_OFFSETS: tl.constexpr,
+    STACK_STRIDES: tl.constexpr,
 ) -> None:
     """Write the codes of a tile (BLOCK_M, BLOCK_N)."""
     MASKED: tl.constexpr = M % BLOCK_M > 0 or N % BLOCK_N > 0
     R: tl.constexpr = BLOCK_M // 4
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
+    if STACK_STRIDES.matrix > 0:
+        TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
+        matrix = (program // TILES).to(tl.int64)
+        program = program % TILES
+        x_ptr += matrix * STACK_STRIDES.matrix
+        row_scale_ptr += matrix * STACK_STRIDES.row_scale
+        column_scale_ptr += matrix * STACK_STRIDES.column_scale
+        if ROW_CODING.kind != "none" and ROW_CODING.writes_codes:
+            row_codes_ptr += matrix * STACK_STRIDES.matrix
+        row_scales_ptr += matrix * STACK_STRIDES.row_scales
+        row_powers_ptr += matrix * STACK_STRIDES.row_powers
+        if COLUMN_CODING.kind != "none":
+            column_codes_ptr += matrix * STACK_STRIDES.matrix
+        column_scales_ptr += matrix * STACK_STRIDES.column_scales
+        column_powers_ptr += matrix * STACK_STRIDES.column_powers
     top, left = program // TILES_N * BLOCK_M, program % TILES_N * BLOCK_N
     first = top.to(tl.int64) * N + left
     i, n = tl.arange(0, R), left + tl.arange(0, BLOCK_N)
@@ -254,7 +289,9 @@ def quantize(
     """Return the codes of a matrix and of its transposed copy, and column sums.
 
     Args:
-        x: (M, N), fp32, bf16 or fp16; or two or three packed matrices of M rows, N columns in total.
+        x: (M, N), fp32, bf16 or fp16; or two or three packed matrices of M rows, N columns in total; or a stack
+            (matrices, M, N). Scales, `amax` and results of a stack have its leading dimension. A stack takes no `seed`
+            and no `sums`.
         rows: coding of `x`, or None.
         columns: coding of x.T, (N, M), or None; "same" for the transposed codes of `rows`, of kind "tensor" or "block".
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) per row.
@@ -293,7 +330,10 @@ def quantize(
     coding = rows if is_same else columns
     assert coding != "same"
     matrices = [*x] if isinstance(x, Sequence) else [x]
-    (m, n), dtype = (matrices[0].shape[0], sum(y.shape[1] for y in matrices)), matrices[0].dtype
+    stack = matrices[0].shape[:-2]
+    (m, n), dtype = (matrices[0].shape[-2], sum(y.shape[-1] for y in matrices)), matrices[0].dtype
+    if stack and (len(stack) > 1 or len(matrices) > 1 or seed is not None or sums):
+        raise ValueError("the quantize kernel cannot run: a stack has one leading dimension, no seed and no sums")
     reason = unsupported_reason((m, n), dtype, (rows, coding)) or unsupported_packed_reason(matrices)
     if reason is not None:
         raise ValueError(f"the quantize kernel cannot run: {reason}")
@@ -304,8 +344,10 @@ def quantize(
     launch = launch or _best_launch(rows, coding, is_same, dtype)
     shapes = [*_output_shapes(rows, (m, n), writes_codes=writes_rows), *_output_shapes(coding, (n, m))]
     placeholder = jnp.ones((1, 1), jnp.float32)
-    scales = [placeholder if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
-    by_row = [s.shape[0] > 1 for s in scales]
+    scales = [
+        placeholder if s is None else s.reshape(*stack, -1, 1).astype(jnp.float32) for s in (row_scale, column_scale)
+    ]
+    by_row = [s.shape[-2] > 1 for s in scales]
     constants = [
         scaling.NO_CODING if c is None else c.constants._replace(by_row=b, scales_transposed=_scales_transposed(c))
         for c, b in zip((rows, coding), by_row, strict=True)
@@ -316,7 +358,7 @@ def quantize(
     ]
     for i in (i for i, mask in enumerate(has_computed_scale) if mask):
         assert amax is not None
-        scales[i] = amax.reshape(1)
+        scales[i] = amax.reshape(*stack, 1)
         constants[i] = constants[i]._replace(has_amax=True, round_up_bf16=round_up_bf16)
     if is_same:
         constants[1] = constants[1]._replace(kind="same")
@@ -326,6 +368,11 @@ def quantize(
         noise = jnp.concatenate([seed, jnp.array([n, 0], jnp.uint32) if place is None else place])
     tiles_m = -(-m // launch.block_m)
     shapes.append(jax.ShapeDtypeStruct((tiles_m, n) if sums else (1, 1), jnp.float32))
+    strides = StackStrides()
+    if stack:
+        given = [0 if s is placeholder else s.size // stack[0] for s in scales]
+        strides = StackStrides(m * n, *given, *(shapes[i].size for i in (1, 2, 4, 5)))
+        shapes = [jax.ShapeDtypeStruct((*stack, *s.shape), s.dtype) for s in shapes]
     if len(matrices) > 1 and COLUMN_ALIGNMENT % launch.block_n:
         raise ValueError(
             f"the quantize kernel cannot run: tiles of {launch.block_n} columns, not a part of {COLUMN_ALIGNMENT}"
@@ -337,9 +384,10 @@ def quantize(
         else (ColumnOffsets(), [placeholder, placeholder])
     )
     *outputs, partial_sums = call(
-        _quantize, [matrices[0], *other_matrices, *scales, noise], shapes, tiles_m * -(-n // launch.block_n), launch,
-        compute_capability, shape=(m, n), ROW_CODING=constants[0], COLUMN_CODING=constants[1], SUMS=sums,
-        COLUMN_OFFSETS=column_offsets,
+        _quantize, [matrices[0], *other_matrices, *scales, noise], shapes,
+        math.prod(stack) * tiles_m * -(-n // launch.block_n), launch, compute_capability, shape=(m, n),
+        ROW_CODING=constants[0], COLUMN_CODING=constants[1], SUMS=sums, COLUMN_OFFSETS=column_offsets,
+        STACK_STRIDES=strides,
     )  # fmt: skip
     first, second = (
         _to_quantized(rows, outputs[:3], has_computed_scale[0]),
@@ -390,7 +438,7 @@ def _to_quantized(coding: Coding | None, outputs: Any, has_computed_scale: bool)
     codes = jax.lax.bitcast_convert_type(outputs[0], coding.dtype)
     scale = outputs[1] if has_computed_scale or coding.kind in ("group", "block") else None
     if scale is not None and _scales_transposed(coding):
-        scale = scale.T
+        scale = jnp.swapaxes(scale, -1, -2)
     return Quantized(codes, scale, outputs[2] if coding.kind == "mx" else None)
 
 

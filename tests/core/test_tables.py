@@ -114,6 +114,9 @@ def test_sections_have_common_columns_and_titles():
     assert [line for line in lines if not line.startswith(" ")] == ["name   n   note", "First: of two", "Second"]
     (column,) = {line.index("why") for line in lines if "why" in line}
     assert column == lines[0].index("note")
+    # Whatever is wrapped in the first column stays behind the titles.
+    narrow = tables.sectioned_table(("name", "note"), [("First", [("a/long/path/of/names", "why"), ("b", "x")])], 18)
+    assert [line for line in narrow.splitlines() if not line.startswith("  ")] == ["name          note", "First"]
 
 
 def test_the_terminal_says_the_width(monkeypatch):

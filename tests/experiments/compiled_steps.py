@@ -23,7 +23,8 @@ from jax.experimental import topologies
 import fp8jax
 from experiments import mesh, plan
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config
+from experiments.train import config
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.core.program_text import computations_of
 from fp8jax.dist.collectives import collectives
@@ -41,7 +42,7 @@ def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm, partition: str) 
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
     rows = mesh.batches(devices)
     remat = False if recipe.context.residual else "products"
-    tx = cli.make_optimizer(config.Config(), recipe)
+    tx = make_optimizer(config.Config(), recipe)
     task = Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, partition=partition)
     shapes = jax.eval_shape(task.init)
     placed = mesh.state(devices, shapes, partition)

@@ -16,6 +16,7 @@ from experiments.models.llama import Llama, LlamaConfig
 from experiments.text import chat
 from experiments.text.records import TextRecord
 from experiments.train import cli, config, peft_files, start
+from experiments.train.optimizer import make_optimizer
 from tests.rows import slow
 
 pytest.importorskip("safetensors")
@@ -232,7 +233,7 @@ def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, 
     decoded = start.params(cli.parse(["--init", str(folder), "--lora-rank", "4", "--base", "bf16"]), None)
     assert not any(isinstance(x, fp8jax.FrozenWeight) for x in decoded["layers"]["mlp"]["up"].values())
     recipe = adapters.of_base(fp8jax.recipes.te_current(), settings.lora)
-    task = Task.build(plain.config, cli.make_optimizer(settings, recipe), recipe, remat=False, seed=0,
+    task = Task.build(plain.config, make_optimizer(settings, recipe), recipe, remat=False, seed=0,
                       lora=settings.lora)  # fmt: skip
     base = jax.jit(task.base)(params)
     assert jax.tree.structure(base) == jax.tree.structure(jax.eval_shape(task.base))

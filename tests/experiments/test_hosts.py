@@ -88,8 +88,8 @@ def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, ou
     # The step before which the signal came tells of it, and is looked at one step late.
     assert 3 <= stopped <= 4
     assert "stopped" not in complaints[1]
-    assert "2 of 2 used in 2 processes" in said[0]
-    assert "recipe" not in said[1]
+    assert "on 2 devices (CPU) in 2 processes" in said[0]
+    assert "Training" not in said[1]
     monkeypatch.setattr(mesh, "SMALLEST", 1024)
     assert cli.main(command) == 0
     assert f"resuming from step {stopped}" in capsys.readouterr().out

@@ -11,7 +11,8 @@ import pytest
 import fp8jax
 from experiments import mesh
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config, parallel
+from experiments.train import config, parallel
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm
@@ -31,7 +32,7 @@ def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA, comput
     devices = mesh.make(1, 2)
     rows = mesh.batches(devices)
     how = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
-    task = Task.build(llama, cli.make_optimizer(config.Config(), recipe), recipe, **how)
+    task = Task.build(llama, make_optimizer(config.Config(), recipe), recipe, **how)
     shapes = jax.eval_shape(task.init)
     placed = mesh.state(devices, shapes)
     shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)

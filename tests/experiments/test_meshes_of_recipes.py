@@ -18,7 +18,8 @@ from jax.sharding import AxisType
 import fp8jax
 from experiments import mesh
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config
+from experiments.train import config
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.recipes import Comm, Weights
 from tests.distance import relative
@@ -56,7 +57,7 @@ def build(name, devices=None):
     # Gradients that travel in 8 bits are not those of one device: see test_parallel.
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(), weights=Weights("fp32", "fp32"))
     rows = None if devices is None else mesh.batches(devices)
-    return Task.build(LLAMA, cli.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+    return Task.build(LLAMA, make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
 
 
 def step(task, state, tokens):

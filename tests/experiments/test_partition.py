@@ -7,7 +7,8 @@ import pytest
 import fp8jax
 from experiments import mesh
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config
+from experiments.train import config
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
 from tests.distance import order, relative
@@ -29,7 +30,7 @@ def stepped(name, partition):
     """A step's state, its metrics, what of the state a device has, and what the program exchanges."""
     recipe, devices = fp8jax.recipes.get(name), mesh.make(DEVICES, 1)
     rows = mesh.batches(devices)
-    tx = cli.make_optimizer(config.Config(), recipe)
+    tx = make_optimizer(config.Config(), recipe)
     task = Task.build(LLAMA, tx, recipe, remat=False, seed=0, rows=rows, partition=partition)
     placed = mesh.state(devices, jax.eval_shape(task.init), partition)
     state, tokens = jax.jit(task.init, out_shardings=placed)(), mesh.place(TOKENS, rows)

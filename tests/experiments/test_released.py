@@ -14,7 +14,7 @@ from experiments import mesh
 from experiments.errors import UserError
 from experiments.models.llama import LlamaConfig
 from experiments.train import cli, config, trained
-from experiments.train.optimizer import with_master
+from experiments.train.optimizer import make_optimizer, with_master
 from experiments.train.released import ReleasedOptimizer
 from experiments.train.task import Task
 from tests.rows import slow
@@ -29,7 +29,7 @@ def tokens(step, rows=4):
 
 def task_of(recipe, optim=OPTIM, remat=False, rows=None, chunked=False):
     recipe = with_master(fp8jax.recipes.get(recipe), optim.master)
-    tx = cli.make_optimizer(config.Config(optim=optim), recipe)
+    tx = make_optimizer(config.Config(optim=optim), recipe)
     return Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, chunked=chunked)
 
 
@@ -116,12 +116,12 @@ def test_what_is_refused():
         config.Config(optim=optim, lora=config.Lora(lora_rank=2)).validate()
     for name in ("te_delayed", "moss", "int8_fallback"):
         with pytest.raises(UserError, match="has scalings with a state"):
-            cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
+            make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
     with pytest.raises(UserError, match="has sums of gradients of its own"):
-        cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
+        make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
     with pytest.raises(UserError, match=r"--master fp8: weights\.master 'fp8' is not one of"):
         with_master(fp8jax.recipes.coat(), "fp8")
-    assert isinstance(cli.make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
+    assert isinstance(make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
 
 
 @pytest.mark.parametrize("release", ["previous", slow("twice")])

@@ -9,8 +9,9 @@ import fp8jax
 from experiments import mesh
 from experiments.mesh import flatten
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config
+from experiments.train import config
 from experiments.train.checkpoint import Checkpoints
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
@@ -31,7 +32,7 @@ STATES = {
 
 def build(name, devices):
     recipe = fp8jax.recipes.get(name)
-    optimizer = cli.make_optimizer(config.Config(), recipe)
+    optimizer = make_optimizer(config.Config(), recipe)
     return Task.build(LLAMA, optimizer, recipe, remat=False, seed=0, rows=mesh.batches(devices))
 
 

@@ -19,6 +19,7 @@ from experiments.text import data
 from experiments.text.tokenizer import Bytes
 from experiments.train import cli, config, form, optimizer, report
 from experiments.train import loop as loops
+from experiments.train.optimizer import make_optimizer
 from fp8jax import from_recipe
 
 SHAPE = LlamaConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
@@ -147,7 +148,7 @@ def test_training_is_adamw_with_all_its_settings(ran, plain):
 
 def test_decay_and_clip_are_those_of_a_chain_of_optax_bit_for_bit():
     args = cli.parse([*FLAGS, "--recipe", "bf16"])
-    tx = cli.make_optimizer(args, EXACT)
+    tx = make_optimizer(args, EXACT)
     rates = optax.warmup_cosine_decay_schedule(0.0, LR, WARMUP, STEPS, LR * FINAL)
     matrices = {"mlp_norm": {"scale": False}, "up": {"kernel": True, "bias": False}, "embed": {"embedding": True}}
     adamw = optax.adamw(rates, B1, B2, EPS, weight_decay=DECAY, mask=matrices)
@@ -288,7 +289,7 @@ def test_settings_of_the_model_arrive(ran):
 def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
     """Of recipes whose weights' bounds are tracked, too, with and without a limit on them."""
     settings = config.Config(optim=config.Optim(lr=0.1, warmup=0, b1=b1, b2=b2, clip=0.5, weight_decay=0.0))
-    tx = cli.make_optimizer(settings, getattr(fp8jax.recipes, recipe)())
+    tx = make_optimizer(settings, getattr(fp8jax.recipes, recipe)())
     params = {"w": jnp.ones((8, 128)), "b": jnp.ones(16)}
     draws = [jax.tree.map(lambda x, i=i: jax.random.normal(jax.random.key(i), x.shape), params) for i in (0, 1)]
     # The norm of the first is some 3,000, of the second 0.3; Adam itself knows no scale, but their ratio.

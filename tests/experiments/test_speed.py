@@ -13,6 +13,7 @@ from experiments import errors
 from experiments.models.llama import LlamaConfig
 from experiments.train import cli, config, optimizer, report, speed
 from experiments.train.config import Lora, Optim
+from experiments.train.optimizer import make_optimizer
 from experiments.train.task import Task
 
 SHAPE = LlamaConfig(vocab=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64)
@@ -51,7 +52,7 @@ def test_bad_settings_are_told(argv, flags, message, capsys, monkeypatch):
 
 def test_operations_are_those_of_products_and_attention():
     """Counted by hand: six for a weight and token, four beside adapters, two and four for a causal score."""
-    tx = cli.make_optimizer(config.Config(), fp8jax.recipes.bf16())
+    tx = make_optimizer(config.Config(), fp8jax.recipes.bf16())
     attention = 3 * 32 * 32 + 3 * 32 * 32  # q, out, and half of each for k and v
     block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     assert attention == 6144
@@ -109,7 +110,7 @@ def test_a_run_is_traced_logged_elsewhere_and_says_how_much_of_a_gpu_it_uses(arg
     settings = cli.parse([*argv, *flags])
     llama = settings.model.shape(256)
     shapes = jax.eval_shape(
-        Task.build(llama, cli.make_optimizer(settings, fp8jax.recipes.bf16()), fp8jax.recipes.bf16(), remat=False,
+        Task.build(llama, make_optimizer(settings, fp8jax.recipes.bf16()), fp8jax.recipes.bf16(), remat=False,
                    seed=0).init).params  # fmt: skip
     for row in (row for row in rows if "loss" in row):
         assert row["mfu"] == pytest.approx(row["tokens_per_s"] * speed.operations(llama, shapes, {}, 16) / 1e12)

@@ -14,9 +14,10 @@ from flax import nnx
 import fp8jax
 from experiments import mesh, plan
 from experiments.models.llama import LlamaConfig
-from experiments.train import cli, config, parallel, tensor
+from experiments.train import config, parallel, tensor
 from experiments.train.adapters import joined
 from experiments.train.form import Form
+from experiments.train.optimizer import make_optimizer
 from experiments.train.sections import Lora
 from experiments.train.task import Task
 from fp8jax.dist.collectives import collectives
@@ -78,7 +79,7 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     if where is not None:
         data, fsdp, shared = MESHES[where]
         rows = mesh.batches(mesh.make(data, fsdp, tensor=shared))
-    tx = cli.make_optimizer(config.Config(), recipe)
+    tx = make_optimizer(config.Config(), recipe)
     task = Task.build(llama, tx, recipe, seed=0, rows=rows, **{"remat": False} | how)
     state = jax.eval_shape(task.init)
     params = drawn(state.params)

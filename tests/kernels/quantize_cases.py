@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from fp8jax.core import formats
+from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.dispatch import choice
+from fp8jax.ops.dispatch.partition import UNSHARDED
 from fp8jax.ops.quantization import fallback, fused_outputs, microscaling
 from fp8jax.ops.quantization import quantize as op
 from tests import given_scales
@@ -282,6 +283,45 @@ def wrong_apart(widths: tuple[int, ...], scale: float | None) -> list[int]:
             assert columns is not None
             found.append([_bytes(rows.codes), _bytes(columns.codes), np.asarray(rows.scale), np.asarray(sums)])
     return [_differ(got, want) for want, got in zip(*found, strict=True)]
+
+
+# Specs of rows and columns, and whether scales are given, for stacks of matrices.
+STACKS = (
+    ("e4m3", "same", False),
+    ("e4m3", "e5m2", False),
+    ("e4m3", "same", True),
+    (None, "e5m2", True),
+    ("int8", "same", False),
+    ("e4m3:block32", "same", False),
+    ("e4m3:group32", "e5m2:group32", False),
+    (None, "e4m3:group128", False),
+)
+
+
+def stack(rows: str | None) -> jax.Array:
+    """Matrices (3, 130, 150) of which each has another amax and another NaN, Inf or zero."""
+    x = jnp.stack([special((130, 150), "bfloat16", largest) for largest in (3e38, 1e3, 7e-6)])
+    x = x.at[1, 5, 7].set(0).at[2].set(jnp.where(jnp.isfinite(x[2]), x[2], 0))
+    return jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2) if rows == "int8" else x
+
+
+def wrong_stack(rows: str | None, columns: str, has_scale: bool, vmap: bool = False) -> list[int]:
+    """How many codes and scales of a stack, quantized by one launch, are not those of its matrices by XLA."""
+    x, scales = stack(rows), jnp.float32([1.7, 3e-3, 2.0**-9]) if has_scale else None
+    if vmap:
+        got = jax.jit(jax.vmap(lambda x, s: op.quantize(x, rows, columns, scale=s, impl="triton")))(x, scales)
+    else:
+        config = op._parse(rows, columns, scaling.find_scaling("current"), False)
+        got, _ = op._quantize_shard(config, x.shape[1:], UNSHARDED, x, scales, None, None)
+    found = []
+    for i in range(len(x)):
+        scale = None if scales is None else scales[i]
+        want = op.quantize(x[i], rows, columns, scale=scale, impl="xla")
+        for a, b in zip(got, want, strict=True):
+            if a is not None and b is not None:
+                found.append(_differ(_bytes(a.codes[i]), _bytes(b.codes)))
+                found.append(_differ(np.asarray(a.scale[i]), np.asarray(b.scale)))
+    return found
 
 
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:

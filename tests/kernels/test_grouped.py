@@ -107,6 +107,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(case: Case) -> None:
     out = interpreted(grouped_matmul, **arguments, **settings)
     assert out.dtype == case.out
     assert out.shape == case.shape[:2]
+    assert not wide(out[sum(case.sizes) :]).any()
     out = out[: sum(case.sizes)]
     if case.left == I8:
         np.testing.assert_array_equal(wide(out), want)
@@ -178,6 +179,7 @@ def test_blocks_of_each_group_have_their_own_scales(case: Case) -> None:
     arguments, want = block_arguments(case)
     out = interpreted(grouped_block_matmul, *arguments, out_dtype=case.out, tile=case.tile)
     assert error(out[: sum(case.sizes)], want) < tolerance(case.out)
+    assert not wide(out[sum(case.sizes) :]).any()
 
 
 def token_ranges(sizes: tuple[int, ...]) -> tuple[np.ndarray, list[slice], int]:
@@ -278,15 +280,16 @@ def test_sums_of_512_are_promoted(case: Case) -> None:
 
 
 def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
-    """Also not by NaN or Inf, though tiles overlap them; sizes whose sum is more than T end with its rows."""
+    """Also not by NaN or Inf, though tiles overlap them. Sizes whose sum is more than T end with its rows."""
     case = Case((60, 3, 40), (140, 72, 136), terms=ALL_SCALES, out=BF16)
     arguments, want = row_arguments(case)
     rest = jnp.asarray([np.nan, 448, -448, np.nan], F32).astype(E4M3)
     arguments["a"] = arguments["a"].at[103:].set(jnp.tile(rest, 34)).at[61, 5].set(jnp.nan)
     arguments["row_scale"] = arguments["row_scale"].at[103:].set(jnp.inf)
-    out = wide(interpreted(grouped_matmul, **arguments, tile=case.tile))[:103]
+    out = wide(interpreted(grouped_matmul, **arguments, tile=case.tile))
     other = np.arange(103) != 61
-    assert error(out[other], want[other]) < tolerance(BF16)
+    assert error(out[:103][other], want[other]) < tolerance(BF16)
+    assert not out[103:].any()
     assert np.isnan(out[61]).all()
     arguments["scale"] = arguments["scale"].at[1].set(jnp.nan)
     arguments["group_sizes"] = jnp.asarray([60, 3, 1000])
@@ -294,6 +297,21 @@ def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
     assert np.isnan(out[60:63]).all()
     assert error(out[:60], want[:60]) < tolerance(BF16)
     assert error(out[63:103], want[63:103]) < tolerance(BF16)
+
+
+@pytest.mark.parametrize("tile", [ALTERNATING, SHARED])
+def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
+    """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
+    case = Case((30, 0, 40), (70, 75, 136), terms=ALL_SCALES, out=BF16)
+    arguments, want = row_arguments(case)
+    for name in ("a", "row_scale"):
+        x = arguments[name]
+        edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (83, 150)]
+        arguments[name] = jnp.concatenate([edges[0], x, edges[1]])
+    out = wide(interpreted(grouped_matmul, **arguments, first_row=jnp.int32(83), tile=tile))
+    assert error(out[83:153], want) < tolerance(BF16)
+    assert not out[:83].any()
+    assert not out[153:].any()
 
 
 @pytest.mark.parametrize("block_rows", [128, 256])
@@ -304,7 +322,9 @@ def test_the_table_of_tiles_has_each_row_of_each_group_once(block_rows: int) -> 
     shapes += [np.array([7] + 11 * [block_rows]), np.zeros(12, int)]
     for sizes in shapes:
         tokens = int(sizes.sum()) + int(rng.integers(0, 3)) + 1
-        table, (count,) = map(np.asarray, grouped_mosaic._row_tiles(jnp.asarray(sizes), tokens, block_rows))
+        tables = grouped_mosaic._row_tiles(jnp.asarray(sizes), None, tokens, block_rows)
+        table, (count,), bounds = map(np.asarray, tables)
+        assert list(bounds) == [0, sizes.sum()]
         assert count <= table.shape[1]
         covered = np.full(tokens, -1)
         for group, row, begin, end in table[:, :count].T:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fp8jax.core import formats
+from fp8jax.ops.dispatch import choice, partition
 from fp8jax.ops.quantization import quantize as op
 from tests.kernels import h200, logits_cases
 from tests.kernels import quantize_cases as cases
@@ -189,6 +190,36 @@ def test_under_given_scales_they_do_on_a_gpu(case):
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_under_given_scales_they_do_where_an_activation_is_quantized(name):
     assert not any(cases.wrong_where_computed(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.STACKS, ids=str)
+def test_a_stack_has_the_codes_of_its_matrices_on_a_gpu(case):
+    assert not any(cases.wrong_stack(*case, vmap=True))
+
+
+@triton
+@pytest.mark.parametrize("one_device", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "columns", "is_one_launch"),
+    [("e4m3", "same", True), ("e4m3:block128", None, True), ("e4m3:token", "e4m3", False)],
+)
+def test_matrices_that_vmap_stacks_are_one_launch(rows, columns, is_one_launch, one_device, monkeypatch):
+    monkeypatch.setattr(partition, "on_one_device", lambda: one_device)
+
+    def text(function, *shape):
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        with choice.target(capability=90):
+            return jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    def quantize(x):
+        return op.quantize(x, rows, columns)
+
+    many = text(jax.vmap(quantize), 6, 256, 384)
+    assert ("stablehlo.while" in many) != is_one_launch
+    if one_device:
+        calls = "stablehlo.custom_call @__gpu$xla.gpu.ptx"
+        assert many.count(calls) == text(quantize, 256, 384).count(calls) > 0
 
 
 @pytest.mark.gpu

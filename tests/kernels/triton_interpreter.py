@@ -201,7 +201,7 @@ def prepare() -> None:
     """Lets this process, which is to do nothing else, run kernels in the interpreter."""
     patch_once()
     jax.custom_batching.sequential_vmap = lambda function: function
-    partition.on_one_device = lambda: True
+    partition.on_one_device, partition._mapped_kernel = lambda: True, lambda function, takes_stacks: function
     jax.lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
     arithmetic()
     quantize_triton.call, call_triton.call, call_triton.check = call, call_any, lambda _: None
@@ -234,6 +234,9 @@ def main() -> None:
     for widths, scale in (((128, 384, 128), None), ((256, 128), 1.7)):
         if any(differ := cases.wrong_apart(widths, scale)):
             wrong[f"{widths} side by side"] = differ
+    for rows, columns, has_scale in cases.STACKS:
+        if any(differ := cases.wrong_stack(rows, columns, has_scale)):
+            wrong[f"stack {rows} {columns} {has_scale}"] = differ
     for shape, dtype in cases.TEN_BITS:
         for name, differ in cases.wrong_packing(shape, dtype).items():
             if differ:

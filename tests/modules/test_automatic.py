@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from experiments.models.llama import LlamaConfig
-from experiments.train.cli import make_optimizer
 from experiments.train.config import Config, Optim
-from experiments.train.optimizer import schedule
+from experiments.train.optimizer import make_optimizer, schedule
 from experiments.train.task import Task
 from fp8jax.core.scaling import Automatic
 

@@ -308,6 +308,7 @@ def run_partitioned(
     sum_dim: str | None = None,
     out_spec: Sequence[Any] | None = None,
     is_kernel: bool = True,
+    takes_stacks: bool = False,
 ) -> Any:
     """Run a function of shards on arrays that may be sharded, under `jit` and `jax.vmap`.
 
@@ -326,6 +327,8 @@ def run_partitioned(
         sum_dim: dimension that the only result is summed over. `function` must reduce it with `sharding.psum`.
         out_spec: sharding of the only result on Explicit mesh axes. On Auto axes XLA's partitioner decides.
         is_kernel: whether `function` is a kernel, which `jax.vmap` runs sequentially. Other functions are mapped.
+        takes_stacks: whether a kernel also takes operands that all have one more leading dimension, and returns results
+            that have it. The first `jax.vmap` then is one call of it.
 
     Returns:
         The results for global arrays.
@@ -333,7 +336,7 @@ def run_partitioned(
     if on_one_device() and not is_kernel:
         return function(UNSHARDED, *operands)
     if on_one_device():
-        return jax.custom_batching.sequential_vmap(functools.partial(function, UNSHARDED))(*operands)
+        return _mapped_kernel(functools.partial(function, UNSHARDED), takes_stacks)(*operands)
     leaves, structure = jax.tree.flatten(tuple(operands))
 
     def call_on_shards(sharding: DimSharding, *arrays: Array) -> Any:
@@ -351,8 +354,32 @@ def run_partitioned(
         0,
         out_spec,
         is_kernel,
+        takes_stacks,
     )
     return jax.tree.unflatten(jax.tree.structure(results), run_leaves(*leaves))
+
+
+def _mapped_kernel(function: Callable[..., Any], takes_stacks: bool) -> Callable[..., Any]:
+    """Return a kernel that `jax.vmap` runs once for a stack of operands, or sequentially."""
+    if not takes_stacks:
+        return jax.custom_batching.sequential_vmap(function)
+    mapped = jax.custom_batching.custom_vmap(function)
+
+    @mapped.def_vmap
+    def batching_rule(size: int, batched: Any, *operands: Any) -> Any:
+        results = jax.custom_batching.sequential_vmap(function)(*_stacks(size, batched, operands))
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped
+
+
+def _stacks(size: int, batched: Any, operands: Any) -> Any:
+    """Return operands that all have a leading dimension of `size`."""
+    leaves, structure = jax.tree.flatten(operands)
+    stacked = [
+        x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(leaves, jax.tree.leaves(batched), strict=True)
+    ]
+    return jax.tree.unflatten(structure, stacked)
 
 
 @functools.cache
@@ -400,6 +427,7 @@ def _partitioned_call(
     batch_depth: int,
     out_spec: Sequence[Any] | None,
     is_kernel: bool,
+    takes_stacks: bool,
 ) -> Callable:
     """Return a function of global arrays that runs `function(sharding, *shards)` on their shards.
 
@@ -425,6 +453,8 @@ def _partitioned_call(
             if not is_kernel:
                 axes = [0 if b else None for b in batched]
                 return jax.vmap(functools.partial(function, sharding), axes)(*shards)  # type: ignore[no-any-return]
+            if takes_stacks:
+                return function(sharding, *_stacks(size, batched, shards))
 
             # A kernel runs once for each row of the batch, one after the other.
             def call_row(rows: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -439,7 +469,7 @@ def _partitioned_call(
         batched_rule = rule.with_batch_dim(f"batch{batch_depth}", batched)
         spec = out_spec and (None, *out_spec)
         results = _partitioned_call(
-            f"{name}_{batched_key}", batched_function, batched_rule, batch_depth + 1, spec, is_kernel
+            f"{name}_{batched_key}", batched_function, batched_rule, batch_depth + 1, spec, is_kernel, False
         )(*arrays)
         return results, (True,) * len(results)
 

@@ -255,7 +255,8 @@ def _loop_over_tiles(transposed: bool, fast: bool, dtype: Any, x: Any, w: Any, s
     size = min(_tile_size(rows, groups, 16), rows)
     tiles = -(-(ends - starts) // size)
     tile_ends = jnp.cumsum(tiles)
-    x, w, restore_x, restore_w = *map(_to_bits, (x, w)), *map(_restorer, (x, w))
+    restore_x, restore_w = _restorer(x), _restorer(w)
+    x, w = _to_bits(x), _to_bits(w)
 
     def multiply(i: Array, y: Array) -> Array:
         group = jnp.sum(tile_ends <= i)
@@ -293,7 +294,8 @@ def _loop_over_blocks(
     if 0 in (m, n, length, groups):
         return cast_varying_like(jnp.zeros((groups, m, n), dtype), a, b, rows, starts, ends)
     size = min(_tile_size(length, groups, alignment), length)
-    a, b, restore_a, restore_b = *map(_to_bits, (a, b)), *map(_restorer, (a, b))
+    restore_a, restore_b = _restorer(a), _restorer(b)
+    a, b = _to_bits(a), _to_bits(b)
 
     def write_group(group: Array, dw: Array) -> Array:
         start, end = starts[group], ends[group]
@@ -353,7 +355,7 @@ def _restorer(x: Any) -> Callable[[Any], Any]:
     def restore(part: Any) -> Any:
         leaves, structure = jax.tree.flatten(part)
         pairs = zip(leaves, dtypes, strict=True)
-        return structure.unflatten([y if y.dtype == d else lax.bitcast_convert_type(y, d) for y, d in pairs])
+        return jax.tree.unflatten(structure, [y if y.dtype == d else lax.bitcast_convert_type(y, d) for y, d in pairs])
 
     return restore
 

@@ -24,7 +24,10 @@ KernelName = Literal["codes", "block", "bf16"]
 class Encoder(Protocol):
     """Makes an operand of 8-bit codes from a part of an array. It is hashable, and static under `jax.jit`."""
 
-    spec: QuantSpec
+    @property
+    def spec(self) -> QuantSpec:
+        """The spec of the codes."""
+        ...
 
     def __call__(self, *parts: Any) -> QTensor: ...
 
@@ -159,11 +162,13 @@ def _multiply_rows(
     scale = row_scale = column_scale = None
     if isinstance(w, DeferredMatrices):
         w = jax.vmap(w.encoder)(w.values, w.scale)
-    out_dtype, bounds = _kernel_dtype(dtype), (groups.sizes, groups.starts[0])
+    out_dtype, first_row = _kernel_dtype(dtype), groups.starts[0]
     with reserved_sms(n_reserved):
         if kernel_name == "block":
-            scales = (q.scale.astype(jnp.float32) for q in (x, w))
-            y = grouped_block_matmul(x.codes, w.codes, *scales, bounds[0], first_row=bounds[1], out_dtype=out_dtype)
+            x_scale, w_scale = (q.scale.astype(jnp.float32) for q in (x, w))
+            y = grouped_block_matmul(
+                x.codes, w.codes, x_scale, w_scale, groups.sizes, first_row=first_row, out_dtype=out_dtype
+            )
         else:
             if kernel_name == "codes":
                 scale, row_scale, column_scale = _row_scales(x, w)
@@ -174,8 +179,8 @@ def _multiply_rows(
             y = grouped_matmul(
                 x,
                 w,
-                bounds[0],
-                first_row=bounds[1],
+                groups.sizes,
+                first_row=first_row,
                 scale=scale,
                 row_scale=row_scale,
                 column_scale=column_scale,

@@ -397,10 +397,13 @@ def encode(
         x_is_transposed: whether `x` is the transpose of an array. That array is then quantized.
     """
     if x.ndim > 2:
-        return _encode_stack(
+        return _encode_stack(  # type: ignore[no-any-return]
             jnp.swapaxes(x, -1, -2) if x_is_transposed else x,
-            scale,
-            MatrixEncoder(spec, strategy, transposed != x_is_transposed, is_scale_clamped),
+            spec,
+            strategy,
+            scale=scale,
+            is_scale_clamped=is_scale_clamped,
+            transposed=transposed != x_is_transposed,
         )
     if x_is_transposed and spec is not None:
         x, transposed = x.T, not transposed
@@ -440,10 +443,19 @@ class MatrixEncoder:
         return operand
 
 
-def _encode_stack(x: Array, scale: Array | None, encoder: MatrixEncoder) -> Any:
+def _encode_stack(
+    x: Array,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    *,
+    scale: Array | None,
+    is_scale_clamped: bool,
+    transposed: bool,
+) -> Any:
     """The operands of a stack of matrices."""
-    if encoder.spec is None:
-        return jnp.swapaxes(x, -1, -2) if encoder.transposed else x
+    if spec is None:
+        return jnp.swapaxes(x, -1, -2) if transposed else x
+    encoder = MatrixEncoder(spec, strategy, transposed, is_scale_clamped)
     if on_cuda():
         return jax.vmap(encoder)(x, scale)
     # XLA on CPUs computes codes of all matrices at the start of a program, by way of fp32 copies of them.

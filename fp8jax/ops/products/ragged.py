@@ -449,10 +449,10 @@ def _forward(
     w_operand = w_source.forward(w, w_side)
     y = grouped_matmul(
         x_operand,
-        w_operand,
+        w_operand,  # type: ignore[arg-type]
         groups,
         dtype=config.dtype,
-        fast="forward" in recipe.fast_accumulation,  # type: ignore[arg-type]
+        fast="forward" in recipe.fast_accumulation,
     )
     y = derivatives.differentiable_once(config.name, checkpoint_name(y, PRODUCT), token)
     w_residual = w_source.residual(w, w_operand, w_side)
@@ -508,12 +508,11 @@ def _input_columns(recipe: Linear, residuals: _Residuals, tokens: PaddedTokens, 
         if spec is not None and spec == side.residual and spec.granularity in TRANSPOSABLE:
             return transpose_rows(codes, spec, tokens)
         return quantize_columns(codes, spec, side.strategy, tokens, dtype=dtype)
-    x = residual
     if isinstance(residual, _RecomputeResidual):
         bound = functools.partial(jnp.full, (dx.shape[0],), jnp.inf)  # the gradient's row bounds are unknown
         x = residual.operation.recompute(residual.residuals, CotangentFacts(dx, None, bound)).array.astype(dtype)
-        x = reshape_to_matrix(x, *dx.shape)
-    return quantize_columns(x, side.backward, side.strategy, tokens)
+        residual = reshape_to_matrix(x, *dx.shape)
+    return quantize_columns(residual, side.backward, side.strategy, tokens)
 
 
 def multiply_columns(a: TokenColumns, b: TokenColumns, tokens: PaddedTokens, *, dtype: DTypeLike, fast: bool) -> Array:

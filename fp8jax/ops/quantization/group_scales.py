@@ -135,14 +135,14 @@ def quantize_columns(
         spec: of the transposed matrix, without expansion. Its groups and tokens run along the rows of `x`. None gives
             the array itself.
         strategy, tokens, key: as in `quantize_rows`.
-        dtype: of decoded values.
+        dtype: of decoded values; None is fp32.
     """
+    dtype = jnp.float32 if dtype is None else dtype
     is_deferred = spec is not None and spec.granularity in ("group", "block") and spec.rounding == "nearest"
     if isinstance(x, QTensor) and (not is_deferred or x.spec.expand):
         x = x.dequantize(dtype)
-    if is_deferred:
-        assert spec is not None
-        return TokenColumns(UnpaddedRows(x, ColumnEncoder(spec, jnp.dtype(dtype or x.dtype))))
+    if spec is not None and is_deferred:
+        return TokenColumns(UnpaddedRows(x, ColumnEncoder(spec, jnp.dtype(dtype))))
     assert not isinstance(x, QTensor)
     if spec is None:
         return TokenColumns(UnpaddedRows(x))

@@ -350,9 +350,16 @@ def _kernel(
     result: PairAndSums = run_partitioned(
         "quantize", (config, shape), quantize_shard, (x, scale, seed, amax),
         ("m n", scale_axes, "-", None if amax is None else ""), (outs, "n" if config.sums else None),
-        units={"m": 4} if config.is_stochastic else {},
+        units={"m": 4} if config.is_stochastic else {}, takes_stacks=_takes_stacks(config, x, scale, amax),
     )  # fmt: skip
     return result
+
+
+def _takes_stacks(config: _QuantizeConfig, x: PackedMatrix, scale: Array | None, amax: Array | None) -> bool:
+    """Return whether one launch quantizes a stack of such matrices, such as those of experts."""
+    kinds = {spec.granularity for spec in config.specs if spec is not None}
+    plain = not (config.sums or config.is_stochastic or isinstance(x, tuple)) and amax is None
+    return plain and kinds <= {"tensor", "group", "block"} and (scale is None or scale.size == 1)
 
 
 def _quantize_shard(
@@ -364,7 +371,7 @@ def _quantize_shard(
     seed: Array | None,
     amax: Array | None,
 ) -> PairAndSums:
-    """Quantize a device's shard of a matrix of shape `global_shape`."""
+    """Quantize a device's shard of a matrix of shape `global_shape`, or of a stack of them (see `_takes_stacks`)."""
     from pallas_kernels.quantization import amax_triton, quantize_rows_triton, quantize_triton
 
     rows_only_spec = config.rows if config.columns is None and "n" not in sharding.axes else None
@@ -379,7 +386,8 @@ def _quantize_shard(
         if quantize_rows_triton.unsupported_reason(x.shape, x.dtype, coding) is None:
             codes, rows = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return (QTensor(codes, rows, None, None, rows_only_spec), None), None
-    shape = packed_shape(x)
+    stack = () if isinstance(x, tuple) else x.shape[:-2]
+    shape = packed_shape(x)[len(stack) :]
     shapes = (shape, shape[::-1])
     levels = [
         s and _amax_granularity(s, scale)
@@ -388,7 +396,8 @@ def _quantize_shard(
     needs_row_amax, needs_column_amax = levels[0] == "token", levels[1] == "token"
     if "tensor" in levels and amax is None:
         matrices = x if isinstance(x, tuple) else (x,)
-        local_amax = functools.reduce(jnp.maximum, (_tensor_amax(y, config.has_integers) for y in matrices))
+        tensor_amax = functools.partial(_tensor_amax, integers=config.has_integers)
+        local_amax = functools.reduce(jnp.maximum, map(jax.vmap(tensor_amax) if stack else tensor_amax, matrices))
         amax = sharding.pmax(local_amax, "m n")
     row_amax = column_amax = None
     if needs_row_amax or needs_column_amax:
@@ -408,9 +417,9 @@ def _quantize_shard(
         if spec is None or spec.granularity in ("group", "block") or is_scale_in_kernel[i]:
             scales.append(None)
             continue
-        count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
+        count = (*stack, *blocks.counts(shapes[i], spec.block_shape(shapes[i])))
         if scale is not None and spec.granularity != "mx":
-            given_scale = config.scale_for(spec, scale)
+            given_scale = config.scale_for(spec, scale.reshape(count) if stack else scale)
             value = jnp.broadcast_to(
                 given_scale if config.is_scale_clamped else scaling.clamp_scale(given_scale), count
             )
