@@ -188,7 +188,7 @@ def _multiply_rows(
                 fast=fast,
             )
     # Without the barrier, XLA duplicates the call if a loop saves the result (dynamic slice fusion).
-    return lax.optimization_barrier(y.astype(dtype))
+    return lax.optimization_barrier(_zero_other_rows(y.astype(dtype), groups))
 
 
 def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Array | None]:
@@ -196,6 +196,15 @@ def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Arr
     row_scale = jnp.broadcast_to(x.scale.astype(jnp.float32)[:, 0], (x.shape[0],))
     scale = w.scale.astype(jnp.float32)[:, :, 0]
     return (scale[:, 0], row_scale, None) if scale.shape[1] == 1 else (None, row_scale, scale)
+
+
+def _zero_other_rows(y: Array, groups: Groups) -> Array:
+    """Return y with zeros in rows of no group.
+
+    The kernels write zeros there, too. The mask stays until a GPU has run their tests.
+    """
+    row = jnp.arange(y.shape[0], dtype=jnp.int32)
+    return jnp.where(((row >= groups.starts[0]) & (row < groups.ends[-1]))[:, None], y, jnp.zeros_like(y))
 
 
 def multiply_tokens(
