@@ -32,8 +32,9 @@ import numpy as np
 from jax import ShapeDtypeStruct as Shape
 
 from experiments.bench import timing
-from fp8jax.ops.quantization.grouped import group_layout, quantize_groups
-from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul
+from fp8jax.core.groups import Groups, PaddedTokens
+from fp8jax.ops.quantization.grouped import quantize_groups
+from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul, grouped_block_matmul_dw
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
 
 E4M3, E5M2, I8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
@@ -147,6 +148,11 @@ def uniform(seed: int, shape: tuple[int, ...]) -> Any:
     return jax.random.uniform(jax.random.key(seed), shape, F32, 0.5, 2.0)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def padded_tokens(sizes: Any, rows: int) -> PaddedTokens:
+    return PaddedTokens.from_groups(Groups.from_sizes(sizes, rows), rows)
+
+
 @jax.jit
 def relative_error(out: Any, want: Any) -> Any:
     return jnp.linalg.norm(out.astype(F32) - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30)
@@ -232,18 +238,21 @@ def _of(shape: Any) -> tuple[tuple[int, ...], Any]:
 def dw_case(name: str, layer: Layer, m: int, n: int) -> Case:
     """The gradients of the experts' matrices, (M, tokens) by (N, tokens) to (experts, M, N)."""
     groups, rows, sizes = layer.experts, layer.rows, layer.group_sizes()
-    tokens = (rows // 128 + groups + 1) * 128
+    tokens = jax.eval_shape(lambda z: padded_tokens(z, rows), Shape((groups,), I32)).length
     numbers = Shape((groups,), I32)
     operands = {
         "a": Shape((m, tokens), E4M3), "b": Shape((n, tokens), E5M2), "starts": numbers, "lengths": numbers,
         "scale": Shape((groups,), F32), "a_pad": Shape((tokens, m), BF16), "b_pad": Shape((tokens, n), BF16),
         "a16": Shape((rows, m), BF16), "b16": Shape((rows, n), BF16), "sizes": numbers,
+        "a_group": Shape((m, tokens // 128), F32), "b_group": Shape((n, tokens // 128), F32),
     }  # fmt: skip
     codes = ("a", "b", "starts", "lengths", "scale")
     arms = [
         Arm(OURS, 0, lambda a, b, t, c, s: grouped_matmul_dw(a, b, t, c, scale=s), codes),
         Arm("ours bf16", 1, functools.partial(grouped_matmul_dw, is_k_major=False),
             ("a_pad", "b_pad", "starts", "lengths")),
+        Arm("ours FP8, 1x128 by 1x128", 3, grouped_block_matmul_dw,
+            ("a", "b", "a_group", "b_group", "starts", "lengths")),
         Arm(DENSE, 0, dense, ("a", "b")),
     ]  # fmt: skip
     if not timing.dry():
@@ -251,19 +260,20 @@ def dw_case(name: str, layer: Layer, m: int, n: int) -> Case:
 
     def make() -> dict[str, Any]:
         x: dict[str, Any] = {"sizes": jnp.asarray(sizes), "scale": uniform(4, (groups,))}
-        layout = group_layout(x["sizes"], rows)
+        axis = padded_tokens(x["sizes"], rows)
         for i, key in enumerate("ab"):
             codes = normal(i, operands[f"{key}16"].shape, operands[key].dtype)
             x[f"{key}16"] = codes.astype(BF16)
-            x[f"{key}_pad"] = jax.jit(lambda v, layout: layout.pad(v))(x[f"{key}16"], layout)
+            x[f"{key}_pad"] = jax.jit(lambda v, axis: axis.pad(v))(x[f"{key}16"], axis)
             x[key] = jax.jit(lambda v: v.T)(x[f"{key}_pad"].astype(operands[key].dtype))
-        return x | {"starts": layout.starts, "lengths": layout.lengths}
+        x |= {key: jnp.ones(operands[key].shape, F32) for key in ("a_group", "b_group")}
+        return x | {"starts": axis.starts, "lengths": axis.lengths}
 
     def error(arm: str, out: Any, x: dict[str, Any]) -> float:
         begins, worst = np.cumsum(sizes) - sizes, 0.0
         for g in checked_groups(sizes):
             want = group_product(x["a16"], x["b16"], int(begins[g]), int(sizes[g]), int(sizes.max()))
-            want = want * x["scale"][g] if arm.startswith(OURS) else want
+            want = want * x["scale"][g] if arm == OURS else want
             worst = max(worst, float(relative_error(out[g, :SAMPLE], want)))
         return max(worst, *(float(jnp.abs(out[g].astype(F32)).max()) for g in np.flatnonzero(sizes == 0)))
 
@@ -282,7 +292,7 @@ def passes_case(name: str, layer: Layer) -> Case:
     def quantized(impl: str, row_format: str | None, column_format: str | None) -> Callable[..., Any]:
         def run(x: Any, index: Any, sizes: Any, scale: Any) -> Any:
             return quantize_groups(
-                x, group_layout(sizes, rows), index=index, rows=row_format, columns=column_format,
+                x, padded_tokens(sizes, rows), index=index, rows=row_format, columns=column_format,
                 row_scale=scale if row_format else None, column_scale=scale if column_format else None, impl=impl,
             )  # fmt: skip
 
@@ -290,7 +300,7 @@ def passes_case(name: str, layer: Layer) -> Case:
 
     def moved(impl: str) -> Callable[..., Any]:
         return lambda x8, index, sizes: quantize_groups(
-            x8, group_layout(sizes, rows), index=index, columns="e4m3", impl=impl
+            x8, padded_tokens(sizes, rows), index=index, columns="e4m3", impl=impl
         )
 
     permuted, ordered = ("x", "index", "sizes", "scale"), ("y", "sizes", "scale")
@@ -306,7 +316,7 @@ def passes_case(name: str, layer: Layer) -> Case:
         Arm("codes permuted and transposed (triton)", 1, moved("triton"), ("x8", "index", "sizes"), COPY),
         Arm("codes permuted and transposed (xla)", 3, moved("xla"), ("x8", "index", "sizes"), COPY),
         Arm("rows permuted, bf16 (xla)", 2, lambda x, i: x[i], ("x", "index"), COPY),
-        Arm("rows permuted and padded, bf16 (xla)", 2, lambda x, i, z: group_layout(z, rows).pad(x, i),
+        Arm("rows permuted and padded, bf16 (xla)", 2, lambda x, i, z: padded_tokens(z, rows).pad(x[i]),
             ("x", "index", "sizes"), COPY),
     ]  # fmt: skip
 
@@ -337,22 +347,21 @@ def quantized_case(name: str, layer: Layer, n: int, k: int, is_permuted: bool) -
     }  # fmt: skip
 
     def fp8(x: Any, dy: Any, index: Any, sizes: Any, scale: Any, one: Any, w: Any, wt: Any) -> Any:
-        layout, index = group_layout(sizes, rows), index if is_permuted else None
-        x_codes, dy_codes, dy_columns, x_columns = (None,) * 4
-        quantize: Any = functools.partial(quantize_groups, layout=layout)
+        tokens, index = padded_tokens(sizes, rows), index if is_permuted else None
+        quantize: Any = functools.partial(quantize_groups, tokens=tokens)
         x_codes, _ = quantize(x, index=index, rows="e4m3", row_scale=one)
         y = grouped_matmul(x_codes, w, sizes, scale=scale)
         dy_codes, dy_columns = quantize(dy, rows="e5m2", columns="e5m2", row_scale=one, column_scale=one)
         dx = grouped_matmul(dy_codes, wt, sizes, scale=scale)
         _, x_columns = quantize(x, index=index, columns="e4m3", column_scale=one)
-        return y, dx, grouped_matmul_dw(dy_columns, x_columns, layout.starts, layout.lengths, scale=scale)
+        return y, dx, grouped_matmul_dw(dy_columns, x_columns, tokens.starts, tokens.lengths, scale=scale)
 
     def ours_bf16(x: Any, dy: Any, index: Any, sizes: Any, w: Any, wt: Any) -> Any:
-        layout, index = group_layout(sizes, rows), index if is_permuted else None
-        y = grouped_matmul(x if index is None else x[index], w, sizes)
+        tokens, ordered = padded_tokens(sizes, rows), x[index] if is_permuted else x
+        y = grouped_matmul(ordered, w, sizes)
         dx = grouped_matmul(dy, wt, sizes)
-        padded = layout.pad(dy), layout.pad(x, index)
-        return y, dx, grouped_matmul_dw(*padded, layout.starts, layout.lengths, is_k_major=False)
+        padded = tokens.pad(dy), tokens.pad(ordered)
+        return y, dx, grouped_matmul_dw(*padded, tokens.starts, tokens.lengths, is_k_major=False)
 
     def jax_bf16(x: Any, dy: Any, index: Any, sizes: Any, w: Any, wt: Any) -> Any:
         ordered = x[index] if is_permuted else x

@@ -316,11 +316,11 @@ class MoE(nnx.Module):
         if has_losses:
             self.balance_loss, self.z_loss = RouterLoss(jnp.zeros([])), RouterLoss(jnp.zeros([]))
 
-    def __call__(self, x_NxD: jax.Array, norm: nnx.RMSNorm | None = None) -> jax.Array:
+    def __call__(self, x_NxD: jax.Array, norm: nnx.RMSNorm | nnx.LayerNorm | None = None) -> jax.Array:
         """The layer, of the norm of x if there is one; then x before the norm is what is kept."""
         config, products, x_NxD = self.config, self.products, x_NxD.astype(self.dtype)
         tokens = jax.lax.stop_gradient(products.encode(x_NxD))
-        of_norm = None if norm is None else Norm(norm.scale[...], norm.epsilon)
+        of_norm = None if norm is None or norm.scale is None else Norm(norm.scale[...], norm.epsilon)
         logits_NxE = recomputed(router_logits, products, x_NxD, tokens, self.router.kernel[...], of_norm)
         weights_NxK, experts_NxK = route(logits_NxE, config.experts_per_token, normalized=config.normalize_choices)
         routes = Routes.from_choices(experts_NxK, config.experts)

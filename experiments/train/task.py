@@ -232,7 +232,7 @@ class Task:
         graphdef, *states = nnx.split(held, *filters)
         weights, slots, noted, rest = states
 
-        def one(noted: nnx.State, tokens_BxT: jax.Array) -> tuple[nnx.State, tuple[jax.Array, Any, nnx.State]]:
+        def one(noted: nnx.State, tokens_BxT: jax.Array) -> tuple[nnx.State, tuple[dict[str, jax.Array], Any, Any]]:
             def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, Any]:
                 # Variables belong to the trace that made them: these come from the one around.
                 own = jax.tree.map(lambda x: x, (noted, rest))

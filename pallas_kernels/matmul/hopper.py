@@ -238,7 +238,8 @@ def pipelined_matmul(
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
         *refs, out_ref = all_refs
         schedule_refs = refs[num_dense_operands:]
-        second_ref, second_scale_ref = refs[num_plain_operands:num_dense_operands] or (None, None)
+        second_operand_refs: Any = refs[num_plain_operands:num_dense_operands] or (None, None)
+        second_ref, second_scale_ref = second_operand_refs
         a_ref, b_ref, *other_refs = refs[:num_plain_operands]
         stream_refs, other_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
         epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
@@ -249,6 +250,8 @@ def pipelined_matmul(
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         alternation = WARPGROUPS // tile.warpgroups_per_tile
+        whole_rounds: Any
+        tiles_in_last_round: Any
         whole_rounds, tiles_in_last_round = divmod(tiles_m * tiles_n, num_blocks)
         if num_scheduled_tiles is not None:
             total = num_scheduled_tiles(schedule_refs)

@@ -65,7 +65,7 @@ def _quantize_groups(
     ROW_CODING: tl.constexpr,
     COLUMN_CODING: tl.constexpr,
 ) -> None:
-    """Write the codes of a tile (BLOCK_M, BLOCK_N) of M tokens; rows of no group and tokens of no row get zeros."""
+    """Write the codes of a tile (BLOCK_M, BLOCK_N) of M tokens; tokens of no row get zeros."""
     MASKED: tl.constexpr = N % BLOCK_N > 0
     NUM_BLOCKS: tl.constexpr = M // BLOCK_SIZE
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -74,15 +74,14 @@ def _quantize_groups(
     block = top // BLOCK_SIZE
     group = tl.load(block_ptr + 2 * NUM_BLOCKS + block)
     row_count = tl.load(block_ptr + NUM_BLOCKS + block)
-    group_row_count = tl.where(group < NUM_GROUPS, row_count, 0)  # rows of no group are zeros
     i, n = tl.arange(0, BLOCK_M // 4), left + tl.arange(0, BLOCK_N)
     row_in_block = top % BLOCK_SIZE + 4 * i
     row = tl.load(block_ptr + block) + row_in_block
     # All loads come before the first store.
-    x0 = _load_slice(x_ptr, index_ptr, row, row_in_block < group_row_count, n, N, HAS_INDEX)
-    x1 = _load_slice(x_ptr, index_ptr, row + 1, row_in_block + 1 < group_row_count, n, N, HAS_INDEX)
-    x2 = _load_slice(x_ptr, index_ptr, row + 2, row_in_block + 2 < group_row_count, n, N, HAS_INDEX)
-    x3 = _load_slice(x_ptr, index_ptr, row + 3, row_in_block + 3 < group_row_count, n, N, HAS_INDEX)
+    x0 = _load_slice(x_ptr, index_ptr, row, row_in_block < row_count, n, N, HAS_INDEX)
+    x1 = _load_slice(x_ptr, index_ptr, row + 1, row_in_block + 1 < row_count, n, N, HAS_INDEX)
+    x2 = _load_slice(x_ptr, index_ptr, row + 2, row_in_block + 2 < row_count, n, N, HAS_INDEX)
+    x3 = _load_slice(x_ptr, index_ptr, row + 3, row_in_block + 3 < row_count, n, N, HAS_INDEX)
     slices = (x0, x1, x2, x3)
     row_factor = 1.0
     if ROW_CODING.kind == "tensor":
@@ -96,7 +95,7 @@ def _quantize_groups(
     for j in tl.static_range(4):
         if ROW_CODING.kind != "none":
             if ROW_CODING.kind == "token":
-                scale = tl.load(row_scale_ptr + row + j, mask=row_in_block + j < group_row_count, other=1.0)
+                scale = tl.load(row_scale_ptr + row + j, mask=row_in_block + j < row_count, other=1.0)
                 row_factor = scaling.reciprocal(scale)[:, None]
             mask = (row_in_block + j < row_count)[:, None] & (n < N)[None, :]
             offsets = ((row + j).to(tl.int64) * N)[:, None] + n[None, :]
@@ -133,8 +132,8 @@ def quantize_groups(
 
     Args:
         x: (T, N) fp32, bf16 or fp16, or 8-bit codes, which are copied.
-        blocks: int32 (3, tokens / 128): first row of each block of tokens, number of its rows, and its group. Group
-            `num_groups` has the rows of no group.
+        blocks: int32 (3, tokens / 128): first row of each block of tokens, number of its rows, and its group; a block
+            without rows may have any group.
         num_groups: number of groups.
         index: int32 (rows,), the row of x of each row; None if x has them in this order.
         rows, columns: codings of kind "tensor" or "token", with one scale for all rows, or one each; None for no
@@ -144,8 +143,8 @@ def quantize_groups(
         compute_capability: GPU architecture to compile for, such as 90; None for the present GPU.
 
     Returns:
-        Codes (rows, N), and codes (N, tokens); None for what is not requested. Rows of no group, and tokens of no row,
-        are 0.
+        Codes (rows, N), and codes (N, tokens); None for what is not requested. Tokens of no row are 0. Codes of rows
+        that are in no block are not initialized.
 
     Raises:
         ValueError: the kernel does not support these arguments; the message has the reason.

@@ -55,7 +55,7 @@ def test_each_of_the_four_goes_through_its_own_storage(monkeypatch):
 
     monkeypatch.setattr(fp8_lm_precision, "store_as", store_as)
     gradients = {"layers": {"up": {"kernel": jnp.array([[1.0, -2.0]])}}}
-    task = types.SimpleNamespace(gradients=lambda params, *_: (jnp.float32(0), gradients, {}))
+    task = types.SimpleNamespace(gradients=lambda params, *_: ({"loss": jnp.float32(0)}, gradients, {}))
     with jax.disable_jit():
         fp8_lm_precision.make_run(task, 1, 1e-3)(jnp.arange(4), gradients, jnp.asarray(TOKENS[None]))
     assert seen == [(0, False), (1, False), (0, False), (2, False), (3, True)]

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,11 +15,12 @@ from experiments.export import tokenizer_files
 from experiments.files import read_bytes
 from experiments.hub import __main__ as command
 from experiments.hub import files, tokenizer
-from experiments.hub.load import abstract_params, load
+from experiments.hub.load import abstract_params, load, settings
 from experiments.hub.save import BESIDE, eight_bits, save
 from experiments.models.llama import LlamaConfig
 from experiments.text import chat
 from experiments.text.tokenizer import Bytes
+from tests.experiments import hub_cases as cases
 
 pytestmark = pytest.mark.slow
 
@@ -241,3 +243,10 @@ def test_numbers_that_cannot_be_are_refused_with_the_file(folder, field, value):
     (folder / "config.json").write_text(json.dumps(fields | {field: value}))
     with pytest.raises(UserError, match=r"config\.json"):
         content(folder)
+
+
+def test_folders_from_before_there_were_experts_are_what_they_were():
+    """What is compared of a model without experts has no new fields."""
+    for case, has_experts in (("llama3", False), ("mixtral", True)):
+        found = settings(Path("config.json"), cases.golden(case)["config"])
+        assert ("experts" in found, "experts_per_token" in found, "normalize_choices" in found) == (has_experts,) * 3

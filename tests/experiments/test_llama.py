@@ -43,7 +43,9 @@ def test_olmo_has_its_published_parameter_counts(name, tied, expected):
 
 @pytest.mark.parametrize("name", [name for name in sizes.NAMES if not name.startswith("moe-")])
 def test_every_size_is_possible_and_about_as_large_as_its_name(name):
-    config = sizes.get(name, 256 if name.endswith("-5m") or name in ("5m", "15m") else 32_000, tied=name == "olmo-1b")
+    config = sizes.get(
+        name, 256 if name.endswith("-5m") or name in ("1m", "5m", "15m") else 32_000, tied=name == "olmo-1b"
+    )
     config.validate()
     stated = float(name.split("-")[-1][:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
     assert 0.85 * stated <= count(config) <= 1.15 * stated

@@ -193,8 +193,10 @@ def test_where_gradients_are_summed_and_in_what():
     half, coded = fp8jax.recipes.bf16(), dataclasses.replace(FP32, comm=TWO_PHASES)
     assert [parallel.reduction(recipe) for recipe in (FP32, half, coded)] == [Comm("fp32"), Comm("bf16"), TWO_PHASES]
     rows = {shared: mesh.batches(mesh.make(2, 1, tensor=shared)) for shared in (1, 2)}
-    found = [[parallel.mapped(recipe, where) for where in (None, rows[1], rows[2])] for recipe in (half, coded)]
-    assert found == [[False, False, True], [False, True, True]]
+    experts = dataclasses.replace(LLAMA, experts=2, experts_per_token=1)
+    cases = (LLAMA, half), (LLAMA, coded), (experts, half)
+    found = [[parallel.mapped(*case, where) for where in (None, rows[1], rows[2])] for case in cases]
+    assert found == [[False, False, True], [False, True, True], [False, True, True]]
     params = {"w": np.zeros((4, 4), np.float32)}
     assert parallel.factors(FACTORS, params, None) == parallel.factors(TWO_PHASES, params, rows[1].mesh) == ()
     assert parallel.factors(FACTORS, params, mesh.make(1, 1, tensor=2)) == ()

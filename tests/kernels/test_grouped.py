@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.matmul import grouped_block_mosaic, grouped_mosaic
+from pallas_kernels.matmul import grouped_block_mosaic, grouped_int8_mosaic, grouped_mosaic
 from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul, grouped_block_matmul_dw
 from pallas_kernels.matmul.grouped_int8_mosaic import grouped_int8_block_matmul, grouped_int8_block_matmul_dw
 from pallas_kernels.matmul.grouped_mosaic import grouped_matmul, grouped_matmul_dw
@@ -299,6 +299,21 @@ def test_rows_of_other_groups_and_of_none_change_nothing() -> None:
     assert error(out[63:103], want[63:103]) < tolerance(BF16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_row", [3, 1000])
+def test_rows_of_no_group_are_zero_on_a_gpu(first_row: int) -> None:
+    case = Case((300, 0, 411), (711, 1000, 520), terms=ALL_SCALES, out=BF16)
+    arguments, want = row_arguments(case)
+    for name in ("a", "row_scale"):
+        x = arguments[name]
+        edges = [jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype) for n in (first_row, 1001)]
+        arguments[name] = jnp.concatenate([edges[0], x, edges[1]])
+    out = wide(grouped_matmul(**arguments, first_row=jnp.int32(first_row)))
+    assert error(out[first_row : first_row + 711], want) < tolerance(BF16) + 3e-3
+    assert not out[:first_row].any()
+    assert not out[first_row + 711 :].any()
+
+
 @pytest.mark.parametrize("tile", [ALTERNATING, SHARED])
 def test_rows_before_the_first_group_are_zero(tile: Tile) -> None:
     """In whole pieces of 64 rows, and in parts of such, whatever they hold."""
@@ -351,6 +366,16 @@ def test_transformations() -> None:
     sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
     assert error(jax.jit(sharded)(a[0], b[0], sizes[0]), want) < tolerance(F32)
     assert not interpreter.get_races().races_found
+
+
+def test_blocks_of_no_group_are_not_multiplied() -> None:
+    """The blocks that are come first, those with the most slices before the others."""
+    groups, slices, tile = jnp.asarray([0, 3, 1, 3, 2]), jnp.asarray([4, 9, 6, 9, 5]), Tile(64, 128, num_stages=3)
+    schedule = grouped_int8_mosaic._block_schedule((640, 300), 304, tile, slices, groups, 3)
+    _, order, _, used = schedule.arrays
+    assert list(order[:3]) == [2, 4, 0]
+    assert schedule.num_tiles(schedule.arrays) == 3 * 3
+    assert list(used) == [3]
 
 
 def test_tiles_have_few_columns_beyond_n() -> None:
@@ -421,6 +446,7 @@ def test_on_a_gpu(case: Case) -> None:
         {name: x for name, x in arguments.items() if name != "is_k_major"}
     ) if case.is_k_major else function(**arguments, out_dtype=case.out)  # fmt: skip
     assert error(out[: len(want)], want) < tolerance(case.out) + (3e-3 if case.left in (E4M3, E5M2) else 0)
+    assert not wide(out[len(want) :]).any()
 
 
 @pytest.mark.gpu
@@ -430,6 +456,7 @@ def test_blocks_on_a_gpu(case: Case) -> None:
     for tile in (None, Tile(64, 128, num_stages=5)):
         out = grouped_block_matmul(*arguments, out_dtype=case.out, tile=tile)
         assert error(out[: len(want)], want) < tolerance(case.out) + 1e-3
+        assert not wide(out[len(want) :]).any()
 
 
 @pytest.mark.gpu

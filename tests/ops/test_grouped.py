@@ -15,7 +15,7 @@ from fp8jax.ops.dispatch.choice import record_choices, target
 from fp8jax.ops.matmul import grouped_hopper
 from fp8jax.ops.matmul.grouped import UnpaddedRows, grouped_matmul, grouped_matmul_dw
 from fp8jax.ops.quantization.quantize import quantize
-from pallas_kernels.matmul import grouped_mosaic
+from pallas_kernels.matmul import grouped_block_mosaic, grouped_mosaic
 from tests.distance import relative
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 300, 256, 192, 4
@@ -201,27 +201,34 @@ def test_no_operation_has_the_size_of_all_experts():
 @pytest.fixture
 def interpreted(monkeypatch):
     """Kernels that run in the interpreter."""
-    for name in ("grouped_matmul", "grouped_matmul_dw"):
-        kernel = functools.partial(getattr(grouped_mosaic, name), interpret=plgpu.InterpretGPUParams())
-        monkeypatch.setattr(grouped_mosaic, name, kernel)
+    for module, names in (
+        (grouped_mosaic, ("grouped_matmul", "grouped_matmul_dw")),
+        (grouped_block_mosaic, ("grouped_block_matmul", "grouped_block_matmul_dw")),
+    ):
+        for name in names:
+            kernel = functools.partial(getattr(module, name), interpret=plgpu.InterpretGPUParams())
+            monkeypatch.setattr(module, name, kernel)
 
 
-@pytest.mark.parametrize(
-    ("x_spec", "w_spec"), [("e4m3:token", "e4m3"), ("e4m3", "e4m3:token"), ("e4m3:group32", "e4m3")]
-)
-def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec):
+@pytest.mark.parametrize(("x_spec", "w_spec", "name"), [
+    ("e4m3:token", "e4m3", "codes"),
+    ("e4m3", "e4m3:token", "codes"),
+    ("e4m3:group128", "e4m3:block128", "block"),
+    ("e4m3:group32", "e4m3", "bf16"),
+])  # fmt: skip
+def test_kernel_of_rows_is_given_the_scales_of_codes(interpreted, x_spec, w_spec, name):
     """Groups that start behind the first row; codes that the kernel does not take are decoded."""
     groups = Groups.from_sizes(jnp.array([9, 13, 0, 16]), 40, jnp.int32(1), 3)
     x, w = quantize(jnp.asarray(X[:40, :128]), x_spec)[0], encode_groups(jnp.asarray(W[:3, :64, :128]), w_spec)
     choice, kernel = grouped_hopper.choose_kernel(x, w, 128)
-    assert (choice.impl, kernel) == ("mosaic", "bf16" if "group" in x_spec else "codes")
+    assert (choice.impl, kernel) == ("mosaic", name)
     got = grouped_hopper.multiply_rows(kernel, False, True, 0, jnp.float32, x, w, *groups)
     assert relative(got, grouped_matmul(x, w, groups, impl="xla")) < (1e-2 if kernel == "bf16" else 1e-6)
     assert not got[:9].any()
     assert not got[38:].any()
 
 
-@pytest.mark.parametrize("spec", ["rows of codes", "e4m3:group128", None])
+@pytest.mark.parametrize("spec", ["rows of codes", "e4m3:group128", "e4m3:group32", None])
 def test_kernel_of_tokens_is_given_the_scales_of_codes(interpreted, spec):
     places = PaddedTokens.from_groups(Groups.from_sizes(jnp.array([9, 0, 13]), 40), 40)
     x, dy = (jnp.asarray(m[:40, :64], jnp.bfloat16).at[30:].set(jnp.nan) for m in (X, DY))

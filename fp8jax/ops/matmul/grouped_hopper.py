@@ -96,7 +96,7 @@ def choose_kernel(a: Any, b: Any, length: int) -> tuple[Choice, KernelName | Non
     if (reason := _missing_kernel(a, b)) is not None:
         return Choice("xla", f"a loop over tiles, not the kernel: {reason}"), None
     specs = find_spec(a), find_spec(b)
-    if _is_block_pair(*specs) and len(b.shape) == 3:
+    if _is_in_blocks(*specs, contracts_tokens=isinstance(b, UnpaddedRows) or len(b.shape) == 2):
         return Choice("mosaic", "the kernel for groups and blocks of 128"), "block"
     if specs[0] is not None and specs[1] is not None:
         if (reason := _unsupported_codes(specs[0], specs[1], length)) is None:
@@ -120,12 +120,12 @@ def _missing_kernel(a: Any, b: Any) -> str | None:
     return None
 
 
-def _is_block_pair(a: QuantSpec | None, b: QuantSpec | None) -> bool:
-    """Return whether codes are FP8 in groups of 128 of a row and in blocks of 128 by 128."""
+def _is_in_blocks(a: QuantSpec | None, b: QuantSpec | None, *, contracts_tokens: bool) -> bool:
+    """Return whether codes are FP8 in groups of 128 of a row, by such (tokens) or by blocks of 128x128 (matrices)."""
     if a is None or b is None or not (formats.get(a.format).is_fp8 and formats.get(b.format).is_fp8):
         return False
     kinds = (a.granularity, a.group_size, b.granularity, b.group_size)
-    return kinds == ("group", 128, "block", 128) and not (a.expand or b.expand)
+    return kinds == ("group", 128, "group" if contracts_tokens else "block", 128) and not (a.expand or b.expand)
 
 
 def _unsupported_codes(a: QuantSpec, b: QuantSpec, length: int) -> str | None:
@@ -199,7 +199,10 @@ def _row_scales(x: QTensor, w: QTensor) -> tuple[Array | None, Array | None, Arr
 
 
 def _zero_other_rows(y: Array, groups: Groups) -> Array:
-    """Return y with zeros in rows of no group, which the kernel does not write."""
+    """Return y with zeros in rows of no group.
+
+    The kernels write zeros there, too. The mask stays until a GPU has run their tests.
+    """
     row = jnp.arange(y.shape[0], dtype=jnp.int32)
     return jnp.where(((row >= groups.starts[0]) & (row < groups.ends[-1]))[:, None], y, jnp.zeros_like(y))
 
@@ -235,6 +238,7 @@ def _multiply_tokens(
     row_scale: Array | None,
     column_scale: Array | None,
 ) -> Array:
+    from pallas_kernels.matmul.grouped_block_mosaic import grouped_block_matmul_dw
     from pallas_kernels.matmul.grouped_mosaic import grouped_matmul_dw
     from pallas_kernels.matmul.hopper import reserved_sms
 
@@ -244,6 +248,18 @@ def _multiply_tokens(
         a, b = (_pad(_to_bf16(x.values), rows) for x in (a, b))
     else:
         a, b = (_columns(x, rows) for x in (a, b))
+        if kernel_name == "block":
+            with reserved_sms(n_reserved):
+                dw = grouped_block_matmul_dw(
+                    a.codes, b.codes, a.scale, b.scale, starts, ends - starts, out_dtype=_kernel_dtype(dtype)
+                )
+            if scale is not None:
+                dw = dw * scale[:, None, None]
+            if row_scale is not None:
+                dw = dw * row_scale[:, :, None]
+            if column_scale is not None:
+                dw = dw * column_scale[:, None]
+            return lax.optimization_barrier(dw.astype(dtype))
         if kernel_name == "codes":
             own_scale = (a.scale * b.scale).reshape(())
             scale = own_scale * (jnp.ones_like(starts, jnp.float32) if scale is None else scale)
