@@ -110,7 +110,7 @@ def _apply_step(tx: Any, grads: Any, state: Any, params: Any, step_arguments: di
     return optax.apply_updates(params, updates), state
 
 
-class FusedOptimizer(nnx.Optimizer):
+class Optimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
 
     State and checkpoints are those of Flax's class: one can replace the other. The fused step writes no updates to
@@ -188,7 +188,7 @@ def _update_bounds(model: Any, opt_state: Any) -> None:
         update_trained_bounds(model, bounds)
 
 
-class FusedTrainState(train_state.TrainState):
+class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
 
     It takes any optax transformation. One without a step updates parameters as in Flax's class. If the recipe has a

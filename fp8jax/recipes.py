@@ -246,7 +246,7 @@ DEVICES = (
 def for_device(capability: int | None = None) -> Recipe:
     """The preset for a GPU. `device(capability).description` lists what runs in 8 bits.
 
-    `recipe="auto"` is this preset with `for_shapes`: layers that do not get faster stay in 16 bits.
+    Recipe "auto" is this preset with `for_shapes`: layers that do not get faster stay in 16 bits.
 
     Args:
         capability: compute capability, such as 80 for an A100, or 0 without CUDA; None uses JAX's default device.

@@ -121,7 +121,9 @@ class Explanation:
             parts[0] += f" ({100 * share:.3g} % of the FLOPs of products with parameters)"
         if contexts:
             count = len(contexts)
-            parts.append(f"{count} {'norm or activation saves' if count == 1 else 'norms and activations save'} 8 bits")
+            parts.append(
+                f"{count} {'norm or activation saves' if count == 1 else 'norms and activations save'} 8-bit codes"
+            )
         return f"{', and '.join(parts)}."
 
     def _summary_table(self) -> str:
@@ -150,8 +152,8 @@ class Explanation:
         if self.leaking_layers:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
-                f"scales that span tokens: the inputs of {len(self.leaking_layers)} layers ({specs}). Later tokens "
-                "change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
+                f"scales that span tokens: the inputs of {_counted(self.leaking_layers, 'layer')} ({specs}). Later "
+                "tokens change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
         if folds := dict.fromkeys(spec for row in self.rows if row.linear for spec in row.linear.folded_specs):
             yield describe_folding(folds)
@@ -216,6 +218,10 @@ def _cells(entry: PlanEntry) -> tuple[str, ...]:
     )
 
 
+def _counted(items: Sequence[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
 def _format_bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
@@ -255,9 +261,9 @@ def gains_note(entries: Sequence[PlanEntry]) -> str:
     if not rated:
         return ""
     total = 1e3 * sum((entry.gain or 0.0) * entry.runs_per_step for entry in rated)
-    count = sum(entry.gain is not None for entry in rated)
+    gaining = [entry for entry in rated if entry.gain is not None]
     verb = "lose" if total < 0 else "gain"
-    note = f"speed: 8 bits {verb} about {abs(total):.2g} ms a step in {count} products"
+    note = f"speed: 8 bits {verb} about {abs(total):.2g} ms a step in {_counted(gaining, 'product')}"
     note = f"{note}, by rates of {rated[0].rates_device}"
     losing = [entry for entry in rated if entry.is_slower]
     if jax.default_backend() == "cpu":

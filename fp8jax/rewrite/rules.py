@@ -272,7 +272,9 @@ def as_rule_set(rules: Rules) -> RuleSet:
     head = default_recipe.head if isinstance(default_recipe, Recipe) and default_recipe.head.is_quantized else None
     for rule in user_rules:
         if not isinstance(rule, Rule):
-            kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
+            is_short = isinstance(rule, (str, int, float, type(None), tuple, list, dict))
+            kind = repr(rule) if is_short else f"an object of {type(rule).__name__}"
+            kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else kind
             fix = "; a recipe for all other layers is the last" if isinstance(rule, (str, Recipe)) else ""
             raise TypeError(
                 f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"

@@ -228,7 +228,8 @@ class Transformed:
         """For each array its parameter path; None for data."""
         arguments = [_argument_of(path) for path in places]
         if unknown := [place for place in self._params if place not in arguments]:
-            raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
+            hint = "; name parameters that are given by keyword, such as params='p'" if unknown[0] in (0, 1) else ""
+            raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays{hint}")
         return [self._param_path(path) for path in places]
 
     def _make_plan(
@@ -284,8 +285,8 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
         if states or any(scaling.collects_stats for scaling in linear.states.values()):
             missing = "of which the given states have none" if states else "and no states are given"
             raise ValueError(
-                f"{scaling_names(linear)} scaling of {use.path} keeps a state, {missing}: write states = "
-                "fast.init(params, ...) for the transformed function fast, and call fast(params, ..., states=states)"
+                f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}: write "
+                "states = fast.init(params, ...) for the transformed function fast, and call fast(params, ..., states=states)"
             )
 
 

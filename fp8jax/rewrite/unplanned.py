@@ -102,7 +102,7 @@ def _summarize_share(quantized_flops: float, entries: Sequence[PlanEntry]) -> Un
     notes = [f"{_count_note(group)} ({reason}; {group[0].line})" for reason, group in groups.items()]
     rest = f"; and {len(notes) - _MAX_LISTED} other reasons" if len(notes) > _MAX_LISTED else ""
     fraction = lost / (lost + quantized_flops)
-    figure = f"{100 * fraction:.2g} %" if fraction < 1 else "all"
+    figure = f"{min(100 * fraction, 99):.2g} %" if fraction < 1 else "all"
     head = f"{figure} of the FLOPs in products with parameters stay in 16 bits, although the rules ask for 8"
     return UnquantizedShare(fraction, f"{head}: {'; '.join(notes[:_MAX_LISTED])}{rest}")
 
@@ -292,7 +292,7 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
     elif "(" not in label:
         reason = "fp8jax knows no activation of this form"
     elif is_read_by_recipe:
-        reason = "the rule of the product that reads it has no context"
+        reason = "no product of a rule with a context reads its plain result; dropout, for example, changes it"
     return PlanEntry("", label, value.shape, None, reason, node.line())
 
 
