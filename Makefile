@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train test slow results pages docs release stacks check clean
+.PHONY: help train test quick slow gpu planted results pages docs release stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -28,8 +28,19 @@ train: .venv/train.stamp ## train a small Llama on text found on this machine, w
 test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
 	FP8JAX_TEST_COMPILE=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
+quick: .venv/test.stamp ## run one fast test file for each room that changed since HEAD (BASE=main: since main), two minutes
+	$(BIN)/python -m tests.quick $(ARGS)
+
 slow: ## run the tests that `make test` leaves out: before a release
 	$(MAKE) test ARGS="-m slow $(ARGS)"
+
+gpu: .venv/test.stamp ## run the GPU tests in five minutes, and list those that are left out
+	FP8JAX_TEST_GPU=1 $(BIN)/python -m pytest -m "gpu and not slow" -n 5 --dist worksteal $(ARGS)
+	@echo 'left out (make gpu ARGS="-m gpu" runs them, too):'
+	@$(BIN)/python -m pytest --collect-only -q -m "gpu and slow" tests/kernels
+
+planted: .venv/test.stamp ## plant bugs in a copy and say which the tests catch (ARGS="--only core")
+	$(BIN)/python -m tests.planted $(ARGS)
 
 results: .venv/test.stamp ## measure what README and RESULTS quote on this host's GPUs, file by file (ARGS=--list says what there is)
 	$(BIN)/python -m experiments.results $(ARGS)

@@ -8,6 +8,7 @@ at each program. Where JAX_COMPILATION_CACHE_DIR is empty, none are.
 Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
 """
 
+import collections
 import gc
 import os
 import pathlib
@@ -80,9 +81,52 @@ def pytest_configure() -> None:
         raise pytest.UsageError(reason)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+# CPU seconds of this process and of its children that have ended, at the end of the last phase of a test.
+_cpu_seconds = 0.0
+
+
+def _read_cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    global _cpu_seconds
+    _cpu_seconds = _read_cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Adds the phase's CPU seconds to its report, which also a worker of pytest-xdist sends."""
+    global _cpu_seconds
+    report = yield
+    now = _read_cpu_seconds()
+    report.cpu_seconds, _cpu_seconds = now - _cpu_seconds, now
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if reason := h200.missing():
         terminalreporter.write_line(f"No kernel was compiled for a GPU or interpreted: {reason}", yellow=True)
+    reports = [x for kind in terminalreporter.stats.values() for x in kind if hasattr(x, "cpu_seconds")]
+    if len({report.nodeid for report in reports}) > 1:
+        _write_durations(terminalreporter, reports, files=config.option.verbose >= 0)
+
+
+def _write_durations(terminalreporter: pytest.TerminalReporter, reports: list, files: bool) -> None:
+    """Writes tests and CPU seconds of each folder of `tests`, and with -v of each file."""
+    tests, seconds = collections.defaultdict(set), collections.Counter[str]()
+    for report in reports:
+        file = pathlib.PurePath(report.nodeid.partition("::")[0])
+        names = ["all", file.parent.as_posix(), *([file.as_posix()] if files else [])]
+        for name in names:
+            tests[name].add(report.nodeid)
+            seconds[name] += report.cpu_seconds
+    terminalreporter.write_sep("=", "CPU seconds by room")
+    for name, cpu in seconds.most_common():
+        terminalreporter.write_line(f"{cpu:8.1f} s {len(tests[name]):6} tests  {name}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

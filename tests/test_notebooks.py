@@ -21,10 +21,6 @@ def test_there_are_notebooks():
     assert len(NOTEBOOKS) >= 8
 
 
-# The first one each time.
-RUN = [pytest.param(p, marks=[pytest.mark.slow] if p.stem > "02" else [], id=p.stem) for p in NOTEBOOKS]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_and_its_script_are_one(path):
     """Edit either, then `jupytext --sync notebooks/*.ipynb`."""
@@ -35,7 +31,8 @@ def test_a_notebook_and_its_script_are_one(path):
     assert notebook.metadata["jupytext"]["formats"] == "ipynb,py:percent"
 
 
-@pytest.mark.parametrize("path", RUN)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_draws(path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     notebook = nbformat.read(path, as_version=4)
@@ -59,6 +56,7 @@ ADDRESS = "https://example.org/some/fp8jax.git"
 WHEEL = ("fp8jax-1-py3-none-any.whl", (ROOT / "notebooks" / "fp8jax-1-py3-none-any.whl").as_uri())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("source", "where"),
@@ -103,6 +101,7 @@ def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, wh
     assert package.url == where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "clone"),
     [

@@ -11,6 +11,7 @@ import pytest
 SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_user_s_script_trains_saves_and_goes_on_the_same(devices, tmp_path):
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))

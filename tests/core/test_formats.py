@@ -150,6 +150,13 @@ def test_e8m0_rounds_up_and_down_right_at_powers_of_two_and_one_ulp_beside_them(
         np.testing.assert_array_equal(formats.encode_e8m0(jnp.asarray(x), "down"), down)
 
 
+def test_e8m0_saturates_at_the_largest_power():
+    x = np.asarray([2.0**127, 1.5 * 2.0**127, np.finfo(np.float32).max], np.float32)
+    for rounding in ("nearest", "up", "down"):
+        np.testing.assert_array_equal(formats.encode_e8m0(jnp.asarray(x), rounding), 254)
+    np.testing.assert_array_equal(formats.encode_e8m0(jnp.asarray([np.inf, np.nan, 0, -1], jnp.float32), "up"), 255)
+
+
 @pytest.mark.parametrize("fmt", [formats.DE8, formats.UDE8], ids=lambda f: f.name)
 def test_dynamic_exponent_books_are_those_of_8_bit_adam(fmt):
     """Facts of the published map: 256 values from -0.9930 (0 unsigned) to 1, with these smallest and largest ones."""

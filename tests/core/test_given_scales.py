@@ -49,6 +49,15 @@ def test_finite_values_beyond_the_range_saturate(name, granularity, rounding):
         q.validate()
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-39])
+def test_a_scale_of_zero_counts_as_the_smallest_normal_number(scale):
+    for name in ("e4m3", "int8"):
+        q = quantize_with_scale(jnp.asarray([[0.0, 1.0, -1.0]]), name, jnp.float32(scale))
+        assert float(q.scale[0, 0]) == given_scales.TINY
+        largest = formats.get(name).max
+        np.testing.assert_array_equal(np.asarray(q.codes).astype(np.float32), [[0, largest, -largest]])
+
+
 @pytest.mark.parametrize("name", ["int8", "int10", "de8", "ude8"])
 def test_only_what_is_not_finite_marks_a_block_of_formats_without_nan(name):
     fmt = formats.get(name)

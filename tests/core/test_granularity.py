@@ -92,6 +92,15 @@ def test_packing_is_undone_exactly(length, axis):
     np.testing.assert_array_equal(np.asarray(packing.unpack(packed, axis, length)), codes)
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_packed_codes_have_the_shape_of_their_values(axis):
+    x = jnp.asarray(normal(7, 13), jnp.float32)
+    q = fp8jax.quantize(x, fp8jax.QuantSpec("int10", "tensor", axis=axis))
+    assert q.shape == (7, 13)
+    assert q.codes.shape == ((10, 13) if axis % 2 == 0 else (7, 20))
+    np.testing.assert_allclose(q.dequantize(), x, atol=float(q.scale[0, 0]) * 0.501)
+
+
 def test_moss_two_level_microscaling_is_equation_3():
     x = normal(8, 96) * 10.0 ** np.random.default_rng(1).integers(-4, 4, (8, 3)).repeat(32, 1)
     for spec, whole in (("e4m3:mx32", None), ("e4m3:mx32+token", 1)):
@@ -113,6 +122,8 @@ def test_moss_two_level_microscaling_is_equation_3():
 def test_ocp_microscaling_is_section_6_3(name):
     fmt = formats.get(name)
     x = (normal(8, 96) * 10.0 ** np.random.default_rng(1).integers(-6, 6, (8, 3)).repeat(32, 1)).astype(np.float32)
+    zeros = fp8jax.quantize(jnp.zeros((2, 64)), f"{name}:mx32+ocp")
+    np.testing.assert_array_equal(zeros.microscale, 127)
     q = fp8jax.quantize(jnp.asarray(x), f"{name}:mx32+ocp")
     q.validate()
     largest = np.abs(x.reshape(8, 3, 32)).max(2)
@@ -228,3 +239,11 @@ def test_a_block_needs_two_axes():
     with pytest.raises(ValueError, match="needs two axes"):
         fp8jax.quantize(jnp.ones(4), "int8:block2")
     assert jax.eval_shape(lambda x: fp8jax.quantize(x, "int8:block2"), jnp.ones((3, 4))).scale.shape == (2, 2)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_that_an_array_lacks_is_refused_on_either_side(axis):
+    spec = fp8jax.QuantSpec("e4m3", "group", 4, axis=axis)
+    with pytest.raises(ValueError, match=f"runs along axis {axis}, which an array of shape \\(8, 8\\) lacks"):
+        fp8jax.quantize(jnp.ones((8, 8)), spec)
+    assert spec.block_shape((8, 8, 8)).count(4) == 1

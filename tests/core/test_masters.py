@@ -104,6 +104,15 @@ def test_every_high_part_with_the_ends_of_its_remainders(high, rest):
         assert (np.asarray(parts.high).view(np.uint16) == codes)[same].all()
 
 
+def test_masters_of_fp16_are_finite_up_to_their_own_range():
+    """Their high part is Inf from 65,520 on, and the remainder says by how much it is too large."""
+    x = np.asarray([65504, 65505.5, 65519.99, 65520, 65535, 65535.99, -65530], np.float32)
+    master = masters.split(jnp.asarray(x), jnp.float16, jnp.int16)
+    np.testing.assert_array_equal(masters.join(master.high, master.remainder), x)
+    beyond = masters.split(jnp.asarray([65536, -7e4], jnp.float32), jnp.float16, jnp.int16)
+    np.testing.assert_array_equal(masters.join(beyond.high, beyond.remainder), [np.inf, -np.inf])
+
+
 def test_what_somebody_sets_to_zero_stays_small():
     """A pruned weight keeps a remainder: units of the smallest number."""
     for high, rest in PARTS:

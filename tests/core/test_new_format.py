@@ -17,6 +17,7 @@ from fp8jax.core.formats import Format
 from fp8jax.ops.autodiff import residuals
 from fp8jax.ops.matmul import matmul
 from fp8jax.recipes import Linear
+from tests.rows import covering
 
 NEW = {
     "e2m1": formats._floating("e2m1", ml_dtypes.float4_e2m1fn),
@@ -42,8 +43,7 @@ def nearest(fmt: Format, x: np.ndarray) -> np.ndarray:
     return clipped.astype(np.float32).astype(fmt.dtype).astype(float) if fmt.is_float else np.round(clipped)
 
 
-@pytest.mark.parametrize("name", NEW)
-@pytest.mark.parametrize("how", SPECS)
+@pytest.mark.parametrize(("name", "how"), covering(NEW, SPECS))
 def test_codes_are_those_of_the_format(name, how):
     fmt, x = NEW[name], np.random.default_rng(0).standard_normal((6, 45)).astype(np.float32)
     x[3] *= 1e-3
@@ -105,6 +105,8 @@ def test_what_a_format_cannot_be_is_refused():
             dataclasses.replace(NEW["e2m1"], **fields)
     with pytest.raises(ValueError, match="no floating-point numbers of 6 bits"):
         formats._floating("e2m3", ml_dtypes.float6_e2m3fn)
+    with pytest.raises(ValueError, match="packing 'four_in_five' is for 10-bit integers"):
+        formats._integer("int8 packed", np.int8, 8, "four_in_five")
     assert fp8jax.quantize(jnp.ones((4, 8)), "int10").codes.shape == (4, 10)
     for make, message in (
         (lambda: fp8jax.compressed_adamw(1e-3, mu="e2m1"), "'e2m1' codes have 4 bits; give moments 8 or 16"),

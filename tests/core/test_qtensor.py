@@ -188,6 +188,10 @@ def test_narrow_inputs_quantize_as_their_fp32_values(dtype):
 def test_subnormal_inputs_count_as_zeros():
     x = jnp.array([[1e-40, 1.0, -1e-44]])
     np.testing.assert_array_equal(np.asarray(fp8jax.quantize(x, "e4m3:group3+expand").dequantize()), [[0, 1, 0]])
+    for spec in ("e4m3:group3", "int8:group3", "e4m3:group3+expand"):
+        q = fp8jax.quantize(jnp.array([[1e-40, 1e-39, -1e-44]]), spec)
+        np.testing.assert_array_equal(q.scale, 1)
+        np.testing.assert_array_equal(np.asarray(q.dequantize()), 0)
 
 
 def test_wrong_inputs_are_refused():

@@ -463,3 +463,15 @@ def test_gradients_close_to_the_largest_number_survive_one_phase(mesh):
     comm = Comm("e4m3", "one_phase", auto_scale=True)
     reduce = functools.partial(all_reduce_gradients, axes=AXES, comm=comm, factors=factors, min_size=0)
     np.testing.assert_allclose(jax.jit(on_each(mesh, reduce))(g)[0], 3e38, rtol=2.0**-4)
+
+
+@pytest.mark.parametrize("count", [8, 512])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_a_nan_code_shows_in_a_sum_of_any_length(name, count):
+    """Few codes are summed in fp32, many of e4m3 as integers."""
+    fmt = fp8jax.formats.get(name)
+    values = np.ones((count, 5), np.float32)
+    values[count - 1, 2] = np.nan
+    found = np.asarray(sum_codes(jnp.asarray(values.astype(fmt.dtype)), fmt))
+    np.testing.assert_array_equal(np.isnan(found), np.arange(5) == 2)
+    np.testing.assert_array_equal(found[[0, 1, 3, 4]], count)

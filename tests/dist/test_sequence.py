@@ -19,7 +19,7 @@ from fp8jax.ops.products import operands
 from tests.dist import blocks, programs
 from tests.distance import order, relative
 from tests.programs import outputs
-from tests.rows import few, slow
+from tests.rows import covering, few, slow
 
 CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
 SPECS = ["e4m3", "int8", "e5m2:token", "e4m3:group32", "int8:block8", "e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"]
@@ -98,7 +98,7 @@ def test_a_sequence_is_cut_over_several_axes():
     np.testing.assert_allclose(np.asarray(grads), np.asarray(X), rtol=2.0**-7)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", few(QUANTIZED, "coat", "te_current", "deepseek", "int8_block", "moss"))
 def test_products_round_what_was_gathered_to_the_same_codes_again(name):
     """Inputs and gradients alike, decoded to bf16: for what reads the array and not the codes."""
     part, x = fp8jax.recipes.get(name).linear, X.astype(jnp.bfloat16).reshape(-1, 64)
@@ -137,8 +137,7 @@ def test_a_layer_reads_the_gathered_codes_themselves(name):
         assert (512, 64) in outputs(mapped(apart, ins, COLUMNS, 2), dtype, x, w)
 
 
-@pytest.mark.parametrize("spec", ["e4m3:token", "int8", "e5m2:group32"])
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize(("spec", "devices"), covering(["e4m3:token", "int8", "e5m2:group32"], [8, 2]))
 def test_parts_of_a_sum_are_rounded_once_under_scales_that_all_share(spec, devices):
     spec = fp8jax.QuantSpec.parse(spec)
     parts = jax.random.normal(jax.random.key(4), (devices, 2, 64, 64)) * X

@@ -14,6 +14,7 @@ import fp8jax
 from fp8jax.dist import fsdp_gather_weight, gather_quantized, regather_policy
 from fp8jax.recipes import Linear
 from tests.dist import programs
+from tests.rows import slow
 
 W = jax.random.normal(jax.random.key(0), (512, 256)) * jnp.exp(jax.random.normal(jax.random.key(1), (512, 1)))
 X = jax.random.normal(jax.random.key(2), (32, 512), jnp.bfloat16)
@@ -24,7 +25,9 @@ def mapped(function, ins, out, count=4):
     return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
 
 
-@pytest.mark.parametrize("name", ["te_current", "coat", "deepseek", "switchback", "jetfire", "int8_block", "moss"])
+@pytest.mark.parametrize(
+    "name", ["te_current", slow("coat"), "deepseek", slow("switchback"), slow("jetfire"), "int8_block", "moss"]
+)
 def test_gathered_codes_are_those_of_the_whole_weight(name):
     scale = jnp.float32(0.01) if name == "moss" else None
     found = jax.jit(mapped(functools.partial(gather_quantized, axes="fsdp", recipe=name, scale=scale), P("fsdp"), P()))(

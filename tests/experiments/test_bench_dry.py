@@ -91,6 +91,7 @@ def small(training):
                             (), "text", 2, 16, 64)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_user_s_model_trains_in_both(monkeypatch):
     """Losses agree but for what 8 bits round."""
     names = ("bf16", "held:coat, 8-bit head")
@@ -111,6 +112,7 @@ def test_other_writings_and_policies_train_in_both(name):
     assert found["bf16"] == pytest.approx(found["coat"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_model_with_a_policy_are_checkpointed_and_each_writing_is_quantized():
     """Read from programs, nothing runs."""
     inputs, labels = jax.eval_shape(lambda: (jnp.zeros((2, 16), "int32"),) * 2)

@@ -15,6 +15,7 @@ from experiments.models.llama import LlamaConfig
 SMALL = LlamaConfig(vocab=8, dim=48, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 
 
+@pytest.mark.slow
 def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
     lean = bench_arms.LEAN

@@ -31,6 +31,7 @@ def options(out, **given):
     return argparse.Namespace(**({"vocab": step.VOCAB} | usual | given))
 
 
+@pytest.mark.slow
 def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     clock = itertools.count()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
@@ -137,6 +138,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [slow("data"), slow("fsdp"), "tensor"])
 def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
@@ -187,6 +189,7 @@ def test_an_arm_without_kernels_is_traced_without_them(monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.slow
 def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     results, needs = [], []
     for name in (arms.BF16, step.AGAIN):
@@ -280,6 +283,7 @@ def test_torch_arms_run_side_by_side_on_gpus_of_their_own(monkeypatch):
     assert seen == {"torch bf16": "4", "torchao rowwise": "7"}
 
 
+@pytest.mark.slow
 def test_torch_arm_is_the_same_model():
     """With our weights it has our loss and our gradients, but for what bf16 rounds."""
     torch = pytest.importorskip("torch")

@@ -133,6 +133,14 @@ def test_one_sequence_and_the_token_after_it_is_enough():
     assert (tokens.train[1], tokens.valid[1]) == (ord("x"), ord("y"))
 
 
+@pytest.mark.parametrize("length", [17, 31, 32, 33])
+def test_windows_of_a_text_are_full(length):
+    """Each has a token more than its inputs; a last one that would be short is left out."""
+    windows = data._rows(np.arange(length), 16)
+    assert len(windows) == {17: 1, 31: 1, 32: 1, 33: 2}[length]
+    np.testing.assert_array_equal(windows[len(windows) - 1], np.arange(17) + 16 * (len(windows) - 1))
+
+
 def test_bytes_round_trip_and_separator():
     ids = Bytes().encode(["añ\n", "b"])
     assert ids.tolist() == [0, 97, 195, 177, 10, 0, 98]

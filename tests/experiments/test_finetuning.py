@@ -19,6 +19,8 @@ from experiments.train import cli, config, peft_files, start
 from experiments.train.optimizer import make_optimizer
 from tests.rows import slow
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
 TEMPLATE = """{%- if messages[0].role == 'system' %}

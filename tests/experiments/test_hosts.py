@@ -78,6 +78,7 @@ def check_close(found, expected):
         np.testing.assert_allclose(*columns, rtol=max(values) * order(256))
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, out, monkeypatch, capsys):
     """Moments are codes; histories of scales are in the run of four processes below."""
     flags = [*argv, *MANY, "--recipe", "coat_optimizer", "--mesh", "fsdp=2", "--run"]
@@ -121,6 +122,7 @@ def check_dies(processes, which):
             assert re.fullmatch(rf"error: process {i} of {len(codes)} ends: another one has ended, .*\n", text), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "at"), [slow(0, 0), slow(1, 0), (0, 2), slow(1, 2)])
 def test_one_of_two_dies_and_the_other_says_so(argv, which, at):
     """While the other compiles, or after the first step."""

@@ -22,6 +22,8 @@ from experiments.text import chat
 from experiments.text.tokenizer import Bytes
 from tests.experiments import hub_cases as cases
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(vocab=256, dim=16, layers=2, heads=2, kv_heads=1, mlp_dim=32)
 NAME = "model.layers.1.mlp.up_proj.weight"
 

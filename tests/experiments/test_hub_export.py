@@ -16,6 +16,8 @@ from experiments.hub.load import load
 from experiments.text.tokenizer import Bytes
 from experiments.train import cli
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["the <|document|> w5 w7", "añ\n\t 漢", "<|document|>", ""]
 
 

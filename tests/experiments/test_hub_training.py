@@ -11,6 +11,8 @@ from experiments.train.task import Task
 from tests.experiments import hub_cases as cases
 from tests.programs import dots
 
+pytestmark = pytest.mark.slow
+
 
 def started(folder, case, recipe):
     """The program of a recipe, its state with a checkpoint's parameters, and tokens."""

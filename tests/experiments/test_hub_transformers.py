@@ -22,6 +22,8 @@ from tests.experiments import hub_cases as cases  # noqa: E402
 from tests.experiments.make_hub_golden import make  # noqa: E402
 from tests.experiments.test_hub_save import params  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 # 128 divides all of it, so that the "fp8" format takes every layer.
 WIDE = LlamaConfig(vocab=40, dim=256, layers=2, heads=4, kv_heads=2, mlp_dim=384)
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 20))

@@ -74,6 +74,7 @@ def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
     assert not [k for k in kept if k[0] == "uint8" and 128 in k[1][-2:]]
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
     llama, lora = dataclasses.replace(SHAPE, bias="qkv"), Lora(8, lora_alpha=24.0, lora_targets=".*/(q|v|out|up|down)")
     task = Task.build(llama, optax.adamw(2e-2), fp8jax.recipes.te_current(), remat=False, seed=5, lora=lora)

@@ -12,6 +12,8 @@ import pytest
 
 from experiments import packages
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # By program: a command line that would do something, and packages that it needs besides the parser's.
 PROGRAMS = {

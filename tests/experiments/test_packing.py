@@ -92,6 +92,16 @@ def test_the_order_of_documents_and_their_copies_do_not_matter():
         assert dataclasses.replace(one, **{part: getattr(one, part)[::-1]}).fingerprint != one.fingerprint
 
 
+def test_a_copy_of_a_document_is_packed_once():
+    given = documents(12)
+    copies = [Document(document.ids.copy(), document.answers.copy()) for document in given[:5]]
+    once, twice = (packing.pack(d, 0.2, 20, whole=True) for d in (given, [*given, *copies]))
+    assert once.fingerprint == twice.fingerprint
+    for rows in (twice.train, twice.valid):
+        ids = [tuple(row[0, row[2] == n]) for row in rows for n in range(1, row[2].max() + 1)]
+        assert len(ids) == len(set(ids))
+
+
 def by_itself(run, row, here):
     """The logits of a document, in a row of its own that is filled after it: one program for all lengths."""
     ids = np.zeros((1, row.shape[-1]), row.dtype)

@@ -30,6 +30,7 @@ def text(corpus):
     return parity_runs.read_text([str(corpus)], TINY)
 
 
+@pytest.mark.slow
 def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
     np.testing.assert_array_equal(text.starts(3, TINY), text.starts(3, TINY))
     assert (text.starts(3, TINY) != text.starts(4, TINY)).any()

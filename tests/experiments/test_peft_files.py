@@ -16,6 +16,8 @@ from experiments.train import peft_files
 from fp8jax.lora import Adapter, merge_adapter
 from fp8jax.ops.products.peft_files import CONFIG, WEIGHTS
 
+pytestmark = pytest.mark.slow
+
 safetensors = pytest.importorskip("safetensors.numpy")
 # Written by peft 0.21.2 (`save_pretrained`) of a Llama of 2 layers, rank-stabilised; what its `merge_and_unload` added
 # to the weights of q in the second layer and of down in the first, (outputs, inputs), in merged.npz.

@@ -10,6 +10,8 @@ import pytest
 
 from experiments.train import relay
 
+pytestmark = pytest.mark.slow
+
 
 def answer(one):
     with one:

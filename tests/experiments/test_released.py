@@ -93,6 +93,7 @@ def test_both_clippings(release):
         np.testing.assert_allclose(added / (1 - OPTIM.b2), 0.05**2 * squares / norm**2, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_shards_changes_nothing_but_rounding():
     devices = mesh.make(2, 2, jax.devices()[:4])
     rows = mesh.batches(devices)

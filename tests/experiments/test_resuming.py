@@ -106,6 +106,7 @@ def test_every_kind_of_state_goes_on_from_a_checkpoint_to_the_same_bits(name, tm
         assert digest(np.asarray(x)) == digest(np.asarray(y)), leaf
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_first_step_says_how_to_go_on(argv, out):
     process = start([*argv, "--run", "terminated"])
     for line in process.stdout:

@@ -42,6 +42,7 @@ def test_a_signal_while_modules_are_imported_ends_with_a_line(tmp_path, signum):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, slow(1)])
 def test_a_process_that_is_told_to_end_before_it_has_joined_keeps_no_other_waiting(argv, which):
     where = ["--coordinator", f"localhost:{port()}", "--process-count", "2", "--mesh", "fsdp=2", "--run", "early"]

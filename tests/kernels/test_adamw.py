@@ -413,6 +413,7 @@ def in_own_process(call, tmp_path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @triton
 @pytest.mark.parametrize("which", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.slow)], ids=["few", "rest"])
 def test_lowers_for_hopper_within_an_instruction_budget(which, tmp_path):

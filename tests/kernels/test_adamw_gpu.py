@@ -15,6 +15,7 @@ from fp8jax.ops.optimizers.leaf import Adam
 from tests.kernels import adamw_cases
 from tests.kernels.adamw_cases import ADAM, decoded, special, stored, tree
 from tests.kernels.test_adamw_interpreted import NOISY, compare_noise
+from tests.rows import covering
 
 # XLA on GPU otherwise keeps the exponents that codes are computed with in fp32, and stores them in bf16.
 EXACT = {"xla_allow_excess_precision": False}
@@ -120,8 +121,7 @@ def test_every_code_is_decoded_by_the_table(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [16, 32, 64, 256, 512, 1024])
-@pytest.mark.parametrize("n", [2048, 1999, 1992])
+@pytest.mark.parametrize(("size", "n"), covering([16, 32, 64, 256, 512, 1024], [2048, 1999, 1992]))
 def test_group_sizes(size, n):
     leaf = (
         jnp.asarray(special((24, n), 0)),
@@ -233,8 +233,9 @@ def test_mapped_kernel():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("eps", [(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)], ids=str)
-@pytest.mark.parametrize("size", [16, 128, 1024])
+@pytest.mark.parametrize(
+    ("eps", "size"), covering([(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)], [16, 128, 1024]), ids=str
+)
 def test_ordinary_tiles_between_special_ones(eps, size):
     """Tiles without special values take fewer instructions, and eps that matters takes others."""
     adam = Adam(0.9, 0.999, *eps, jnp.int32(3), 1e-3, 0.1)

@@ -111,6 +111,7 @@ def in_own_process(call, platforms="cpu"):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @triton
 def test_the_kernel_assembled_for_hopper_spills_nothing():
     for name, (registers, spilled, _) in in_own_process("assembled()").items():

@@ -16,6 +16,7 @@ from tests.kernels import h200
 pytest.importorskip("jax_triton")
 
 from tests.kernels.fused_interpreter import CASES, FEW, compare
+from tests.rows import few
 
 # Bytes of shared memory that a program can have on the smallest GPU with FP8.
 SHARED = 99 << 10
@@ -268,7 +269,7 @@ def test_ten_bits_of_values_that_are_not_finite_are_the_references_in_the_interp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, *FEW))
 def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
     # Of two in a thousand codes, the steps of e5m2 are a quarter.
     check(case, *compare(*CASES[case](), whole=True, again="as it is" in case), bound=1.2e-2)

@@ -97,6 +97,37 @@ def check_norms() -> None:
     norm_triton.PREFETCH_BYTES = ahead
 
 
+def check_amaxes() -> None:
+    """Largest magnitudes of results and cotangents of tiles that are ragged in one direction, beside float64."""
+    from pallas_kernels.nonlinear import operations_triton, quantize_recomputed_triton, sampled_amax_triton
+
+    gate_kind, up_kind = quantize_recomputed_triton.GATE, quantize_recomputed_triton.UP
+    operation = operations_triton.Operation(reads_arrays=True, dtype=0)
+    rows = sampled_amax_triton.SAMPLE_ROWS
+    for (m, n), every in itertools.product(((64, 192), (33, 128), (70, 64), (97, 40)), (1, 2)):
+        gate, up, dy = (normal(i, m, n) for i in range(3))
+        # The largest values lie in the last row and column, where a wrong mask reads beyond the matrix or too little.
+        for x in (up, dy):
+            x[-1, -1] = 20
+        arrays = [jnp.asarray(x) for x in (gate, up, dy)]
+        operands = quantize_recomputed_triton.Operands(first=arrays[0], up=arrays[1], gradient=arrays[2])
+        g, u, d = (x.astype(np.float64) for x in (gate, up, dy))
+        sigmoid = 1 / (1 + np.exp(-g))
+        exact = {
+            (quantize_recomputed_triton.RESULT,): [g * sigmoid * u],
+            (gate_kind, up_kind): [d * u * sigmoid * (1 + g * (1 - sigmoid)), d * g * sigmoid],
+            (gate_kind,): [d * u * sigmoid * (1 + g * (1 - sigmoid))],
+        }
+        sampled = np.arange(m) // rows % every == 0
+        for kinds, values in exact.items():
+            want = [np.abs(x[sampled]).max() for x in values]
+            for condition, factor in ((None, 1), (jnp.array(True), 1), (jnp.array(False), 0)):
+                found = sampled_amax_triton.compute_amaxes(
+                    operation, kinds, operands, every=every, compute_if=condition, compute_capability=90
+                )
+                np.testing.assert_allclose(found, np.multiply(factor, want), rtol=1e-4, err_msg=f"{(m, n, every)}")
+
+
 def check_decay(weight: Any, grad: Any) -> None:
     """Parameters that decay and that do not in one tree, in both forms of the step, quantized or half so."""
     from tests.kernels import adamw_cases
@@ -162,6 +193,7 @@ def main() -> None:
     triton_interpreter.prepare()
     test_adamw_interpreted.prepare()
     check_norms()
+    check_amaxes()
     for weight, grad in ((jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.float32)):
         check_decay(weight, grad)
     check_noise()

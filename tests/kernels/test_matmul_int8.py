@@ -22,7 +22,7 @@ from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 from tests.kernels.int8_cases import error, operands
 from tests.programs import triton_calls
-from tests.rows import slow
+from tests.rows import covering, slow
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -93,8 +93,13 @@ def test_scaled_int8_products_are_exact(shape: Any, terms: Any, tile: Tile, fast
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 3203, 1160), (257, 513, 2049), (7, 24, MAX_INT8_K)])
-@pytest.mark.parametrize("terms", [(), ("scale",), ("row_scale",), ("row_scale", "column_scale", "bias", "residual")])
+@pytest.mark.parametrize(
+    ("shape", "terms"),
+    covering(
+        [(4096, 4096, 4096), (1000, 3203, 1160), (257, 513, 2049), (7, 24, MAX_INT8_K)],
+        [(), ("scale",), ("row_scale",), ("row_scale", "column_scale", "bias", "residual")],
+    ),
+)
 def test_scaled_int8_products_are_exact_on_a_gpu(shape: Any, terms: Any) -> None:
     arguments, wanted = drawn(*shape, terms)
     np.testing.assert_array_equal(np.asarray(matmul_scaled(**arguments, out_dtype=jnp.float32), np.float64), wanted)

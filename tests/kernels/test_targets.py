@@ -99,6 +99,7 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
 
 
+@pytest.mark.slow
 def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
     """Sharded, too: codes travel, and where a contraction is cut its sums, in 16 bits."""
     found = targets.report("switchback", ["a100", "h200"], targets.FP8)
@@ -116,6 +117,7 @@ def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
     assert {shape for program in found["h200"].values() for shape in program["wide"]} <= {"512,1", "1024,1"}
 
 
+@pytest.mark.slow
 def test_kernels_of_int8_codes_run_where_gpus_convert_no_fp8() -> None:
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     for kind, capability in targets.CAPABILITIES.items():

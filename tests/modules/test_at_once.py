@@ -145,6 +145,7 @@ def test_in_linen_likewise(kernels):
         assert distance(c, a) < 1.05 * distance(b, a) + 0.003
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("deepseek"), "jetfire", "switchback"])
 def test_norms_before_layers_of_other_codes_stay_as_written(name, kernels):
     kernels(True)

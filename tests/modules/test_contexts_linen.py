@@ -199,6 +199,7 @@ class Shared(linen.Module):
         return x + linen.Dense(WIDTH, dtype=jnp.bfloat16, name="narrow")(h)
 
 
+@pytest.mark.slow
 def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognised():
     model = Shared()
     variables = model.init(jax.random.key(0), HALF)

@@ -118,6 +118,7 @@ def test_a_layer_keeps_what_its_recipe_plans(recipe, bound, shape, scan):
     assert per_layer(recipe, *shape, scan=scan) == pytest.approx(values + scales, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("faithful", marks=pytest.mark.slow), "lean"])
 def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
     vision, text, batch, length = (

@@ -190,3 +190,21 @@ def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient(
         np.testing.assert_allclose(
             np.asarray(db, np.float64), want, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.06
         )
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def test_calls_of_a_copy_with_quantized_weights_are_observed_in_the_model():
+    model = fp8jax.nnx.quantize(TwoLayers(nnx.Rngs(0)), "te_delayed")
+    copy = fp8jax.nnx.quantize_weights(model)
+    x = jnp.ones((4, 32)).at[1, 2].set(7)
+    fp8jax.nnx.grad(lambda model, x: jnp.sum(model(x)))(copy, x)
+    fp8jax.nnx.advance_scaling(model)
+    states = jax.tree.leaves(nnx.state(model.up, fp8jax.nnx.ScalingVariable))
+    assert any(float(jnp.max(state)) == 7 for state in states)

@@ -14,6 +14,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.rewrite import training
+from tests.rows import covering
 
 SGD = optax.sgd(1e-2)  # the same function each time, so that programs may be shared
 X = jax.random.normal(jax.random.key(0), (8, 16))
@@ -125,9 +126,9 @@ def test_gradients_in_a_program_of_their_own_are_no_mistake_beside_our_optimizer
     assert told(lambda: optimizer.update(model, gradients(model, X))) == []
 
 
-@pytest.mark.parametrize("wraps", [lambda loss: loss, nnx.jit, nnx.remat], ids=["plain", "jit", "remat"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("program", [lambda f: f, nnx.jit], ids=["outside", "program"])
+@pytest.mark.parametrize(
+    ("wraps", "model", "program"), covering([lambda loss: loss, nnx.jit, nnx.remat], MODELS, [lambda f: f, nnx.jit])
+)
 def test_a_gradient_that_loses_statistics_is_refused(wraps, model, program):
     """Histories of all three operands stayed 0 for ever, in the loop that README had."""
     for _ in range(2):
@@ -140,8 +141,7 @@ def test_a_gradient_that_loses_statistics_is_refused(wraps, model, program):
     program(nnx.grad(wraps(loss)))(delayed, X)
 
 
-@pytest.mark.parametrize("wraps", [lambda loss: loss, nnx.jit, nnx.remat], ids=["plain", "jit", "remat"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("wraps", "model"), covering([lambda loss: loss, nnx.jit, nnx.remat], MODELS))
 def test_bounds_of_weights_that_are_not_trained_are_not_asked_for(model, wraps):
     """They stay what they are, and the optimizer follows none of them: the call would have raised."""
     frozen = quantized("moss", model)
@@ -173,8 +173,7 @@ def test_linen_is_told_nothing_of_weights_that_are_not_trained():
     assert told(lambda: step(variables, X)) == []
 
 
-@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
-@pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["outside", "program"])
+@pytest.mark.parametrize(("name", "program"), covering(["te_delayed", "int8_fallback"], [lambda f: f, jax.jit]))
 def test_linen_refuses_what_loses_statistics(name, program):
     """Without a word both trained with their first state for ever."""
     model = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule(".*", name))
@@ -207,8 +206,7 @@ def test_a_train_state_without_statistics_says_where_they_come_from():
         state.apply_gradients(grads=params)
 
 
-@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
-@pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["outside", "program"])
+@pytest.mark.parametrize(("name", "program"), covering(["te_delayed", "int8_fallback"], [lambda f: f, jax.jit]))
 def test_a_transformed_function_is_trained_with_its_states(name, program):
     fast = fp8jax.transform(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["b"]), fp8jax.Rule(".*", name))
     p = {"w": jnp.ones((16, 16)), "b": jnp.ones(16)}

@@ -18,7 +18,7 @@ from fp8jax.ops.products import product
 from tests.modules import architectures
 from tests.modules.architectures import MiniGPT, train, within_noise
 from tests.programs import dots, residuals
-from tests.rows import few
+from tests.rows import covering, few
 
 CONFIG = LlamaConfig(vocab=64, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=96)
 BATCH, LENGTH = 2, 24
@@ -103,8 +103,9 @@ def saved_codes(model) -> Counter:
     return Counter(shape for dtype, shape in residuals(*functional(model)) if dtype == "uint8")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", ["te_current", "deepseek", "int8_block"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), covering(["te_current", "deepseek", "int8_block"], [jnp.bfloat16, jnp.float32])
+)
 def test_linears_that_read_one_input_save_its_codes_once(name, dtype):
     layers, width = CONFIG.layers, CONFIG.dim
     model = fp8jax.nnx.quantize(llama(dtype=dtype), fp8jax.recipes.get(name))

@@ -13,7 +13,7 @@ from jax import lax
 
 import fp8jax
 from tests.modules import patches
-from tests.rows import few
+from tests.rows import covering, few
 
 X, KEY = jax.random.normal(jax.random.key(0), (8, 32)), jax.random.key(1)
 W = jax.random.normal(jax.random.key(2), (32, 64))
@@ -40,8 +40,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["te_current", "coat", "deepseek", "moss", "switchback", "int8_block"])
-@pytest.mark.parametrize("how", ["code", "name"])
+@pytest.mark.parametrize(
+    ("name", "how"), covering(["te_current", "coat", "deepseek", "moss", "switchback", "int8_block"], ["code", "name"])
+)
 def test_no_product_of_an_operation_is_seen(name, how):
     recipe, seen = fp8jax.recipes.get(name), []
 

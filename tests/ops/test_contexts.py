@@ -15,6 +15,7 @@ from fp8jax.core.recipe import Context
 from fp8jax.ops.nonlinear.activation import ACTIVATIONS
 from tests.distance import relative
 from tests.programs import residuals
+from tests.rows import covering
 
 TOKENS, CHANNELS, OUTPUTS = 24, 72, 40
 FAITHFUL, LEAN = Context("e4m3:group16"), Context("e4m3:group16", recompute_activations=True)
@@ -52,9 +53,11 @@ def near(got, want, steps=64):
     np.testing.assert_allclose(got, want, rtol=0, atol=steps * 2.0**-24 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)
-@pytest.mark.parametrize("parameters", ["none", "scale", "bias", "scale and bias"])
-@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize(
+    ("context", "parameters", "eps"),
+    covering([Context(), *CONTEXTS], ["none", "scale", "bias", "scale and bias"], [1e-6, 0.5]),
+    ids=str,
+)
 def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(parameters, eps, context):
     x = 3 + normal(0, 2, TOKENS // 2, CHANNELS)
     scale = 1 + 0.3 * normal(1, CHANNELS) if "scale" in parameters else None
@@ -70,9 +73,9 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
             near(got, want)
 
 
-@pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("eps", [1e-6, 0.5])
+@pytest.mark.parametrize(
+    ("context", "scaled", "eps"), covering([Context(), *CONTEXTS], [False, True], [1e-6, 0.5]), ids=str
+)
 def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled, eps, context):
     x, dy = normal(0, TOKENS, CHANNELS), normal(3, TOKENS, CHANNELS)
     scale = 1 + 0.3 * normal(1, CHANNELS) if scaled else None
@@ -105,8 +108,7 @@ def reference_activation(name, x):
     return x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t**2) * c * (1 + 3 * 0.044715 * x**2) / 2
 
 
-@pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(("context", "name"), covering([Context(), *CONTEXTS], ACTIVATIONS), ids=str)
 def test_activations_have_the_gradient_of_the_stored_input(name, context):
     x, u, dy = (3 * normal(i, TOKENS, CHANNELS) for i in range(3))
     keep = (lambda a: stored(a, context)) if context.residual else np.asarray
@@ -151,8 +153,7 @@ def test_dtypes_are_those_of_the_arguments(dtype):
     np.testing.assert_array_equal(np.asarray(y), np.asarray(jax.nn.silu(x) * x))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+@pytest.mark.parametrize(("context", "bad"), covering(CONTEXTS, [np.nan, np.inf]), ids=str)
 def test_what_is_not_finite_stays_visible(context, bad):
     x = normal(0, TOKENS, CHANNELS).at[3, 5].set(bad)
     ops = {

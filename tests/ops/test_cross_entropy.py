@@ -18,7 +18,7 @@ from fp8jax.ops.losses import head
 from fp8jax.recipes import Linear
 from tests.distance import relative
 from tests.programs import count, dots
-from tests.rows import few
+from tests.rows import covering, few
 
 TOKENS, CHANNELS, VOCABULARY = (3, 7), 16, 40
 RNG = np.random.default_rng(0)
@@ -59,8 +59,7 @@ def loss(x, w, b=None, **options):
     return fp8jax.linear_cross_entropy(x, w, jnp.asarray(LABELS), bias=b, **options)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("tokens_per_chunk", [None, 1, 5, 6])
+@pytest.mark.parametrize(("variant", "tokens_per_chunk"), covering(VARIANTS, [None, 1, 5, 6]))
 def test_values_are_those_of_whole_logits(variant, tokens_per_chunk):
     options = VARIANTS[variant]
     wanted = in_float64(X, W, BIAS, **options)
@@ -70,8 +69,7 @@ def test_values_are_those_of_whole_logits(variant, tokens_per_chunk):
     np.testing.assert_allclose(loss(*floats(X, W, BIAS), **where), wanted[WHERE].mean(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("variant", "reduction"), covering(VARIANTS, ["mean", "sum", "none"]))
 def test_gradients_are_those_of_whole_logits(variant, reduction):
     operands, where, options = floats(X, W, BIAS), jnp.asarray(WHERE), VARIANTS[variant]
     weights = {"mean": WHERE / WHERE.sum(), "sum": WHERE, "none": WEIGHTS * WHERE}[reduction]

@@ -10,7 +10,7 @@ import pytest
 import fp8jax
 from fp8jax.core import formats
 from fp8jax.ops.quantization import quantize as matrices
-from tests.rows import few
+from tests.rows import covering, few
 
 CODES = ("e4m3:group16", "e5m2", "int8:block16", "e4m3:mx32", "int8:token", "int10:group128", "de8:group64")
 NARROW = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8, jnp.uint8)
@@ -41,8 +41,7 @@ def differentiate(how, f, x):
     return ways[how]()
 
 
-@pytest.mark.parametrize("spec", CODES)
-@pytest.mark.parametrize("how", ["grad", "jitted", "jvp", "linearize", "checkpoint", "scan"])
+@pytest.mark.parametrize(("spec", "how"), covering(CODES, ["grad", "jitted", "jvp", "linearize", "checkpoint", "scan"]))
 def test_the_cast_to_codes_is_not_differentiated(spec, how):
     def f(x):
         return total(fp8jax.quantize(x, spec).dequantize())
@@ -93,8 +92,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "dtype"), covering(OPERATIONS, NARROW))
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
 def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
     def f(x):

@@ -17,7 +17,7 @@ from fp8jax.ops.products.linear import linears
 from fp8jax.ops.products.operands import CodesResidual
 from fp8jax.ops.products.weights import freeze
 from fp8jax.ops.quantization.fused_outputs import CotangentPrediction
-from tests.rows import few
+from tests.rows import covering, few, slow
 
 
 def draw(seed, *shape):
@@ -113,8 +113,7 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("how", SECOND)
+@pytest.mark.parametrize(("how", "name"), covering(SECOND, OPERATIONS))
 def test_a_second_derivative_that_is_used_raises(how, name):
     def f(x, w, factor=1.0):
         return jnp.sum(OPERATIONS[name](x, w)) * factor
@@ -173,8 +172,12 @@ class Watched(GradientFacts):
 LABELS = jnp.arange(32)
 
 
-@pytest.mark.parametrize("name", ["a product", "linear_cross_entropy", "linear_cross_entropy of each", "ragged_dot"])
-@pytest.mark.parametrize("recipe", ["bf16", "te_current"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("a product", "bf16"), ("a product", "te_current"), slow("linear_cross_entropy", "bf16"),
+     ("linear_cross_entropy", "te_current"), ("linear_cross_entropy of each", "bf16"),
+     slow("linear_cross_entropy of each", "te_current"), ("ragged_dot", "bf16"), slow("ragged_dot", "te_current")],
+)  # fmt: skip
 def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, name):
     """And products may be differentiated twice in reverse mode, as none in 8 bits may."""
     functions = {

@@ -17,7 +17,7 @@ from fp8jax.ops.dispatch.partition import run_partitioned
 from fp8jax.ops.quantization import quantize as ops
 from tests.distance import relative
 from tests.ops.test_partition import draw, same, stand_ins, statistics
-from tests.rows import few
+from tests.rows import covering, few
 
 __all__ = ["stand_ins"]
 NAMES = ("data", "fsdp", "tensor")
@@ -80,9 +80,7 @@ WITHIN = {
 }
 
 
-@checks
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+@pytest.mark.parametrize(("within", "kinds", "check"), covering(WITHIN.values(), KINDS.values(), [True, False]))
 def test_within_other_transformations(kinds, within, check):
     x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
     wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
@@ -110,8 +108,14 @@ def test_each_device_keeps_its_part_of_a_sum():
     assert sorted(collectives(program.as_text())) == ["all-reduce", "reduce-scatter"]
 
 
-@pytest.mark.parametrize("kinds", [(AUTO, EXPLICIT), (EXPLICIT, AUTO)], ids=["auto-explicit", "explicit-auto"])
-@pytest.mark.parametrize("layout", [("rows", "columns"), ("columns", "rows"), (("columns", "rows"),), (None, "rows")])
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    covering(
+        [("rows", "columns"), ("columns", "rows"), (("columns", "rows"),), (None, "rows")],
+        [(AUTO, EXPLICIT), (EXPLICIT, AUTO)],
+    ),
+    ids=str,
+)
 def test_axes_of_both_kinds(kinds, layout):
     x = np.round(100 * np.asarray(draw(0, 16, 32)))
     mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=kinds)
@@ -138,9 +142,10 @@ def test_parts_of_an_axis_are_no_mesh_axes():
     assert (0, 4, 2, 6) not in orders
 
 
-@checks
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("rows", ["e4m3", "e4m3:token", "e4m3:group16", "e4m3:block16"])
+@pytest.mark.parametrize(
+    ("rows", "kinds", "check"),
+    covering(["e4m3", "e4m3:token", "e4m3:group16", "e4m3:block16"], KINDS.values(), [True, False]),
+)
 def test_codes_and_scales_are_those_of_one_device(stand_ins, kinds, rows, check):
     x = draw(0, 2, 64, 32)
     columns = None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same"

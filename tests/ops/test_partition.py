@@ -24,7 +24,7 @@ from fp8jax.ops.matmul.hopper import sharded_matmul
 from fp8jax.ops.matmul.matmul import dot_in_16_bits
 from fp8jax.ops.quantization import fallback, fused_reference
 from fp8jax.ops.quantization import quantize as ops
-from tests.rows import slow
+from tests.rows import covering, slow
 
 LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
 both = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -61,8 +61,7 @@ def statistics(x):
 
 
 @both
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no mesh set"])
+@pytest.mark.parametrize(("layout", "within"), covering(LAYOUTS, [True, False]), ids=str)
 def test_parts_are_put_together(kind, layout, within):
     x, mesh = jnp.round(100 * draw(0, 16, 32)), mesh_of(kind)
     with jax.set_mesh(mesh) if within else contextlib.nullcontext():

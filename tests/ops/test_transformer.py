@@ -12,7 +12,7 @@ import pytest
 import fp8jax
 from tests.distance import relative
 from tests.programs import residuals
-from tests.rows import slow
+from tests.rows import covering, slow
 
 COAT = fp8jax.recipes.coat()
 FAITHFUL = dataclasses.replace(COAT, context=fp8jax.recipes.Context("e4m3:group16"))
@@ -150,8 +150,7 @@ def _kept_backward(kept, dy):
 _kept.defvjp(_kept_forward, _kept_backward)
 
 
-@pytest.mark.parametrize("recipe", [COAT, FAITHFUL, BF16], ids=["lean", "faithful", "bf16"])
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(("recipe", "norm"), covering([COAT, FAITHFUL, BF16], ["rms", "layer"]))
 def test_a_residual_taken_from_the_norm_has_the_same_gradients(norm, recipe):
     x, scale, w = draw(0, BATCH, LENGTH, WIDTH, dtype=jnp.float32), 1 + draw(1, WIDTH), 0.1 * draw(2, WIDTH, WIDTH)
     weights = (w.astype(jnp.float32),) * 2

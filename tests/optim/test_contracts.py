@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
-from tests.rows import few, slow
+from tests.rows import covering, few, slow
 
 BOTH = {
     "compressed_adamw": functools.partial(fp8jax.compressed_adamw, min_size=512),
@@ -61,9 +61,7 @@ MASKS = {
 }
 
 
-@both
-@forms
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "make", "form"), covering(MASKS, BOTH.values(), ["update", "step"]))
 def test_the_mask_says_what_decays(make, form, mask):
     given, decaying = MASKS[mask]
     params = Model(PARAMS) if isinstance(given, Model) else PARAMS

@@ -15,7 +15,7 @@ import fp8jax
 from fp8jax.core import formats, noise
 from tests import given_scales
 from tests.programs import jit_long
-from tests.rows import few, slow
+from tests.rows import covering, few, slow
 
 RATE, LAST, STEPS = 1e-3, 40, 280
 ADAMW = functools.partial(fp8jax.compressed_adamw, RATE, weight_decay=0.0, min_size=0, expand=False)
@@ -135,8 +135,9 @@ def test_rounding_of_what_decays(fmt, decay):
     assert leaves.any() or decay > 0.9
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("decay", [0.9, 0.95])
+@pytest.mark.parametrize(
+    ("fmt", "decay"), covering(FORMATS, [0.9, 0.95]), ids=lambda value: getattr(value, "name", value)
+)
 def test_codes_that_decay_reach_zero(fmt, decay):
     x = jnp.float32([code for code in given_scales.values(fmt) if abs(code) <= 100 * fmt.smallest])
 

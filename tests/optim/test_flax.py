@@ -170,6 +170,7 @@ class Linen(nn.Module):
         return nn.Dense(32)(jnp.tanh(nn.Dense(64, kernel_init=init)(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compressed_adamw", slow("lion")])
 def test_a_partitioned_train_state_of_linen_is_sharded_trained_and_serialized(kind):
     model, tx, mesh = Linen(), OURS[kind](), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -277,3 +277,27 @@ def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
             move(params, tx.init(params), params)
     with pytest.raises(ValueError, match="interval must be a positive number"):
         fp8jax.with_weight_bounds(fp8jax.compressed_adamw(1e-3), limit, 0)
+
+
+def test_reset_bounds_are_those_of_all_shards():
+    tx = fp8jax.track_weight_amax()
+    params = {"w": jnp.asarray([[1.0, -2.0], [3.0, 0.5]])}
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=kinds, devices=jax.devices()[:2])
+    rows, whole = jax.P("fsdp"), jax.P()
+    state = tx.init(params)
+
+    def reset(state, params):
+        return fp8jax.reset_weight_amax_bounds(state, params, axis_name="fsdp").bounds["w"][None]
+
+    found = jax.shard_map(reset, mesh=mesh, in_specs=(whole, rows), out_specs=rows, check_vma=False)(state, params)
+    np.testing.assert_array_equal(found, [3, 3])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_an_update_that_is_not_finite_shows(bad):
+    tx = fp8jax.track_weight_amax(limit=lambda count, bounds: 0.1 + 0 * bounds)
+    params = {"w": jnp.ones((2, 3))}
+    updates = np.asarray([[bad, 5, -0.05], [0, -5, 0.1]], np.float32)
+    found, _ = tx.update({"w": jnp.asarray(updates)}, tx.init(params), params)
+    np.testing.assert_array_equal(found["w"], np.where(np.isfinite(updates), np.clip(updates, -0.1, 0.1), updates))

@@ -13,7 +13,7 @@ import fp8jax
 from fp8jax.ops.products.linear import key_from_data
 from tests.distance import relative
 from tests.programs import dots, outputs
-from tests.rows import slow
+from tests.rows import covering, slow
 
 KEYS = jax.random.split(jax.random.key(0), 6)
 LAYERS, TOKENS, WIDTH, INNER, RANK = 3, 24, 64, 96, 4
@@ -188,8 +188,7 @@ TURNED = {
 }
 
 
-@pytest.mark.parametrize("columns", [INNER, WIDTH])
-@pytest.mark.parametrize("how", TURNED)
+@pytest.mark.parametrize(("how", "columns"), covering(TURNED, [INNER, WIDTH]))
 def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, columns):
     """(outputs, inputs), as Equinox has them: values, and gradients of inputs and adapter, beside decoded weights."""
     x = jnp.tile(X, 2)[..., :columns]

@@ -1,0 +1,1 @@
+"""Bugs that tests must catch: `python -m tests.planted` says which are caught."""
