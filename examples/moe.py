@@ -1,72 +1,76 @@
-"""A mixture of experts of plain JAX, its experts in FP8: python examples/moe.py [recipe] [steps]
+"""A mixture of experts in Flax NNX, its experts in FP8: python examples/moe.py [recipe] [steps]
 
-`fp8jax.ragged_dot` multiplies the tokens of each expert by its matrix; the router stays as it is. Codes of the tokens
-are what is kept for the backward pass. The other products are `fp8jax.transform`'s.
+The model is plain Flax and JAX: tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies those of each expert
+by its matrix. `fp8jax.nnx.quantize` replaces these products. The router stays in 16 bits.
 """
 
 import sys
 
 import jax
 import jax.numpy as jnp
-import optax
+from flax import nnx
 
 import fp8jax
 
-EXPERTS, WIDTH, INNER, TOKENS = 8, 64, 128, 512
+EXPERTS, CHOSEN, WIDTH, INNER, TOKENS = 8, 2, 64, 64, 512
 
 
-def init(key: jax.Array) -> dict[str, jax.Array]:
-    shapes = {
-        "mix": (WIDTH, WIDTH),
-        "router": (WIDTH, EXPERTS),
-        "up": (EXPERTS, WIDTH, INNER),
-        "down": (EXPERTS, INNER, WIDTH),
-    }
-    keys = jax.random.split(key, len(shapes))
-    return {n: jax.random.normal(k, s) / s[-2] ** 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+class MoE(nnx.Module):
+    """The sum over the chosen experts of a token of weight * down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(batch_axis=0)
+        self.router = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
+        self.gate_up = nnx.Param(init(rngs.params(), (EXPERTS, WIDTH, 2 * INNER)))
+        self.down = nnx.Param(init(rngs.params(), (EXPERTS, INNER, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The result (tokens, WIDTH), and the load-balancing loss of Switch Transformer, eq. 4."""
+        probabilities = jax.nn.softmax(self.router(x))
+        weights, experts = jax.lax.top_k(probabilities, CHOSEN)
+        order = jnp.argsort(experts.reshape(-1))  # choices, those of one expert beside each other
+        sizes = jnp.bincount(experts.reshape(-1), length=EXPERTS)
+        gate, up = jnp.split(jax.lax.ragged_dot(x[order // CHOSEN], self.gate_up[...], sizes), 2, -1)
+        y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes)
+        y = y[jnp.argsort(order)].reshape(*weights.shape, WIDTH)
+        balance = EXPERTS * jnp.sum(sizes / len(x) * probabilities.mean(0))
+        return jnp.einsum("tk,tkd->td", weights, y), balance
 
 
-def experts(params: dict[str, jax.Array], x: jax.Array, recipe: str) -> jax.Array:
-    """Each token (TOKENS, WIDTH) through the one expert that the router chose."""
-    chance = jax.nn.softmax(x @ params["router"])
-    chosen, share = chance.argmax(-1), chance.max(-1)
-    order = jnp.argsort(chosen)  # tokens of one expert beside each other
-    sizes = jnp.bincount(chosen, length=EXPERTS)
-    h = fp8jax.ragged_dot(x[order], params["up"], sizes, recipe=recipe)
-    y = fp8jax.ragged_dot(jax.nn.gelu(h), params["down"], sizes, recipe=recipe)
-    return share[:, None] * jnp.zeros_like(y).at[order].set(y)
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.mixer, self.moe = nnx.Linear(WIDTH, WIDTH, rngs=rngs), MoE(rngs)
 
-
-def model(params: dict[str, jax.Array], x: jax.Array, recipe: str) -> jax.Array:
-    x = x + jnp.tanh(x @ params["mix"])
-    return x + experts(params, x, recipe)
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = x + jnp.tanh(self.mixer(x))
+        y, balance = self.moe(x)
+        return x + y, balance
 
 
 def target(x: jax.Array) -> jax.Array:
-    """What tokens are to become depends on which of the first channels is largest."""
+    """A function of a token that depends on which of its first channels is the largest."""
     return jnp.roll(x, 1, -1) * (1 + x[:, :EXPERTS].argmax(-1)[:, None] / EXPERTS)
 
 
-def main(recipe: str = "te_current", steps: int = 200) -> list[float]:
-    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jnp.mean((model(params, x, recipe) - target(x)) ** 2)
+def main(recipe: str = "coat", steps: int = 200) -> list[float]:
+    model = fp8jax.nnx.quantize(Model(nnx.Rngs(0)), recipe)
+    optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer(recipe, 3e-3, clip=1.0), wrt=nnx.Param)
+    print(fp8jax.explain(model, jnp.zeros((TOKENS, WIDTH))))
 
-    params = init(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH))
-    fast = fp8jax.transform(loss, [fp8jax.Rule("mix", recipe)])
-    print(fast.explain(params, x))
-    tx = optax.chain(optax.clip_by_global_norm(1.0), fp8jax.compressed_adamw(3e-3, min_size=0))
+    @nnx.jit
+    def train_step(model: Model, optimizer: fp8jax.nnx.Optimizer, key: jax.Array) -> jax.Array:
+        x = jax.random.normal(key, (TOKENS, WIDTH))
 
-    @jax.jit
-    def step(params, state, key):
-        value, grads = jax.value_and_grad(fast)(params, jax.random.normal(key, (TOKENS, WIDTH)))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        def loss_fn(model: Model) -> tuple[jax.Array, jax.Array]:
+            y, balance = model(x)
+            error = jnp.mean((y - target(x)) ** 2)
+            return error + 0.01 * balance, error
 
-    state, losses = tx.init(params), []
-    for i in range(steps):
-        params, state, value = step(params, state, jax.random.key(i))
-        losses.append(float(value))
+        (_, error), grads = fp8jax.nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return error
+
+    losses = [float(train_step(model, optimizer, jax.random.key(i))) for i in range(steps)]
     print(f"{recipe}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
     return losses
 
