@@ -153,7 +153,8 @@ class Explanation:
             specs = ", ".join(sorted({str(layer.token_spanning_spec) for layer in self.leaking_layers}))
             yield (
                 f"scales that span tokens: the inputs of {_counted(self.leaking_layers, 'layer')} ({specs}). Later "
-                "tokens change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
+                "tokens change the scales of earlier ones: evaluate token by token, or take a granularity of tokens or "
+                "groups."
             )
         if folds := dict.fromkeys(spec for row in self.rows if row.linear for spec in row.linear.folded_specs):
             yield describe_folding(folds)

@@ -436,7 +436,7 @@ def _replace_producer(
         operation = NormOperation(choice.recipe, *norm)
     elif rewrites_nonlinear(choice.recipe) and (activation := activations.find(value)) is not None:
         name, gate, up = activation
-        kind = f"{name}(gate){'' if up is None else ' * up'}"
+        kind = f"{name}(x)" if up is None else f"{name}(gate) * up"
         operands = [gate, *([] if up is None else [up])]
         producers = (None if v is None or v.node is None else v.node.operation for v in (gate, up))
         has_bias = any(isinstance(o, ProductOperation) and o.bias is not None for o in producers)

@@ -286,7 +286,8 @@ def _check_states(states: States | None, uses: dict[WeightUse, Linear]) -> None:
             missing = "of which the given states have none" if states else "and no states are given"
             raise ValueError(
                 f"{scaling_names(linear)} scaling of {use.path or 'the parameter'} keeps a state, {missing}: write "
-                "states = fast.init(params, ...) for the transformed function fast, and call fast(params, ..., states=states)"
+                "states = fast.init(params, ...) for the transformed function fast, and call fast(params, ..., "
+                "states=states)"
             )
 
 

@@ -282,10 +282,10 @@ def _activation_entry(program: _Program, node: Node) -> PlanEntry | None:
         if reader.results and reader.kind in ("mul", "div", "add") and reader.operation is None:
             form = activations.find(reader.results[0])
             if form is not None:
-                label = f"{form.name}(gate){'' if form.up is None else ' * up'}"
+                label = f"{form.name}(x)" if form.up is None else f"{form.name}(gate) * up"
     form = activations.find(value)
     if form is not None and "(" not in label:
-        label = f"{form.name}(gate)"
+        label = f"{form.name}(x)"
     reason = _UNREAD_REASON
     if not program.rules.has_contexts:
         reason = _NO_CONTEXT_REASON

@@ -78,7 +78,7 @@ def test_patches_see_one_another_and_text_sees_its_image_and_what_is_before_it()
 def test_coat_knows_every_part_and_changes_no_parameter(recipe):
     model = make()
     report = fp8jax.explain(model, recipe, *map(jnp.asarray, pairs(0, 2)))
-    swiglu, mlp = "silu(gate) * up", "gelu_tanh(gate)"
+    swiglu, mlp = "silu(gate) * up", "gelu_tanh(x)"
     assert {part.path: part.kind for part in report.context_entries} == {
         **dict.fromkeys(("vision/norm", "vision/layers/attention_norm", "vision/layers/mlp_norm"), "LayerNorm"),
         # The last one's result is cut before the head reads it.

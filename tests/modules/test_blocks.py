@@ -63,18 +63,18 @@ def by_tanh(m, x):
     return m.down(0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h**3))))
 
 
-SILU, GELU, TANH = "silu(gate)", "gelu(gate)", "gelu_tanh(gate)"
+SILU, GELU, TANH = "silu", "gelu", "gelu_tanh"
 KNOWN = {
-    "silu": (f"{SILU} * up", Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)))),
-    "swapped": (f"{SILU} * up", Perceptron(lambda m, x: x + m.c(m.a(x) * nnx.swish(m.b(x))), bias=True)),
-    "two inputs": (f"{TANH} * up", Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x * x)) * m.b(jnp.sin(x))))),
-    "gelu": (f"{GELU} * up", Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x)))),
-    "halves": (f"{TANH} * up", Perceptron(halves, doubled=True)),
-    "short": (TANH, Short(lambda m, x: m.down(nnx.gelu(m.up(x))))),
-    "sigmoid": (SILU, Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h)))),
-    "sequential": (SILU, nnx.Sequential(linear(), jax.nn.silu, linear(INNER, WIDTH, 1))),
-    "by hand": (GELU, Short(by_hand)),
-    "by tanh": (TANH, Short(by_tanh)),
+    "silu": (f"{SILU}(gate) * up", Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)))),
+    "swapped": (f"{SILU}(gate) * up", Perceptron(lambda m, x: x + m.c(m.a(x) * nnx.swish(m.b(x))), bias=True)),
+    "two inputs": (f"{TANH}(gate) * up", Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x * x)) * m.b(jnp.sin(x))))),
+    "gelu": (f"{GELU}(gate) * up", Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x)))),
+    "halves": (f"{TANH}(gate) * up", Perceptron(halves, doubled=True)),
+    "short": (f"{TANH}(x)", Short(lambda m, x: m.down(nnx.gelu(m.up(x))))),
+    "sigmoid": (f"{SILU}(x)", Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h)))),
+    "sequential": (f"{SILU}(x)", nnx.Sequential(linear(), jax.nn.silu, linear(INNER, WIDTH, 1))),
+    "by hand": (f"{GELU}(x)", Short(by_hand)),
+    "by tanh": (f"{TANH}(x)", Short(by_tanh)),
 }
 SLOW = ("swapped", "two inputs", "short", "sigmoid", "gelu", "halves")
 
@@ -103,7 +103,7 @@ def test_a_loop_and_a_layer_that_is_called_twice_keep_codes():
     rounded = lambda h: h.astype(jnp.float8_e5m2).astype(h.dtype)  # noqa: E731
     cast = Perceptron(lambda m, x: m.c(jax.nn.silu(rounded(m.a(x))) * m.b(x)))
     for model in (loop, again, cast):
-        assert found(model, inputs()) == [f"{SILU} * up"]
+        assert found(model, inputs()) == [f"{SILU}(gate) * up"]
         quantized, written = both(model)
         assert codes(quantized, inputs())[INNER] > codes(written, inputs())[INNER]
         assert relative(quantized(inputs()), written(inputs())) < 1e-3
@@ -144,7 +144,7 @@ class NormFirst(nnx.Module):
 
 def test_a_norm_and_an_activation_by_hand_are_known_and_dropout_hides_one():
     parts = [part.kind for part in fp8jax.explain(NormFirst(), COAT, inputs()).context_entries]
-    assert parts == ["RMSNorm", TANH]
+    assert parts == ["RMSNorm", f"{TANH}(x)"]
     assert found(Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), inputs()) == []
 
 
@@ -200,7 +200,7 @@ def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and
     counted = Counter(name for name, _ in report.program.choices)
     assert (counted["norm"], counted["activation"]) == (2, 1)
     (part,) = [part for part in report.context_entries if not part.kind.endswith("Norm")]
-    assert (part.path, part.kind, part.context) == ("down", f"{SILU} * up", COAT.context)
+    assert (part.path, part.kind, part.context) == ("down", f"{SILU}(gate) * up", COAT.context)
     (projection,) = [layer for layer in fp8jax.explain(model, COAT, X).layers if layer.has_saved_input]
     assert (projection.path, projection.residual) == ("o", "nothing: its producer saves it")
 
@@ -238,7 +238,7 @@ def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
     kept = {}
     for remat in (False, True):
         quantized = fp8jax.nnx.quantize(Stack(remat), COAT)
-        assert found(Stack(remat), X) == [f"{SILU} * up"]
+        assert found(Stack(remat), X) == [f"{SILU}(gate) * up"]
         kept[remat] = codes(quantized, X)
     assert kept == {False: {WIDTH: 3, INNER: 2}, True: {}}
     quantized, written = both(Decoder(nnx.Rngs(0)))

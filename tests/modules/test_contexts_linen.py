@@ -133,7 +133,7 @@ HALF = X.astype(jnp.bfloat16)
     [
         (Swiglu(), "silu(gate) * up", ()),
         (Swiglu(split=True, rate=0.5), "silu(gate) * up", ()),
-        (Plain(), "gelu_tanh(gate)", ()),
+        (Plain(), "gelu_tanh(x)", ()),
         (Layers(), "silu(gate) * up", (2,)),
     ],
     ids=["gated", "split", "plain", "scan"],
@@ -204,7 +204,7 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
     model = Shared()
     variables = model.init(jax.random.key(0), HALF)
     parts = {part.path: part.kind for part in fp8jax.explain(model, COAT, HALF).context_entries}
-    assert parts == {"narrow": "gelu(gate)", "mlp/down": "silu(gate) * up", "norm": "LayerNorm"}
+    assert parts == {"narrow": "gelu(x)", "mlp/down": "silu(gate) * up", "norm": "LayerNorm"}
     quantized, linear = (fp8jax.linen.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
     for _ in range(2):  # the second time nn.jit may have the trace
         codes = [s for d, s in residuals(quantized.apply, variables, HALF) if d == "uint8"]
@@ -229,8 +229,8 @@ class Remade(linen.Module):
 
 def test_activations_of_what_a_checkpoint_gives_are_found():
     assert [part.kind for part in fp8jax.explain(Remade(), COAT, HALF).context_entries] == [
-        "silu(gate)",
-        "gelu_tanh(gate)",
+        "silu(x)",
+        "gelu_tanh(x)",
     ]
     variables = Remade().init(jax.random.key(0), HALF)
     quantized, linear = (fp8jax.linen.quantize(Remade(), recipe) for recipe in (COAT, LINEAR_ONLY))
@@ -254,7 +254,7 @@ class Pair(linen.Module):
 
 def test_each_call_is_recognised_by_itself():
     forms = {part.path: part.kind for part in fp8jax.explain(Pair(), COAT, HALF).context_entries}
-    assert forms == {"first/down": "silu(gate)", "second/down": "gelu_tanh(gate)"}
+    assert forms == {"first/down": "silu(x)", "second/down": "gelu_tanh(x)"}
     variables = Chooses().init(jax.random.key(0), X)
     quantized, linear = (fp8jax.linen.quantize(Chooses(), recipe) for recipe in (COAT, LINEAR_ONLY))
     for how in (True, 1):  # equal, and of one hash

@@ -184,7 +184,7 @@ def test_scales_of_inputs_that_span_tokens_are_told(x, spans):
     found = layer(part)
     assert found.token_spanning_spec == (x if spans else None)
     said = str(Explanation((found, layer(None))))
-    assert ("scales that span tokens: the inputs of 1 layers" in said) == spans
+    assert ("scales that span tokens: the inputs of 1 layer " in said) == spans
     assert layer(None).token_spanning_spec is None
     assert layer(None).products == {}
 

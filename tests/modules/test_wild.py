@@ -54,7 +54,7 @@ class OwnInit(nn.Module):
 def test_a_model_may_have_an_init_and_an_apply_of_its_own():
     report = fp8jax.explain(OwnInit(), COAT, X, True)
     assert {layer.path for layer in report.quantized_layers} == {"up", "out"}
-    assert {part.kind for part in report.context_entries} == {"LayerNorm", "gelu_tanh(gate)"}
+    assert {part.kind for part in report.context_entries} == {"LayerNorm", "gelu_tanh(x)"}
     model, copy = OwnInit(), fp8jax.linen.quantize(OwnInit(), COAT)
     variables = copy.init(KEY)
     assert jax.tree.structure(variables) == jax.tree.structure(model.init(KEY))
@@ -125,7 +125,7 @@ class Experts(nnx.Module):
 
 def test_a_router_beside_activations_needs_no_line():
     parts = fp8jax.explain(Experts(), COAT, X).context_entries
-    assert [(part.path, part.kind) for part in parts] == [(f"experts/{i}/down", "silu(gate)") for i in range(2)]
+    assert [(part.path, part.kind) for part in parts] == [(f"experts/{i}/down", "silu(x)") for i in range(2)]
 
 
 class Bridged(nnx.Module):
