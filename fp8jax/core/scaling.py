@@ -32,10 +32,10 @@ def to_scale(amax: Array, fmt: Format) -> Array:
 
 
 def convert_scale(scale: Array, source_fmt: Format, fmt: Format) -> Array:
-    """The fp32 scale under which `fmt` has the range that `source_fmt` has under `scale`."""
+    """The fp32 scale under which `fmt` has the range that `source_fmt` has under `scale`, clipped to normal numbers."""
     if source_fmt.max == fmt.max:
         return scale
-    return jnp.minimum(scale.astype(jnp.float32) * np.float32(source_fmt.max / fmt.max), np.finfo(np.float32).max)
+    return jnp.clip(scale.astype(jnp.float32) * np.float32(source_fmt.max / fmt.max), TINY, np.finfo(np.float32).max)
 
 
 def pow2_scale(amax: Array, outer_scale: Array, fmt: Format) -> Array:

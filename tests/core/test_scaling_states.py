@@ -27,6 +27,8 @@ def test_scales_of_extremes_are_normal_and_finite():
             converted = np.asarray(scaling.convert_scale(jnp.asarray(scale), fmt, other))
             normal = expected >= TINY
             np.testing.assert_allclose(converted[normal], expected[normal], rtol=2.0**-21)
+    smallest = scaling.convert_scale(jnp.float32(scaling.TINY), E4M3, E5M2)
+    assert float(smallest) == np.finfo(np.float32).tiny  # its reciprocal is finite, where subnormals are flushed, too
     largest = scaling.convert_scale(jnp.float32(HUGE), E5M2, INT8)
     assert float(largest) == HUGE
     assert float(scaling.clamp_scale(jnp.float32(0))) == TINY
