@@ -43,9 +43,10 @@ def print_header(
     report.told(console, f"Training {', '.join(config.recipe)}{same}, on {where}")
     source = " ".join(config.data.data) or _LIBRARY
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
+    files = "1 file" if corpus.files == 1 else f"{corpus.files:,} files"
     unit = "rows of records" if isinstance(tokens, packing.Packed) else "tokens"
     counts = f"{_short(len(tokens.train))} {unit}, {_short(len(tokens.valid))} to validate"
-    report.told(console, f"  text   {corpus.files} files of {source}{skipped}: {counts}", 9)
+    report.told(console, f"  text   {files} of {source}{skipped}: {counts}", 9)
     parameters = count(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     name = config.model.init or config.model.model
     report.told(console, f"  model  {name}: {parameters:,} parameters, {llama.layers} layers of width {llama.dim}", 9)

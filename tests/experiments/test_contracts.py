@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_the_means_of_those_of_the_parts(name):
     mean = jax.tree.map(lambda *parts: np.mean(np.float64(parts), 0), *grads)
     limit = RECIPES[name][2]
     assert metrics["healthy"]
-    np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], np.mean([each["loss"] for each in losses]), rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(mean), rtol=limit)
     for (path, got), want in zip(
         jax.tree_util.tree_leaves_with_path(gradients(after)), jax.tree.leaves(mean), strict=True

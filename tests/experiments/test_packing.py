@@ -167,7 +167,7 @@ def test_microbatches_take_rows_whole():
     rows = packing.pack(documents(), 0.2, 20, whole=True).train[:4]
     parts = task(microbatches=2)
     params, alone = jax.jit(parts.init)().params, jax.jit(parts.loss)
-    loss = jax.jit(parts.gradients)(params, {}, jnp.asarray(rows))[0]
+    loss = jax.jit(parts.gradients)(params, {}, jnp.asarray(rows))[0]["loss"]
     halves = [float(alone(params, {}, rows[i : i + 2])) for i in (0, 2)]
     assert float(loss) == pytest.approx(np.mean(halves), rel=1e-5)
 

