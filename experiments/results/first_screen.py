@@ -39,7 +39,7 @@ class Headline(NamedTuple):
 
 LINES = (
     Headline("Llama 1.1B, 8 x 2,048 tokens", "models", "Llama 1.1B"),
-    Headline("Llama 1.1B, each loss read at once", "models", "Llama 1.1B", "step, synchronised"),
+    Headline("Llama 1.1B, waiting for the loss of each step", "models", "Llama 1.1B", "step, synchronised"),
     Headline("Llama 1.1B, temporary memory", "models", "Llama 1.1B", "temporaries", "GB", 1),
     Headline("GPT-2 350M, 16 x 1,024 tokens", "models_gpt350m", "GPT-2 350M"),
     Headline("ViT-L/16, 256 images", "models_vitl", "ViT-L/16"),
