@@ -150,7 +150,7 @@ def test_sentences_add_up_what_a_plan_says_of_its_parts():
     told = explanation.gains_note(parts)
     assert told.startswith(gained)
     assert told.endswith("; b gains nothing at 512 tokens: fp8jax.recipes.for_shapes(recipe) leaves them in 16 bits")
-    assert explanation.gains_note(parts[:1]).startswith(gained.replace("2.8", "3").replace("2 products", "1 products"))
+    assert explanation.gains_note(parts[:1]).startswith(gained.replace("2.8", "3").replace("2 products", "1 product"))
     assert explanation.gains_note(parts[2:3]) == explanation.residual_bytes_note(parts[3:]) == ""
     many = [parts[1]._replace(path=f"p{name}{i}", tokens=1024) for name in "abcde" for i in range(4)] + parts[:2]
     named = "; pa{0..3}, pb{0..3}, pc{0..3}, pd{0..3} and 2 more gain nothing at 512 or 1,024 tokens"
