@@ -103,8 +103,7 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
 
     def count(sequences: int) -> int:
         def make() -> Any:
-            how: Any = {"boundary": boundary, "expert_products": products}
-            model: Any = Llama(own, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **how)
+            model: Any = Llama(own, dtype=jnp.bfloat16, boundary=boundary, expert_products=products, rngs=nnx.Rngs(0))
             return (fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model).layers
 
         graph, block = nnx.split(nnx.eval_shape(make))
