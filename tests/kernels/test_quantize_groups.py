@@ -56,4 +56,5 @@ def test_codes_under_jit_and_vmap() -> None:
     once = run(given["x"], sizes)
     twice = jax.jit(jax.vmap(run))(jnp.stack([given["x"]] * 2), jnp.stack([sizes] * 2))
     for want, got in zip(once, twice, strict=True):
-        np.testing.assert_array_equal(np.asarray(got[1]).view(np.uint8), np.asarray(want).view(np.uint8))
+        # By values: a NaN of e5m2 may have other bits under jit.
+        np.testing.assert_array_equal(np.asarray(got[1], np.float32), np.asarray(want, np.float32))
