@@ -136,6 +136,8 @@ def install() -> None:
 
 
 def _cached_since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `TritonFunction._compile_kernel` of jax-triton 0.4 or newer, with results from this cache if stored."""
+
     def call(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> Any:
         compiled: list[Any] = []
 
