@@ -109,6 +109,7 @@ def _compile_and_record(*arguments: Any) -> Any:
 
 
 def _make_kernel(parts: list[Any]) -> Any:
+    """Return jaxlib's kernel from its constructor's arguments, which `kernel_parts` finds later."""
     kernel = _TRITON_KERNEL(*parts)
     _parts_by_id[id(kernel)] = kernel, parts
     return kernel

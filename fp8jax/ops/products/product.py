@@ -281,6 +281,7 @@ def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(config: ProductConfig, operands: Operands) -> Any:
+    """The product of two quantized operands, whose gradients are quantized products, too."""
     return _forward(config, operands)[0]
 
 
