@@ -108,7 +108,7 @@ class ShardingRule(NamedTuple):
     sum_dim: str | None = None
 
     def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the lengths of the named dimensions, from operands that have them unblocked."""
+        """Return the lengths of the named dimensions: from operands that have them unblocked, else from packed codes."""
         lengths: dict[str, int] = {}
         for dimensions, shape in zip(self.ins, shapes, strict=True):
             if len(dimensions) != len(shape):
@@ -117,6 +117,10 @@ class ShardingRule(NamedTuple):
                 name = dimension.name
                 if name is not None and dimension.block == 1 and lengths.setdefault(name, length) != length:
                     raise ValueError(f"dimension {name} has lengths {lengths[name]} and {length}")
+        for dimensions, shape in zip(self.ins, shapes, strict=True):
+            for dimension, length in zip(dimensions, shape, strict=True):
+                if dimension.name is not None and dimension.block == 2:
+                    lengths.setdefault(dimension.name, 2 * length)
         return lengths
 
     def unit(self, name: str) -> int:
