@@ -108,7 +108,7 @@ class ShardingRule(NamedTuple):
     sum_dim: str | None = None
 
     def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the lengths of the named dimensions: from operands that have them unblocked, else from packed codes."""
+        """Return the lengths of the named dimensions, from operands that have them unblocked or two in a byte."""
         lengths: dict[str, int] = {}
         for dimensions, shape in zip(self.ins, shapes, strict=True):
             if len(dimensions) != len(shape):
