@@ -96,10 +96,12 @@ def ragged_dot(
 
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
-            scaling observes operands.
+            scaling observes operands. Or the recipe has 4-bit codes or a rotation.
         TypeError: `group_sizes` are not integers.
     """
     linear_recipe = require_stateless(recipe)
+    if (reason := unsupported_ragged_reason(linear_recipe)) is not None:
+        raise ValueError(f"ragged_dot cannot follow the recipe: {reason}; take one without, such as 'mxfp8'")
     form = _Form.parse(dimension_numbers, x, w)
     x, w = form.arrange(x, w)
     form.check(x, w, group_sizes, group_offset)
@@ -126,6 +128,14 @@ def ragged_dot(
         multiply = jax.sharding.auto_axes(multiply, axes=tuple(mesh.explicit_axes), out_sharding=out)
     y: Array = multiply(x, w, group_sizes, group_offset, key, step_weight)
     return derivatives.check_differentiable_dtypes("ragged_dot", y, x, w)
+
+
+def unsupported_ragged_reason(recipe: Linear) -> str | None:
+    """Return why a recipe has no ragged products, or None."""
+    specs = {spec for pair in recipe.products().values() for spec in pair}
+    if any(spec is not None and spec.is_packed for spec in specs):
+        return "grouped matmuls of 4-bit codes are not built"
+    return None if recipe.rotation is None else "grouped matmuls with a rotation are not built"
 
 
 class _Form(NamedTuple):
