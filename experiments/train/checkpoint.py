@@ -35,6 +35,8 @@ from experiments.train.config import check_same
 from fp8jax.ops.products.peft_files import digest as digest
 
 _State = TypeVar("_State")
+# Leaves that checkpoints of older versions lack start as zeros.
+_ADDED = "monitor."
 
 
 class DamagedError(UserError):
@@ -185,13 +187,19 @@ class Checkpoints:
             DiskError: one of them could not be written.
         """
         try:
+            self._wait()
             self._orbax.close()
+        finally:
+            self._links.close()
+
+    def _wait(self) -> None:
+        """Waits for saves under way; raises as `close`."""
+        try:
+            self._orbax.wait()
         except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
             if hosts.gone(error):
                 raise
             raise self._unwritten(error) from error
-        finally:
-            self._links.close()
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -278,24 +286,25 @@ class Checkpoints:
             for k, x in flatten(abstract).items()
         }
         leaves = meta["leaves"]
-        for name in sorted(set(wanted) ^ set(leaves)):
+        added = {name for name in wanted if name.startswith(_ADDED) and name not in leaves}
+        for name in sorted(set(wanted) - added ^ set(leaves)):
             which = "lacks" if name in wanted else "has an unknown leaf"
             raise UserError(f"checkpoint {self.folder / str(step)} {which} {name}: it is of another model or recipe")
-        for name, leaf in wanted.items():
+        for name, leaf in ((k, x) for k, x in wanted.items() if k not in added):
             old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
             new = f"{leaf.dtype}{list(leaf.shape)}"
             if old != new:
                 raise UserError(f"checkpoint {self.folder / str(step)}: {name} is {old}, this program expects {new}")
         try:
             with hosts.agreement():
-                stored = self._load(step, {k: x for k, x in wanted.items() if x.size})
+                stored = self._load(step, {k: x for k, x in wanted.items() if x.size and k not in added})
         except hosts.Agreed as error:
             raise DamagedError(str(error)) from error
         arrays = {
-            k: stored[k] if x.size else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+            k: stored[k] if k in stored else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
             for k, x in wanted.items()
         }
-        for name in _changed(arrays, leaves):
+        for name in _changed({k: x for k, x in arrays.items() if k not in added}, leaves):
             raise self._damaged(step, f"the bytes of {name} do not match their digest")
         return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
 
@@ -324,6 +333,7 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint is of another configuration, or none is whole.
         """
+        self._wait()
         damaged: dict[int, DamagedError] = {}
         for step in sorted([*(x.step for x in self._orbax.checkpoints), *self._unreadable], reverse=True):
             try:
