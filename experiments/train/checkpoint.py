@@ -2,7 +2,8 @@
 
 Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
 does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
-shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them.
+shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them. With a key in the environment
+variable FP8JAX_CHECKPOINT_KEY the metadata is signed (HMAC-SHA-256), and only checkpoints of this key are read.
 
 The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
 the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
@@ -12,6 +13,7 @@ own shards, all see the same folder, and digests are sums over elements, which n
 import contextlib
 import errno
 import hashlib
+import hmac
 import json
 import logging
 import os
@@ -35,6 +37,8 @@ from experiments.train.config import check_same
 from fp8jax.ops.products.peft_files import digest as digest
 
 _State = TypeVar("_State")
+# The environment variable of the key of signatures, and what these begin with.
+KEY, _SIGNED = "FP8JAX_CHECKPOINT_KEY", "hmac-sha256:"
 # Leaves that checkpoints of older versions lack start as zeros.
 _ADDED = "monitor."
 
@@ -99,7 +103,11 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _seal(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    """The digest of a checkpoint's metadata; a signature, of another prefix, if there is a key."""
+    content, key = json.dumps(meta, sort_keys=True).encode(), os.environ.get(KEY, "")
+    if key:
+        return _SIGNED + hmac.new(key.encode(), content, hashlib.sha256).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 class Checkpoints:
@@ -111,12 +119,17 @@ class Checkpoints:
         clean: remove what a killed save left. Not while another process may be saving.
 
     Raises:
-        UserError: the folder's name is taken by a file.
+        UserError: the folder's name is taken by a file, or there is a key and there are several processes.
         DiskError: the folder cannot be made or read.
     """
 
     def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
         self.folder = folder.absolute()
+        if hosts.several() and os.environ.get(KEY):
+            raise UserError(
+                f"{KEY} signs checkpoints of one process; several have sums of their arrays, which show damage but no "
+                "forgery: leave it out"
+            )
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
             raise UserError(f"{folder} is {what}, where the checkpoints' folder should be; move it away")
@@ -255,7 +268,8 @@ class Checkpoints:
         """What `save` was given beside the state: step, loader, config, log; and leaves.
 
         Raises:
-            DamagedError: the checkpoint's metadata is missing or damaged.
+            DamagedError: the checkpoint's metadata is missing or damaged, or signed with another key.
+            UserError: it is signed and there is no key, or the other way around.
         """
         if step in self._unreadable:
             raise self._unreadable[step]
@@ -264,8 +278,15 @@ class Checkpoints:
             seal = meta.pop("seal")
         except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
             raise self._damaged(step, f"its metadata cannot be read ({_first_line(error)})") from error
-        if seal != _seal(meta):
-            raise self._damaged(step, "its metadata does not match its own digest")
+        is_signed, key = str(seal).startswith(_SIGNED), os.environ.get(KEY, "")
+        if is_signed != bool(key):
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} is {'signed' if is_signed else 'not signed'}: "
+                f"{f'give its key in {KEY}' if is_signed else f'leave out {KEY}, or move it away'}"
+            )
+        if not hmac.compare_digest(str(seal).encode(), _seal(meta).encode()):
+            what = f"was not signed with the key in {KEY}" if key else "does not match its own digest"
+            raise self._damaged(step, f"its metadata {what}")
         return meta
 
     def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:

@@ -21,7 +21,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 from experiments.errors import UserError
-from experiments.files import parse_json, read_bytes, write_text, writing
+from experiments.files import open_to_append, parse_json, read_bytes, write_bytes, write_text, writing
 from experiments.train.result import RECENT, Result
 from fp8jax.core.tables import sentence
 
@@ -59,7 +59,7 @@ class Details:
         """
         self._path = path
         with writing(path):
-            path.touch()
+            open_to_append(path).close()
 
     def show(self, content: Any, indent: int = 0) -> None:
         """Shows a line or a table of rich."""
@@ -74,7 +74,7 @@ class Details:
             buffer = Console(file=io.StringIO(), width=120, record=True)
             buffer.print(content)
             content = buffer.export_text().rstrip()
-        with writing(self._path), self._path.open("a") as file:
+        with writing(self._path), open_to_append(self._path) as file:
             file.write(f"{content}\n")
 
 
@@ -183,7 +183,7 @@ class RunLog:
         entries.sort(key=lambda row: row["step"])
         write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
         with writing(self._path):
-            self._file = self._path.open("a", buffering=1)
+            self._file = open_to_append(self._path)
 
     def _purge(self, step: int) -> None:
         """Lets TensorBoard drop what it has after a step."""
@@ -414,8 +414,9 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
         bottom.set_ylabel(f"% above {next(iter(metrics))}")
         bottom.grid(alpha=0.3)
     (top if bottom is None else bottom).set_xlabel("step")
-    with writing(path):
-        figure.savefig(path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_bytes(path, image.getvalue())
 
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:

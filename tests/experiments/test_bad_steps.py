@@ -63,7 +63,9 @@ def train(argv, out, monkeypatch):
         rows = report.read_metrics(out / name / "both" / "metrics.jsonl")
         assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
         digests = final_state(out / name / "both", 8)
-        return {leaf: x["sha256"] for leaf, x in digests.items()}, [row.get("bad_steps") for row in rows if "loss" in row]
+        return {leaf: x["sha256"] for leaf, x in digests.items()}, [
+            row.get("bad_steps") for row in rows if "loss" in row
+        ]
 
     return run
 
