@@ -39,6 +39,8 @@ from fp8jax.ops.products.weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.products.weights import freeze as freeze
 from fp8jax.ops.products.weights import quantize_weight as quantize_weight
+from fp8jax.optim.bad_steps import get_bad_steps as get_bad_steps
+from fp8jax.optim.bad_steps import skip_bad_steps as skip_bad_steps
 from fp8jax.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipping import with_clipping as with_clipping
 from fp8jax.optim.compress_state import compress_state as compress_state
@@ -101,6 +103,7 @@ __all__ = [
     "fp8lm_adamw",
     "freeze",
     "fused_backward",
+    "get_bad_steps",
     "get_weight_amax_bounds",
     "glu",
     "glu_linear",
@@ -124,6 +127,7 @@ __all__ = [
     "save_quantized",
     "scale_by_compressed_adam",
     "scaled_linear",
+    "skip_bad_steps",
     "split_master_weights",
     "state_bytes",
     "track_weight_amax",
