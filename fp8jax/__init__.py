@@ -62,6 +62,7 @@ from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
 from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
 from fp8jax.rewrite.rules import GroupedProduct as GroupedProduct
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.telemetry import telemetry as telemetry
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
 from fp8jax.rewrite.unplanned import UnquantizedWarning as UnquantizedWarning
@@ -126,6 +127,7 @@ __all__ = [
     "scaled_linear",
     "split_master_weights",
     "state_bytes",
+    "telemetry",
     "track_weight_amax",
     "transform",
     "update_scaling",

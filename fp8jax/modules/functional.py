@@ -21,6 +21,7 @@ from fp8jax.modules.calls import (
     transform_call,
 )
 from fp8jax.ops.products.lora import AdaptedWeight, Adapter
+from fp8jax.rewrite import telemetry as rewrite_telemetry
 from fp8jax.rewrite.planned import CallPlan, Notices
 from fp8jax.rewrite.rules import RuleSet
 from fp8jax.rewrite.states import ParameterState
@@ -170,6 +171,35 @@ def run(
         results, stats = planned_call.run_with_states(read_states(call.variables, call.call.params))
         y = results.apply(call)
     return y, stats
+
+
+def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Telemetry]]:
+    """`fp8jax.telemetry` of a function of NNX objects, such as a training step of a model and an optimizer.
+
+        step_with_telemetry = nnx.jit(fp8jax.nnx.telemetry(train_step))
+        loss, found = step_with_telemetry(model, optimizer, batch)
+
+    Args:
+        step: a function that changes the variables of its arguments, and returns arrays.
+
+    Returns:
+        A function with the arguments and side effects of `step`. It returns the results and the statistics.
+    """
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, rewrite_telemetry.Telemetry]:
+        graph, state = nnx.split((args, kwargs))
+
+        def run_on_copies(state: Any) -> Any:
+            copies = nnx.merge(graph, state)
+            results = step(*copies[0], **copies[1])
+            return results, nnx.state(copies, nnx.Variable)
+
+        (results, changed), found = rewrite_telemetry.telemetry(run_on_copies)(state)
+        nnx.update((args, kwargs), changed)
+        return results, found
+
+    return call
 
 
 def plan_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:
