@@ -62,6 +62,10 @@ from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
 from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
 from fp8jax.rewrite.rules import GroupedProduct as GroupedProduct
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.suggestion import Suggestion as Suggestion
+from fp8jax.rewrite.suggestion import suggest as suggest
+from fp8jax.rewrite.telemetry import Fault as Fault
+from fp8jax.rewrite.telemetry import find_faults as find_faults
 from fp8jax.rewrite.telemetry import telemetry as telemetry
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
@@ -76,6 +80,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "Fault",
     "FrozenWeight",
     "FusedBlockState",
     "GroupedProduct",
@@ -85,6 +90,7 @@ __all__ = [
     "QuantizedWeight",
     "Recipe",
     "Rule",
+    "Suggestion",
     "UnquantizedWarning",
     "activation",
     "attention_output",
@@ -98,6 +104,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "filter_transform",
+    "find_faults",
     "formats",
     "fp8lm_adamw",
     "freeze",
@@ -127,6 +134,7 @@ __all__ = [
     "scaled_linear",
     "split_master_weights",
     "state_bytes",
+    "suggest",
     "telemetry",
     "track_weight_amax",
     "transform",

@@ -189,3 +189,67 @@ def _summarize(expected: Sequence[_Expected], observed: Sequence[Array]) -> Tele
     for (layer, role), observation in merged.items():
         found.setdefault(layer, {})[role] = observations.summarize(observation)
     return found
+
+
+class Fault(NamedTuple):
+    """A tensor whose statistics its format and a scale of its own do not explain.
+
+    Attributes:
+        layer, role: of the tensor, as in `fp8jax.telemetry`.
+        index: of the layer in a stack, such as (3,); () without a stack.
+        statistic, value: the one that stands out: "nonfinite", "saturated", "snr_db" or "lost".
+    """
+
+    layer: str
+    role: str
+    index: tuple[int, ...]
+    statistic: str
+    value: float
+
+    @property
+    def reason(self) -> str:
+        """What stands out, in words."""
+        if self.statistic == "snr_db":
+            return f"SNR {self.value:.1f} dB"
+        names = {"nonfinite": "NaN or Inf", "saturated": "saturated", "lost": "lost to zero"}
+        return f"{self.value:.2%} of values {names[self.statistic]}"
+
+    def __str__(self) -> str:
+        index = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{self.layer}{index} {self.role}: {self.reason}"
+
+
+# The bounds of statistics, most serious first, and whether a value beyond it is above the bound. e5m2 has about 25 dB.
+_BOUNDS = {"nonfinite": (0.0, True), "saturated": (0.01, True), "snr_db": (20.0, False), "lost": (0.5, True)}
+# Small gradients and first moments are lost without a large error.
+_MAY_BE_LOST = ("dy", "m")
+
+
+def find_faults(found: Telemetry) -> list[Fault]:
+    """The tensors with NaN or Inf, with 1 % of values saturated, an SNR below 20 dB, or half of the values lost.
+
+        for fault in fp8jax.find_faults(found):
+            print(f"step {step}: {fault}")
+
+    Args:
+        found: statistics from `fp8jax.telemetry`, concrete.
+
+    Returns:
+        A `Fault` for each such tensor, the most serious first. Lost values of "dy" and "m" do not count.
+    """
+    faults = []
+    for layer, roles in found.items():
+        for role, statistics in roles.items():
+            names = [name for name in _BOUNDS if name in statistics and not (name == "lost" and role in _MAY_BE_LOST)]
+            columns = {name: np.asarray(statistics[name]) for name in names}
+            shape = next((column.shape for column in columns.values()), (0,))
+            for index in np.ndindex(*shape):
+                values = [(name, float(columns[name][index])) for name in names]
+                first = next(((name, value) for name, value in values if _is_out_of_bounds(name, value)), None)
+                faults += [] if first is None else [Fault(layer, role, index, *first)]
+    return sorted(faults, key=lambda fault: (list(_BOUNDS).index(fault.statistic), -abs(fault.value)))
+
+
+def _is_out_of_bounds(name: str, value: float) -> bool:
+    bound, is_upper = _BOUNDS[name]
+    return value > bound if is_upper else value < bound
