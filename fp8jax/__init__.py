@@ -64,6 +64,11 @@ from fp8jax.optim.weight_bounds import track_weight_amax as track_weight_amax
 from fp8jax.optim.weight_bounds import with_weight_bounds as with_weight_bounds
 from fp8jax.rewrite.rules import GroupedProduct as GroupedProduct
 from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.suggestion import Suggestion as Suggestion
+from fp8jax.rewrite.suggestion import suggest as suggest
+from fp8jax.rewrite.telemetry import Fault as Fault
+from fp8jax.rewrite.telemetry import find_faults as find_faults
+from fp8jax.rewrite.telemetry import telemetry as telemetry
 from fp8jax.rewrite.transform import filter_transform as filter_transform
 from fp8jax.rewrite.transform import transform as transform
 from fp8jax.rewrite.unplanned import UnquantizedWarning as UnquantizedWarning
@@ -77,6 +82,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "Fault",
     "FrozenWeight",
     "FusedBlockState",
     "GroupedProduct",
@@ -86,6 +92,7 @@ __all__ = [
     "QuantizedWeight",
     "Recipe",
     "Rule",
+    "Suggestion",
     "UnquantizedWarning",
     "activation",
     "attention_output",
@@ -99,6 +106,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "filter_transform",
+    "find_faults",
     "formats",
     "fp8lm_adamw",
     "freeze",
@@ -130,6 +138,8 @@ __all__ = [
     "skip_bad_steps",
     "split_master_weights",
     "state_bytes",
+    "suggest",
+    "telemetry",
     "track_weight_amax",
     "transform",
     "update_scaling",

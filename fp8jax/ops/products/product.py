@@ -24,6 +24,7 @@ from fp8jax.core.blocks import expand_to_rank
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.ops.autodiff.checkpointing import PRODUCT
+from fp8jax.ops.autodiff.observations import Place, current_place, observe_codes
 from fp8jax.ops.autodiff.residuals import NO_FACTS, ArrayFacts, CotangentFacts, GradientFacts, current_gradient_facts
 from fp8jax.ops.dispatch.choice import cast_varying_over, match_varying_axes, record_residual, varying_axes
 from fp8jax.ops.dispatch.sharding import DtypeAndSharding, OutSharding, merge_spec, product_sharding, reshape
@@ -161,6 +162,7 @@ class ProductConfig(NamedTuple):
         gradient_facts: what earlier operations of the backward pass attached to the gradients that they returned.
         name: of the product, for error messages.
         split_sizes: widths of the arrays into which the result is split along its last axis; None for one array.
+        place: where its operands are observed, or None.
     """
 
     recipe: Linear
@@ -168,6 +170,7 @@ class ProductConfig(NamedTuple):
     gradient_facts: GradientFacts
     name: str
     split_sizes: tuple[int, ...] | None
+    place: Place | None
 
 
 class Operands(NamedTuple):
@@ -268,6 +271,7 @@ def recipe_dot(
         gradient_facts=current_gradient_facts(),
         name=name,
         split_sizes=split_sizes,
+        place=current_place(f"linear {'x'.join(map(str, w.shape))}"),
     )
     operands = Operands(
         x=value,
@@ -332,6 +336,9 @@ def _forward(config: ProductConfig, operands: Operands) -> tuple[Any, Residuals]
     )
 
     ys = _matmuls(config, operands.x, operands.bias, x_operand, w_operand)
+    ys[0] = observe_codes(ys[0], config.place, "x", x, x_operand)
+    if w is not None:
+        ys[0] = observe_codes(ys[0], config.place, "w", w, w_operand, transposed=True)
     if guard is not None:
         ys = derivatives.differentiable_once(config.name, ys, guard)
     return ys[0] if config.split_sizes is None else tuple(ys), residuals
@@ -434,6 +441,10 @@ def _gradients(
         if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
             dx, dw = lax.optimization_barrier((dx, dw))
+        is_row_operand = isinstance(dy_rows, QTensor)
+        dw = observe_codes(
+            dw, config.place, "dy", dy, dy_rows if is_row_operand else dy_columns, transposed=not is_row_operand
+        )
 
     operand_cotangents = Operands(
         x=dx,
