@@ -35,6 +35,7 @@ from fp8jax.rewrite.operations import (
     LayoutStep,
     NormOperation,
     ProductOperation,
+    stored_experts,
 )
 from fp8jax.rewrite.primitives import (
     CASTS,
@@ -167,7 +168,7 @@ def _skip_products_without_state(matmuls: list[WeightMatmul], call_info: CallInf
         if linear is None or p.weight.frozen is not None or not _collects_stats(linear):
             continue
         reason, names = "", scaling_names(linear)
-        if _has_batch_axes(p) and not (call_info.has_expert_states and _has_axis_of_experts(p)):
+        if _has_batch_axes(p) and not _has_expert_states(p, call_info):
             reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
         elif _is_gathered(p):
             reason = f"gathers its parameter from devices, and {names} scaling keeps a state for the whole parameter"
@@ -184,11 +185,32 @@ def _collects_stats(linear: Linear) -> bool:
     return any(scaling.collects_stats for scaling in linear.states.values())
 
 
+def _has_expert_states(p: WeightMatmul, call_info: CallInfo) -> bool:
+    """Whether the caller can store a scaling state for each expert of a product."""
+    if not _has_axis_of_experts(p):
+        return False
+    layer_axes = tuple(level.size for level in _levels(p) if level.has_layer_axis)
+    return call_info.state_axes is None or call_info.state_axes.get(p.weight.path) == layer_axes
+
+
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
-    """Whether a product has one batch axis, which is the first axis of the parameter as it is stored."""
-    if p.node.kind != "dot_general" or p.weight.layout or p.weight.is_relayouted or p.weight.further_paths:
+    """Whether a product has a matrix for each index of the first axis of the parameter as it is stored."""
+    if p.weight.further_paths:
+        return False
+    if p.node.kind != "dot_general":
+        value, (group_axis, *_) = stored_experts(p)
+        return group_axis == 0 and value.kind not in SLICING_PRIMITIVES
+    if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
+
+
+def _levels(p: WeightMatmul) -> tuple[LoopLevel, ...]:
+    """The loops and meshes around a product, then its axis of experts."""
+    levels = loop_levels(p.enclosing, p.weight.stored)
+    if _has_batch_axes(p) or p.is_stacked:
+        return (*levels, LoopLevel(True, p.node.operands[p.side].shape[0]))
+    return levels
 
 
 def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
@@ -227,15 +249,11 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
                     "as te_current"
                 )
             continue
-        has_experts = _has_batch_axes(p)
-        if not isinstance(operation, ProductOperation) or (has_experts and not _collects_stats(linear)):
-            continue
         if _is_gathered(p):  # codes of the parameter are of its shard
             continue
-        levels = loop_levels(p.enclosing, p.weight.stored)
-        if has_experts:
-            levels = (*levels, LoopLevel(True, p.node.operands[p.side].shape[0]))
-        operation.use = WeightUse(path, counts[path], levels)
+        if _has_batch_axes(p) and not _has_axis_of_experts(p):
+            continue
+        operation.use = WeightUse(path, counts[path], _levels(p))
         counts[path] += 1
         uses[operation.use] = linear
     return uses

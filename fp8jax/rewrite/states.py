@@ -324,6 +324,9 @@ def use_inputs_from_parameter_states(
             if observed_operands(linear):
                 raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
             continue
+        layer_axes = group[0].layer_axes
+        if layer_axes == stored.layer_axes[: len(layer_axes)]:
+            stored = _without_matrix_axes(stored, len(layer_axes))
         if any(use.layer_axes != stored.layer_axes for use in group):
             raise ValueError(
                 f"products with {path} run in loops over {group[0].layer_axes} of it, and there are codes or states "
@@ -338,6 +341,30 @@ def use_inputs_from_parameter_states(
             slots = ScalingStats() if stored.state is None else zero_stats(linear, use.slot_axes)
             use_inputs[use.key] = UseInputs(stored.state, slots._replace(dy=gradient_slot), stored.weight)
     return use_inputs
+
+
+def _without_matrix_axes(stored: ParameterState, num_layer_axes: int) -> ParameterState:
+    """A record for products with all matrices of a parameter together, which use the state of the first matrix."""
+    count = len(stored.layer_axes) - num_layer_axes
+    if not count:
+        return stored
+    state, axes = stored.state, tuple(range(num_layer_axes, len(stored.layer_axes)))
+    if state is not None:
+        # A state that does not come from calls, as a bound, is of each matrix.
+        state = state._replace(
+            **{
+                o: first_matrix(x, num_layer_axes, count) if collects_stats(stored.linear, o) else jnp.max(x, axes)
+                for o, x in state._asdict().items()
+                if x is not None
+            }
+        )
+    stats = jax.tree.map(lambda x: first_matrix(x, num_layer_axes, count), stored.stats)
+    return ParameterState(stored.linear, stored.layer_axes[:num_layer_axes], state, stats)
+
+
+def first_matrix(x: Array, num_layer_axes: int, count: int) -> Array:
+    """The first entry along `count` axes after those of layers."""
+    return x[(*[slice(None)] * num_layer_axes, *[0] * count)]
 
 
 # Static are axes, not uses: layers that differ only in their paths share a trace.

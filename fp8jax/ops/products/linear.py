@@ -101,7 +101,8 @@ def dot_general(
         precision: None, or JAX's default in another spelling.
         preferred_element_type: dtype of the result; None takes that of `lhs`.
         recipe, key, out_sharding: as of `linear`.
-        quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs); without batch axes.
+        quantized: result of `quantize_weight` for `rhs` as a matrix (inputs, outputs), or as (batch, inputs, outputs)
+            with one batch axis.
         input_facts: facts about `lhs`, as `fp8jax.transform` has them: what it is made from, and its codes.
         bias: (outputs,) for all free axes of `rhs`, added in the dtype of `lhs`; without batch axes.
         step_weight: as of `recipe_dot`, in place of `quantized`.
@@ -132,14 +133,19 @@ def dot_general(
     if batch:
         if bias is not None:
             raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
-        if quantized is not None or step_weight.dgrad_codes is not None:
+        if quantized is None and step_weight.forward_codes is not None and step_weight.dgrad_codes is not None:
+            quantized = QuantizedWeight(step_weight.forward_codes, step_weight.dgrad_codes)
+        if quantized is not None and (len(batch) > 1 or quantized.dgrad.codes.ndim != 3):
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else reshard(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         batched_spec = (merge_spec(out_spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        each = StepWeight(layout_policy=step_weight.layout_policy)
-        y = jax.vmap(
-            lambda x, w, key: recipe_dot(Input(x), w, linear_recipe, key, step_weight=each, out_spec=batched_spec)
-        )(x, w, keys)
+        layout_policy = step_weight.layout_policy
+
+        def multiply(x: Array, w: Array, key: Array | None, quantized: QuantizedWeight | None) -> Any:
+            codes = StepWeight.from_codes(quantized, layout_policy)
+            return recipe_dot(Input(x), w, linear_recipe, key, step_weight=codes, out_spec=batched_spec)
+
+        y = jax.vmap(multiply)(x, w, keys, quantized)
     else:
         # Products share the codes of an array, whatever axes they contract. So they must all contract the last axes.
         is_shareable = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
