@@ -193,8 +193,9 @@ class ProductOperation:
         slots, num_tokens = use_inputs.slots or ScalingStats(), x.ndim - len(data_axes)
 
         def multiply_scaled(
-            w: Array, bias: Array | None, key: Array | None, state: ScalingState, slot: Array | None
-        ) -> tuple[Array, ScalingStats]:
+            w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None, state: ScalingState,
+            slot: Array | None,
+        ) -> tuple[Array, ScalingStats]:  # fmt: skip
             left, right = to_matmul_order(x, w, numbers)
             n, outputs = len(data_axes), right.shape[len(data_axes) :]
             y, stats = scaled_linear(
@@ -205,11 +206,11 @@ class ProductOperation:
                 recipe=self.recipe.linear,
                 bias=bias,
                 key=key,
-                step_weight=StepWeight(layout_policy=interpreter.layout_policy),
+                step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
             )
             return y.reshape(*y.shape[:-1], *outputs), stats
 
-        def multiply(w: Array, bias: Array | None, key: Array | None) -> Array:
+        def multiply(w: Array, bias: Array | None, key: Array | None, codes: QuantizedWeight | None) -> Array:
             y: Array = dot_general(
                 x,
                 w,
@@ -219,16 +220,18 @@ class ProductOperation:
                 key=key,
                 input_facts=input_facts,
                 bias=bias,
-                step_weight=StepWeight(layout_policy=interpreter.layout_policy),
+                step_weight=StepWeight.from_codes(codes, interpreter.layout_policy),
             )
             return y
 
         bias = None if bias is None else bias.reshape(w.shape[0], -1)
+        is_matrix = tuple(weight_axes) == tuple(range(1, 1 + len(weight_axes)))
+        codes = use_inputs.weight if is_matrix else None  # of (experts, inputs, outputs)
         if use_inputs.state is None:
-            y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys)
+            y = jax.vmap(multiply, out_axes=num_tokens)(w, bias, keys, codes)
         else:
             run = jax.vmap(multiply_scaled, out_axes=(num_tokens, 0))
-            y, stats = run(w, bias, keys, use_inputs.state, slots.dy)
+            y, stats = run(w, bias, keys, codes, use_inputs.state, slots.dy)
             y = record_stats(interpreter, self.use, y, slots, stats)
         if self.side == 0 and not self.is_transposed:
             y = jnp.moveaxis(y, range(num_tokens), range(y.ndim - num_tokens, y.ndim))

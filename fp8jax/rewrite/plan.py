@@ -48,7 +48,7 @@ from fp8jax.rewrite.primitives import (
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.products import choose, find, path_list, reject_unsupported_precision
 from fp8jax.rewrite.rules import LayerChoice, RuleSet, rewrites_nonlinear
-from fp8jax.rewrite.states import LoopLevel, WeightUse, loop_levels, scaling_names
+from fp8jax.rewrite.states import LoopLevel, WeightUse, layer_axis_sizes, loop_levels, scaling_names
 from fp8jax.rewrite.unplanned import UnquantizedShare, flops, unquantized_share
 
 _UNKNOWN = LayerChoice(None, "")
@@ -99,8 +99,9 @@ def plan(
     narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
-    _skip_products_without_state(matmuls, call_info)
     _find_stacked_experts(matmuls)
+    levels = _find_levels(matmuls)
+    _skip_products_without_state(matmuls, levels, call_info)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
@@ -147,7 +148,7 @@ def plan(
             unsupported_layers=sorted(unsupported_paths),
         )
     found = {node: entries[node] for node in nodes if node in entries}
-    return ProgramPlan(found, _number_uses(matmuls), error, unquantized_share(graph, found, call_info))
+    return ProgramPlan(found, _number_uses(matmuls, levels), error, unquantized_share(graph, found, call_info))
 
 
 def _narrow_products(products: list[WeightMatmul], heads: Mapping[str, str]) -> set[Node]:
@@ -161,17 +162,23 @@ def _has_batch_axes(p: WeightMatmul) -> bool:
     return p.node.kind != "dot_general" or any(p.node.eqn.params["dimension_numbers"][1])
 
 
-def _skip_products_without_state(matmuls: list[WeightMatmul], call_info: CallInfo) -> None:
+def _skip_products_without_state(
+    matmuls: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]], call_info: CallInfo
+) -> None:
     """Choose no recipe for products with several matrices if its scaling has no state for each of them."""
     for p in matmuls:
         linear = p.choice.linear
         if linear is None or p.weight.frozen is not None or not _collects_stats(linear):
             continue
         reason, names = "", scaling_names(linear)
-        if _has_batch_axes(p) and not _has_expert_states(p, call_info):
-            reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
-        elif _is_gathered(p):
+        if _is_gathered(p):
             reason = f"gathers its parameter from devices, and {names} scaling keeps a state for the whole parameter"
+        elif p.node not in levels or (
+            _has_batch_axes(p)
+            and call_info.state_axes is not None
+            and call_info.state_axes.get(p.weight.path) != layer_axis_sizes(levels[p.node])
+        ):
+            reason = f"has batch axes or groups, for each of which {names} scaling would need a state"
         if reason:
             p.is_unsupported, p.choice = True, LayerChoice(None, reason)
 
@@ -185,32 +192,37 @@ def _collects_stats(linear: Linear) -> bool:
     return any(scaling.collects_stats for scaling in linear.states.values())
 
 
-def _has_expert_states(p: WeightMatmul, call_info: CallInfo) -> bool:
-    """Whether the caller can store a scaling state for each expert of a product."""
-    if not _has_axis_of_experts(p):
-        return False
-    layer_axes = tuple(level.size for level in _levels(p) if level.has_layer_axis)
-    return call_info.state_axes is None or call_info.state_axes.get(p.weight.path) == layer_axes
-
-
 def _has_axis_of_experts(p: WeightMatmul) -> bool:
     """Whether a product has a matrix for each index of the first axis of the parameter as it is stored."""
     if p.weight.further_paths:
         return False
     if p.node.kind != "dot_general":
-        value, (group_axis, *_) = stored_experts(p)
-        return group_axis == 0 and value.kind not in SLICING_PRIMITIVES
+        axes = stored_experts(p)[1] if p.choice.linear is not None else p.node.weight_axes
+        return axes is not None and axes[0] == 0
     if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
 
 
-def _levels(p: WeightMatmul) -> tuple[LoopLevel, ...]:
-    """The loops and meshes around a product, then its axis of experts."""
-    levels = loop_levels(p.enclosing, p.weight.stored)
-    if _has_batch_axes(p) or p.is_stacked:
-        return (*levels, LoopLevel(True, p.node.operands[p.side].shape[0]))
+def _find_levels(matmuls: list[WeightMatmul]) -> dict[Node, tuple[LoopLevel, ...]]:
+    """The levels of `WeightUse` of the products whose parameter may have a state or given codes."""
+    levels = {}
+    for p in matmuls:
+        has_experts = p.is_stacked or (_has_batch_axes(p) and _has_axis_of_experts(p))
+        if _is_gathered(p) or (_has_batch_axes(p) and not has_experts):  # codes of the parameter are of its shard
+            continue
+        levels[p.node] = loop_levels(p.enclosing, p.weight.stored, has_experts)
+        if has_experts:
+            levels[p.node] += (LoopLevel(True, p.node.operands[p.side].shape[0]),)
     return levels
+
+
+def _is_outer_shape(p: WeightMatmul, axes: tuple[int, ...]) -> bool:
+    """Whether these are the first axes of a parameter as the caller stores it."""
+    value = p.weight.stored
+    while value.enclosing_value is not None:
+        value = value.enclosing_value
+    return value.shape[: len(axes)] == axes
 
 
 def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
@@ -231,7 +243,7 @@ def _find_stacked_experts(matmuls: list[WeightMatmul]) -> None:
                 p.is_stacked = 0 not in numbers[0][p.side] and weight.aval.ndim > 1 + len(numbers[0][p.side])
 
 
-def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
+def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]]) -> dict[WeightUse, Linear]:
     """Number the matmuls of each parameter that may have a state or a quantized weight."""
     uses: dict[WeightUse, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
@@ -249,11 +261,12 @@ def _number_uses(products: list[WeightMatmul]) -> dict[WeightUse, Linear]:
                     "as te_current"
                 )
             continue
-        if _is_gathered(p):  # codes of the parameter are of its shard
+        if p.node not in levels:
             continue
-        if _has_batch_axes(p) and not _has_axis_of_experts(p):
-            continue
-        operation.use = WeightUse(path, counts[path], _levels(p))
+        has_experts = _has_batch_axes(p) or p.is_stacked
+        if has_experts and not _collects_stats(linear) and not _is_outer_shape(p, layer_axis_sizes(levels[p.node])):
+            continue  # bounds and codes are of the parameter's own axes
+        operation.use = WeightUse(path, counts[path], levels[p.node])
         counts[path] += 1
         uses[operation.use] = linear
     return uses

@@ -40,6 +40,11 @@ class LoopLevel(NamedTuple):
     size: int
 
 
+def layer_axis_sizes(levels: Sequence[LoopLevel]) -> tuple[int, ...]:
+    """Sizes of the levels that have a weight for each iteration, device or expert."""
+    return tuple(level.size for level in levels if level.has_layer_axis)
+
+
 class WeightUse(NamedTuple):
     """One product with a parameter.
 
@@ -59,7 +64,7 @@ class WeightUse(NamedTuple):
 
     @property
     def layer_axes(self) -> tuple[int, ...]:
-        return tuple(level.size for level in self.levels if level.has_layer_axis)
+        return layer_axis_sizes(self.levels)
 
     @property
     def slot_axes(self) -> tuple[int, ...]:
@@ -480,18 +485,22 @@ def _emit_stats_bwd(residuals: tuple[ScalingStats, ScalingStats], dy: Array) -> 
 _emit_stats.defvjp(_emit_stats_fwd, _emit_stats_bwd)
 
 
-def loop_levels(enclosing: Sequence[tuple[Node, Graph]], weight: Value | None) -> tuple[LoopLevel, ...]:
+def loop_levels(
+    enclosing: Sequence[tuple[Node, Graph]], weight: Value | None, has_experts: bool = False
+) -> tuple[LoopLevel, ...]:
     """The loops and meshes around a product, outermost first.
 
     Args:
         enclosing: the nodes that it stands in, each with the body, outermost first.
         weight: the value that its parameter is stored in, in the innermost body.
+        has_experts: whether the first axis of the parameter is that of experts. A mesh that splits it is a layer axis.
     """
     levels = list[LoopLevel]()
     for node, body in reversed(enclosing):
         input_index = body.inputs.index(weight) if weight is not None and weight in body.inputs else -1
         if (info := primitives.loop_info(node.eqn)) is not None:
-            levels.append(LoopLevel(input_index in info.scanned_operands, info.size))
+            is_split = has_experts and primitives.splits_first_axis(node.eqn, input_index)
+            levels.append(LoopLevel(is_split or input_index in info.scanned_operands, info.size))
         outer = weight.enclosing_value if weight is not None and input_index >= 0 else None
         weight = outer.weight.stored if outer is not None and outer.weight is not None else None
     return tuple(reversed(levels))
