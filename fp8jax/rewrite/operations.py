@@ -31,8 +31,8 @@ from fp8jax.ops.products.ragged import ragged_dot, scaled_ragged_dot
 from fp8jax.ops.products.weights import QuantizedWeight, StepWeight, one_pass_spec
 from fp8jax.ops.quantization.quantize import should_split_output
 from fp8jax.rewrite.entries import WeightMatmul
-from fp8jax.rewrite.graph import Node, Value, canonical_value
-from fp8jax.rewrite.primitives import CASTS, GROUPED_CALL, Equation
+from fp8jax.rewrite.graph import Node, Value, canonical_value, stored_weight_axes
+from fp8jax.rewrite.primitives import GROUPED_CALL, Equation
 from fp8jax.rewrite.states import UseInputs, WeightUse, stats_as_cotangents
 
 if TYPE_CHECKING:
@@ -436,18 +436,10 @@ def stored_experts(p: WeightMatmul) -> tuple[Value, tuple[int, int, int]]:
     operand, axes, linear = p.node.operands[1], p.node.weight_axes, p.choice.linear
     assert axes is not None
     assert linear is not None
-    value, stored_axes = operand, axes
-    while value is not p.weight.stored:
-        node = value.node
-        if node is None or node.kind not in ("transpose", *CASTS):
-            return operand, axes
-        if node.kind == "transpose":
-            first, second, third = (node.eqn.params["permutation"][axis] for axis in stored_axes)
-            stored_axes = first, second, third
-        value = node.operands[0]
+    stored, stored_axes = p.weight.stored, stored_weight_axes(p.node, p.weight.stored)
     is_quantized = linear.spec("w") is not None and linear.spec("w_dgrad") is not None
-    is_float = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1
-    return (value, stored_axes) if is_quantized and is_float else (operand, axes)
+    is_float = jnp.issubdtype(stored.dtype, jnp.floating) and stored.dtype.itemsize > 1
+    return (stored, stored_axes) if stored_axes is not None and is_quantized and is_float else (operand, axes)
 
 
 # Operations for products other than `dot_general`, by primitive.

@@ -9,7 +9,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
-from fp8jax.rewrite.frozen_params import FrozenMatmulOperation
+from fp8jax.rewrite.frozen_params import FrozenGroupedOperation, FrozenMatmulOperation
 from fp8jax.rewrite.graph import (
     Graph,
     Node,
@@ -250,7 +250,7 @@ def _number_uses(products: list[WeightMatmul], levels: Mapping[Node, tuple[LoopL
     for p in products:
         operation = (p.operation_node or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation):
+        if operation is None or linear is None or isinstance(operation, FrozenMatmulOperation | FrozenGroupedOperation):
             continue
         if p.concatenated:
             if _collects_stats(linear):

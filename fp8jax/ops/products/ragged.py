@@ -50,7 +50,15 @@ from fp8jax.ops.products.linear import (
 )
 from fp8jax.ops.products.operands import convert_scale_to_spec, encode, gradient_key, input_side, weight_side
 from fp8jax.ops.products.product import Scales, check_slot_varies, expected_scale
-from fp8jax.ops.products.weights import NO_CODES, LayoutPolicy, QuantizedWeight, StepWeight, weight_source
+from fp8jax.ops.products.weights import (
+    NO_CODES,
+    FrozenSource,
+    FrozenWeight,
+    LayoutPolicy,
+    QuantizedWeight,
+    StepWeight,
+    weight_source,
+)
 from fp8jax.ops.quantization.fallback import FallbackTensor
 from fp8jax.ops.quantization.group_scales import (
     TokenColumns,
@@ -66,7 +74,7 @@ from fp8jax.recipes import linear_part
 
 def ragged_dot(
     x: Array,
-    w: Array,
+    w: Array | FrozenWeight,
     group_sizes: Array,
     *,
     recipe: Recipe | Linear | str,
@@ -87,7 +95,8 @@ def ragged_dot(
 
     Args:
         x: (tokens, inputs), any floating dtype, with the tokens of each group consecutive.
-        w: (groups, inputs, outputs).
+        w: (groups, inputs, outputs), or a stack of weights of `fp8jax.freeze`, which has no gradient. Its product saves
+            neither tokens nor weights.
         group_sizes: (groups,), integers of any dtype, at least 0. Tokens beyond their sum are in no group. They and
             their cotangents may be NaN or Inf; their results and gradients are 0.
         recipe, key: as in `fp8jax.linear`.
@@ -114,6 +123,8 @@ def ragged_dot(
     if quantized is not None:
         step_weight = StepWeight.from_codes(quantized)
     form, dtype = _Form.parse(dimension_numbers, x, w), jnp.dtype(preferred_element_type or x.dtype)
+    if isinstance(w, FrozenWeight) and form.transposed:
+        w, form = w.T, form._replace(transposed=False)
     config = _CallConfig(form, require_stateless(recipe), dtype, input_facts)
     return _run(config, x, w, group_sizes, group_offset, key, step_weight, None, None)[0]
 
@@ -179,7 +190,7 @@ class _CallConfig(NamedTuple):
 def _run(
     config: _CallConfig,
     x: Array,
-    w: Array,
+    w: Array | FrozenWeight,
     group_sizes: Array,
     group_offset: Array | int | None,
     key: Array | None,
@@ -196,7 +207,7 @@ def _run(
     sharing_keys = group_sizes, group_offset
 
     def multiply(
-        x: Array, w: Array, group_sizes: Array, group_offset: Any, key: Array | None, step_weight: StepWeight,
+        x: Array, w: Any, group_sizes: Array, group_offset: Any, key: Array | None, step_weight: StepWeight,
         state: ScalingState | None, amax_slot: Array | None,
     ) -> tuple[Array, ScalingStats]:  # fmt: skip
         offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
@@ -213,12 +224,21 @@ def _run(
     if mesh is not None:
         # What a call with Auto axes makes is not shared with other calls.
         facts = InputFacts(facts.facts)
-        out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), spec_of(w))))
+        out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), _weight_spec(w))))
         multiply = jax.sharding.auto_axes(
             multiply, axes=tuple(mesh.explicit_axes), out_sharding=(out, NamedSharding(mesh, PartitionSpec()))
         )
     y, stats = multiply(x, w, group_sizes, group_offset, key, step_weight, state, amax_slot)
-    return derivatives.check_differentiable_dtypes("ragged_dot", y, x, w), stats
+    trained_w = None if isinstance(w, FrozenWeight) else w
+    return derivatives.check_differentiable_dtypes("ragged_dot", y, x, trained_w), stats
+
+
+def _weight_spec(w: Array | FrozenWeight) -> tuple[Any, ...]:
+    """Return the sharding of (groups, inputs, outputs), or of an array as it is."""
+    if not isinstance(w, FrozenWeight):
+        return spec_of(w)
+    groups, first, second = spec_of(w.codes)
+    return (groups, first, second) if w.transposed else (groups, second, first)
 
 
 class _GroupScaling(NamedTuple):
@@ -280,7 +300,7 @@ class _Form(NamedTuple):
     w_transposed: bool = False
 
     @classmethod
-    def parse(cls, numbers: lax.RaggedDotDimensionNumbers | None, x: Array, w: Array) -> "_Form":
+    def parse(cls, numbers: lax.RaggedDotDimensionNumbers | None, x: Array, w: Array | FrozenWeight) -> "_Form":
         """Return the form of a product of `jax.lax.ragged_dot_general`; raise ValueError for an unsupported one."""
         if numbers is None:
             return cls()
@@ -297,11 +317,11 @@ class _Form(NamedTuple):
             f"dimensions by jax.vmap"
         )
 
-    def arrange(self, x: Array, w: Array) -> tuple[Array, Array]:
+    def arrange(self, x: Array, w: Any) -> tuple[Array, Any]:
         """Return the operands with their axes in the order of this form."""
         return x.T if self.x_transposed else x, w.T if self.w_transposed else w
 
-    def check(self, x: Array, w: Array, group_sizes: Array, group_offset: Any) -> None:
+    def check(self, x: Array, w: Array | FrozenWeight, group_sizes: Array, group_offset: Any) -> None:
         """Raise ValueError if shapes do not match."""
         sizes, shapes = group_sizes.shape, f"{x.shape}, {w.shape} and {group_sizes.shape}"
         if self.contracts_tokens:
@@ -369,21 +389,21 @@ class _Config(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """Residuals of a ragged product."""
+    """Residuals of a ragged product. With a frozen weight there is no `x` and no `w_kind`."""
 
-    x: QTensor | Array | _RecomputeResidual
-    w: StepWeight
+    x: QTensor | Array | _RecomputeResidual | None
+    w: StepWeight | FrozenSource
     groups: Groups
     key: Array | None
     scales: Scales | None
     x_kind: DtypeAndSharding
-    w_kind: DtypeAndSharding
+    w_kind: DtypeAndSharding | None
     token: Array
 
 
 def _multiply_rows(
     x: Array,
-    w: Array,
+    w: Array | FrozenWeight,
     groups: Groups,
     recipe: Linear,
     key: Array | None,
@@ -395,11 +415,12 @@ def _multiply_rows(
     sharing_keys: tuple[Any, ...],
 ) -> tuple[Array, Array | None]:
     """Return the product of rows with the matrix of their group, and the counts of fallback blocks or None."""
-    if not recipe.is_quantized and recipe.spec("x_residual") is None:
+    if not recipe.is_quantized and recipe.spec("x_residual") is None and not isinstance(w, FrozenWeight):
         return _in_16_bits(x, w, groups, _Layout(dtype, transposed)), None
     scales = None if scaling is None else scaling.scales
     source = _input_source(x, groups, recipe, key, scales and scales.x, input_facts, sharing_keys)
-    dy_key, counts = gradient_key(recipe, key), None
+    is_frozen, counts = isinstance(w, FrozenWeight), None
+    dy_key = gradient_key(recipe, key, ("dy",) if is_frozen else ("dy", "dy_wgrad"))
     if scaling is not None and scaling.thresholds is not None:
         spec, tokens = recipe.spec("x"), _tokens(recipe, groups, x.shape[0])
         assert spec is not None
@@ -408,14 +429,15 @@ def _multiply_rows(
     if transposed:
         step_weight = step_weight.with_step(_swap, values=lax.stop_gradient(w), transposed=not step_weight.transposed)
     w_source = weight_source(_logical(w, transposed), recipe, step_weight=step_weight, scale=scales and scales.w)
-    assert isinstance(w_source, StepWeight)
-    axes = varying_axes((x, w, source, w_source, groups, dy_key))
-    x, w, values = cast_varying_over((x, w, w_source.values), axes)
-    w_source = dataclasses.replace(w_source, values=values)
     name = derivatives.qualified_op_name(f"ragged_dot of {x.shape} and {w.shape}")
-    token = derivatives.second_order_guard(name, x, w)
+    trained_w = None if isinstance(w, FrozenWeight) else w
+    axes = varying_axes((x, trained_w, source, w_source, groups, dy_key))
+    x, trained_w = cast_varying_over((x, trained_w), axes)
+    if isinstance(w_source, StepWeight):
+        w_source = dataclasses.replace(w_source, values=cast_varying_over(w_source.values, axes))
+    token = derivatives.second_order_guard(name, x, trained_w)
     result: Array = _ragged_product(
-        _Config(recipe, dtype, transposed, name), x, w, source, w_source, groups, dy_key, scales, token
+        _Config(recipe, dtype, transposed, name), x, trained_w, source, w_source, groups, dy_key, scales, token
     )
     return result, counts
 
@@ -529,7 +551,7 @@ def _split(key: Array | None) -> tuple[Array | None, Array | None]:
     return (None, None) if key is None else tuple(jax.random.split(key))  # type: ignore[return-value]
 
 
-def _logical(w: Array, transposed: bool) -> Array:
+def _logical(w: Any, transposed: bool) -> Any:
     """Return matrices (groups, inputs, outputs)."""
     return _swap(w) if transposed else w
 
@@ -599,26 +621,28 @@ def _ragged_product(config: _Config, *operands: Any) -> Array:
 
 
 def _ragged_fwd(
-    config: _Config, x: Array, w: Array, source: _Source, w_source: StepWeight, *operands: Any
+    config: _Config, x: Array, w: Array | None, source: _Source, w_source: StepWeight | FrozenSource, *operands: Any
 ) -> tuple[Array, _Residuals]:
     """`_forward`, if a backward pass follows."""
-    w_source = w_source.quantized_for_gradient(_logical(lax.stop_gradient(w), config.transposed), config.recipe)
+    if isinstance(w_source, StepWeight):
+        w_source = w_source.quantized_for_gradient(_logical(lax.stop_gradient(w), config.transposed), config.recipe)
     return _forward(config, x, w, source, w_source, *operands)
 
 
 def _forward(
     config: _Config,
     x: Array,
-    w: Array,
+    w: Array | None,
     source: _Source,
-    w_source: StepWeight,
+    w_source: StepWeight | FrozenSource,
     groups: Groups,
     key: Array | None,
     scales: Scales | None,
     token: Array,
 ) -> tuple[Array, _Residuals]:
     recipe, side, w_side = config.recipe, input_side(config.recipe), weight_side(config.recipe)
-    x_kind, w_kind = map(DtypeAndSharding.from_array, (x, w))
+    x_kind, w_kind = (None if m is None else DtypeAndSharding.from_array(m) for m in (x, w))
+    assert x_kind is not None
     x, w = lax.stop_gradient((x, w))
     x_operand: Operand | FallbackTensor = x
     if source.fallback is not None:
@@ -629,7 +653,7 @@ def _forward(
         tokens = _tokens(recipe, groups, x.shape[0])
         x_operand = quantize_rows(x, side.forward, side.strategy, tokens, scale=scales and scales.x)
     w = _logical(w, config.transposed)
-    w_operand = w_source.forward(w, w_side)
+    w_operand = w_source.forward(w, w_side)  # type: ignore[arg-type]
     y = grouped_matmul(
         x_operand,
         w_operand,  # type: ignore[arg-type]
@@ -639,8 +663,10 @@ def _forward(
         fast="forward" in recipe.fast_accumulation,
     )
     y = derivatives.differentiable_once(config.name, checkpoint_name(y, PRODUCT), token)
-    w_residual = w_source.residual(w, w_operand, w_side)
-    return y, _Residuals(source.residual, w_residual, groups, key, scales, x_kind, w_kind, token)
+    w_residual = w_source.residual(w, w_operand, w_side)  # type: ignore[arg-type]
+    return y, _Residuals(
+        None if w_kind is None else source.residual, w_residual, groups, key, scales, x_kind, w_kind, token
+    )
 
 
 def _is_in_blocks(spec: QuantSpec | None) -> bool:
@@ -666,14 +692,18 @@ def _gradients(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, 
         dy_amax = amax_per_group(dy, tokens)
         scale = expected_scale(recipe, scales.dy_amax, dy_amax)
     dy_rows: Operand = dy if spec is None else quantize_rows(dy, spec, strategy, tokens, keys[0], scale=scale)
+    w = residuals.w
+    matrices = w.dgrad_codes() if isinstance(w, FrozenSource) else w.operand(weight_side(recipe), None)
     dx = grouped_matmul(
         dy_rows,
-        residuals.w.operand(weight_side(recipe), None),
+        matrices,
         residuals.groups,
         scales_are_shared=_is_in_blocks(spec),
         dtype=residuals.x_kind.dtype,
         fast="dgrad" in recipe.fast_accumulation,
     )
+    if not isinstance(w, StepWeight) or residuals.w_kind is None:
+        return dx, None, None, None, None, None, None, None
     x_columns = _input_columns(recipe, residuals, tokens, dx)
     if (
         recipe.dy_wgrad == SAME
@@ -687,7 +717,7 @@ def _gradients(config: _Config, residuals: _Residuals, dy: Array) -> tuple[Any, 
         dy_columns = quantize_columns(dy, column_spec, strategy, tokens, keys[1], scale=scale)
     pair = (dy_columns, x_columns) if config.transposed else (x_columns, dy_columns)
     dw = multiply_columns(*pair, tokens, dtype=residuals.w_kind.dtype, fast="wgrad" in recipe.fast_accumulation)
-    if residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
+    if w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
         # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
         dx, dw = lax.optimization_barrier((dx, dw))
     return dx, dw, None, None, None, None, scales and Scales(amax_slot=dy_amax), None
