@@ -35,6 +35,7 @@ from fp8jax.ops.products.linear import scaled_linear as scaled_linear
 from fp8jax.ops.products.linear import update_scaling as update_scaling
 from fp8jax.ops.products.linear import weight_scale as weight_scale
 from fp8jax.ops.products.ragged import ragged_dot as ragged_dot
+from fp8jax.ops.products.ragged import scaled_ragged_dot as scaled_ragged_dot
 from fp8jax.ops.products.weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.products.weights import freeze as freeze
@@ -135,6 +136,7 @@ __all__ = [
     "save_quantized",
     "scale_by_compressed_adam",
     "scaled_linear",
+    "scaled_ragged_dot",
     "skip_bad_steps",
     "split_master_weights",
     "state_bytes",

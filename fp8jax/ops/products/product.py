@@ -467,16 +467,26 @@ def _scale_of_dy(
         ValueError: the slot of the amax does not vary over the mesh axes of `dy`.
     """
     expected, slot = (None, None) if scales is None else (scales.dy_amax, scales.amax_slot)
+    check_slot_varies(slot, dy)
+    if expected is None:
+        return dy, dy_facts.scale_for(recipe.spec("dy"), recipe.spec("dy_wgrad")), None
+    matrix = concatenate_packed(dy)
+    amax = scaling.compute_amax(matrix)
+    return matrix, expected_scale(recipe, expected, amax), amax
+
+
+def check_slot_varies(slot: Array | None, dy: Any) -> None:
+    """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
+
+
+def expected_scale(recipe: Linear, expected: Array, amax: Array) -> Array:
+    """Return the scale of the output's gradient from its expected amax, or from its own where that is 0."""
     spec = recipe.spec("dy")
-    if expected is None:
-        return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
     assert spec is not None
-    matrix = concatenate_packed(dy)
-    amax = scaling.compute_amax(matrix)
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
-    return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax
+    return scaling.to_scale(amax_for_scale, formats.get(spec.format))
