@@ -244,6 +244,8 @@ class Transformed:
         except ValueError as error:
             _hint_closed_over_arrays(error, program.consts)
             raise
+        for node, entry in entries.items():
+            node.path = entry.path
         structure = jax.tree.structure(shapes)
         graph_schedule = schedule(graph)
         if any(entry.is_quantized for entry in entries.values()):
