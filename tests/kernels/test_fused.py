@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,22 @@ def test_kernels_take_the_references_sample():
     from pallas_kernels.nonlinear import sampled_amax_triton
 
     assert sampled_amax_triton.SAMPLE_ROWS == scaling.SAMPLE_ROWS
+
+
+def test_an_activation_without_a_branch_in_the_kernels_does_not_compile():
+    from pallas_kernels.nonlinear.operations_triton import ACTIVATIONS, Operation
+    from pallas_kernels.nonlinear.quantize_recomputed_triton import RESULT, Operands
+    from pallas_kernels.nonlinear.sampled_amax_triton import compute_amaxes
+
+    def lower(activation):
+        operation, x = Operation(activation, gated=False, reads_arrays=True), jax.ShapeDtypeStruct((32, 64), "bfloat16")
+        program = jax.jit(lambda x: compute_amaxes(operation, (RESULT,), Operands(x), compute_capability=90))
+        program.trace(x).lower(lowering_platforms=("cuda",))
+
+    lower(len(ACTIVATIONS) - 1)
+    with pytest.raises(Exception, match="compute_result") as error:
+        lower(len(ACTIVATIONS))
+    assert "needs a branch here" in "".join(traceback.format_exception(error.value))
 
 
 def check(case, made, share, most, far, bound=2e-3):
