@@ -100,13 +100,13 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
 
 
-# Products of the plan: of a linear three; of the Llama's two layers in a loop seven; of four Linen blocks the middle two.
+# Products of the plan: of a linear three; of seven linears in each of two layers; of two in each of two middle blocks.
 BLOCK_SCALED = {"mxfp8": 3, "nvfp4": 3, "llama": 3 * 7 * 2, "linen": 3 * 2 * 2}
 
 
 @pytest.mark.parametrize("function", ["block_scaled", slow("block_scaled_sharded"), slow("block_scaled_models")])
 def test_block_scaled_products_are_one_call_of_cudnn_on_a_b200(function: str) -> None:
-    """No decoded copy of an operand is written: no other product reads codes, and no array is as large as an operand."""
+    """No decoded copy of an operand is written, and no other product reads codes."""
     for name, program in targets.report(function, ["b200"])["b200"].items():
         dtype = "f4e2m1fn" if name in ("nvfp4", "linen") else "f8e4m3fn"
         listed = products(program)
