@@ -75,7 +75,7 @@ LINEAR = {
     "nvfp4": (
         {"x": _NV, "w": _NV_BLOCK, "dy": _NV_SR, "w_dgrad": _NV_BLOCK, "x_wgrad": _NV, "dy_wgrad": _NV_SR,
          "x_residual": None},
-        f"{_NVFP4_PAPER}, section 4: 16x16 for weights, 1x16 else, gradients stochastic; 16-bit inputs are kept, {OURS}",
+        f"{_NVFP4_PAPER}, section 4: 16x16 for weights, 1x16 else, gradients stochastic; keeps 16-bit inputs, {OURS}",
     ),
     "switchback": (
         {"x": _ROW, "w": int8("tensor"), "w_dgrad": int8("tensor"), "dy": _ROW, "x_wgrad": None, "dy_wgrad": None,
@@ -151,7 +151,8 @@ UNSAID = {
     "weights.master": "fp32", "weights.compute": "bf16",
     "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,
     "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None,
-    "linear.rotation": None, "linear.skip_unprofitable": False, "linear.fast_accumulation": ("forward",), "context.residual": None,
+    "linear.rotation": None, "linear.skip_unprofitable": False, "linear.fast_accumulation": ("forward",),
+    "context.residual": None,
     "context.recompute_activations": False, "context.amax": "exact",
     "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
 }  # fmt: skip
