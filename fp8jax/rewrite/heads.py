@@ -54,11 +54,16 @@ OUTPUT_HEAD_REASON, _SELECTION_REASON = (
 )
 
 
+def block_number(path: str) -> re.Match[str] | None:
+    """The first number in a path, which is the layer's block."""
+    return re.search(r"\d+", path)
+
+
 def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[str, str]:
     """The layers in the first and last blocks of a model, with the reason.
 
-    A block is the first number in a path. Paths that agree up to it are of one stack of blocks. If no other block of a
-    stack would be left, none is an edge.
+    Paths that agree up to the number of the block are of one stack. If no other block of a stack would be left, none is
+    an edge.
 
     Args:
         paths: of layers.
@@ -66,7 +71,7 @@ def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[st
     """
     stacks: dict[str, dict[str, int]] = {}
     for path in paths:
-        if (number := re.search(r"\d+", path)) is not None:
+        if (number := block_number(path)) is not None:
             stacks.setdefault(path[: number.start()], {})[path] = int(number[0])
     reasons: dict[str, str] = {}
     for stack in stacks.values():
