@@ -36,7 +36,7 @@ from experiments.results.report import table
 from experiments.train.checkpoint import Checkpoints, digest
 from experiments.train.hosts import GONE
 
-RECIPE, STEPS, CHECKPOINT_EVERY = "coat_optimizer", 60, 5
+RECIPE, STEPS, CHECKPOINT_EVERY = "coat_optimizer", 40, 5
 MODEL = (
     "--layers", "1", "--dim", "64", "--heads", "4", "--kv-heads", "2", "--mlp-dim", "128", "--seq-len", "32", "--batch",
     "8", "--eval-batches", "2", "--eval-every", "20", "--sample-tokens", "0", "--recipe", RECIPE, "--steps", str(STEPS),
@@ -123,6 +123,7 @@ class Soak:
         flags += f" --xla_backend_optimization_level=0 --xla_force_host_platform_device_count={layout.devices}"
         env = os.environ | {"XLA_FLAGS": flags}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(record.ROOT), "JAX_LOG_COMPILES": "1"}
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         command = [sys.executable, "-u", *program, *MODEL, "--run", run, "--out", str(self.folder)]
         command += [
             "--data",
