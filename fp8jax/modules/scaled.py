@@ -177,8 +177,11 @@ class LayerScaling(ParameterStateModule):
             training.record_observation(self.record)
         try:
             for operand, value in observed.items():
-                stats = getattr(self, f"seen_{operand}")
-                stats[...] = self.linear.states[operand].merge_stats(stats[...], value)
+                stats, scaling = getattr(self, f"seen_{operand}"), self.linear.states[operand]
+                # A product of all matrices together has the state of the first one.
+                num_layer_axes = value.ndim - len(scaling.stats_shape)
+                index = (*[slice(None)] * num_layer_axes, *[0] * (stats.ndim - value.ndim), ...)
+                stats[...] = stats[...].at[index].set(scaling.merge_stats(stats[...][index], value))
         except errors.TraceContextError:
             names = scaling_names(self.linear)
             raise errors.TraceContextError(_CLOSED_OVER_MESSAGE.format(layer=self.kind, names=names)) from None
