@@ -1,7 +1,6 @@
 """The soak sees a bit that differs, memory that grows and a program that is compiled again; its long run is slow."""
 
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -51,19 +50,17 @@ print(sys.argv[3], "valid 100/100 loss 1", sep="\\n", flush=True)
     ],
 )
 def test_memory_that_grows_and_programs_that_are_compiled_again_are_failures(small, monkeypatch, size, line, failure):
-    def start(self, run, *options, stdout):
-        log = self.folder / run / soak.RECIPE / "metrics.jsonl"
-        return [subprocess.Popen([sys.executable, "-c", STEPPER, str(log), str(size), line], stdout=stdout)]
-
-    monkeypatch.setattr(soak.Soak, "start", start)
+    log, start = small.folder / "many" / soak.RECIPE / "metrics.jsonl", soak.subprocess.Popen
+    stepper = [sys.executable, "-c", STEPPER, str(log), str(size), line]
+    monkeypatch.setattr(soak.subprocess, "Popen", lambda command, **options: start(stepper, **options))
     case = soak.many_steps(small, 100)
     assert re.fullmatch(failure, case.failure)
 
 
-def test_a_process_that_ends_is_not_waited_for():
-    process = subprocess.Popen([sys.executable, "-c", "print('done')"], stdout=-1, text=True)
+def test_a_process_that_ends_is_not_waited_for(small):
+    (process,) = small.start("done", program=["-c", "print('done')"])
     assert not soak.wait_for(lambda: False, [process])
-    assert soak.end(process) == (0, "done\n")
+    assert small.end(process) == (0, "done\n")
 
 
 @pytest.mark.slow
