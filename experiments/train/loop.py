@@ -60,6 +60,7 @@ class Loop:
         config: what a checkpoint records and compares.
         rows: how batches lie on several devices, or None.
         trace: of some steps.
+        observed_step: `step` with telemetry (`experiments.train.observed`), for each `settings.telemetry`-th step.
     """
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -74,6 +75,7 @@ class Loop:
     stop: StopSignals
     rows: jax.sharding.NamedSharding | None = None
     trace: Trace = dataclasses.field(default_factory=Trace)
+    observed_step: Callable[..., tuple[TrainState, dict[str, Any]]] | None = None
 
     def __post_init__(self) -> None:
         self._told = 0
@@ -116,7 +118,9 @@ class Loop:
                 return state
             self.trace.before(done - first, state)
             tokens_BxT = next(self.batches)
-            state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
+            is_observed = self.observed_step is not None and done % self.settings.telemetry == 0
+            step = self.observed_step if self.observed_step is not None and is_observed else self.step
+            state, metrics = step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
             done += 1
             # Only now is the step before this one waited for, so that the device always has work.
             clock = self._settle(behind, clock)
@@ -137,7 +141,10 @@ class Loop:
         """Waits for a dispatched step and logs it; from the time it began to the time it was done."""
         if behind is None:
             return clock
-        values = {name: value.item() for name, value in behind.metrics.items()}
+        metrics = dict(behind.metrics)
+        if (found := metrics.pop("telemetry", None)) is not None:
+            self.log.telemetry(behind.number, jax.device_get(found))
+        values = {name: value.item() for name, value in metrics.items()}
         self._told = values.get("signal", 0)
         if not values["healthy"]:
             newest = self.checkpoints.latest()
