@@ -82,7 +82,7 @@ def test_heat_maps_have_a_line_for_each_layer(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("--microbatches", "2", "--mesh", "data=2,fsdp=2")])
+@pytest.mark.parametrize("extra", [(), ("--microbatches", "2", "--mesh", "data=2")])
 def test_training_is_the_same_with_telemetry(argv, out, extra):
     losses = {}
     for name, flags in (("without", ()), ("with", ("--telemetry", "3"))):
