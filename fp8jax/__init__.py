@@ -35,10 +35,13 @@ from fp8jax.ops.products.linear import scaled_linear as scaled_linear
 from fp8jax.ops.products.linear import update_scaling as update_scaling
 from fp8jax.ops.products.linear import weight_scale as weight_scale
 from fp8jax.ops.products.ragged import ragged_dot as ragged_dot
+from fp8jax.ops.products.ragged import scaled_ragged_dot as scaled_ragged_dot
 from fp8jax.ops.products.weights import FrozenWeight as FrozenWeight
 from fp8jax.ops.products.weights import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.products.weights import freeze as freeze
 from fp8jax.ops.products.weights import quantize_weight as quantize_weight
+from fp8jax.optim.bad_steps import get_bad_steps as get_bad_steps
+from fp8jax.optim.bad_steps import skip_bad_steps as skip_bad_steps
 from fp8jax.optim.clipping import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipping import with_clipping as with_clipping
 from fp8jax.optim.compress_state import compress_state as compress_state
@@ -109,6 +112,7 @@ __all__ = [
     "fp8lm_adamw",
     "freeze",
     "fused_backward",
+    "get_bad_steps",
     "get_weight_amax_bounds",
     "glu",
     "glu_linear",
@@ -132,6 +136,8 @@ __all__ = [
     "save_quantized",
     "scale_by_compressed_adam",
     "scaled_linear",
+    "scaled_ragged_dot",
+    "skip_bad_steps",
     "split_master_weights",
     "state_bytes",
     "suggest",

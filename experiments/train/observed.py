@@ -1,5 +1,6 @@
 """Telemetry of the training step: its rows in a log, the lines that name faults, and heat maps of layers over steps."""
 
+import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 
 import fp8jax
-from experiments.files import writing
+from experiments.files import write_bytes
 from experiments.train.task import TrainState
 
 PREFIX = "telemetry/"
@@ -89,8 +90,8 @@ def plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
         axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
         for ax, name in zip(axes, shown, strict=True):
             grid = np.array([by_statistic[name].get(layer, [np.nan] * len(rows)) for layer in layers])
-            image = ax.imshow(grid, aspect="auto", interpolation="nearest", norm=_norm(name, grid))
-            figure.colorbar(image, ax=ax)
+            colors = ax.imshow(grid, aspect="auto", interpolation="nearest", norm=_norm(name, grid))
+            figure.colorbar(colors, ax=ax)
             ax.set_title(name)
             ax.set_xlabel("step")
             shown_steps = range(0, len(steps), max(1, len(steps) // 4))
@@ -99,8 +100,9 @@ def plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
         axes[0].set_yticks(list(shown_layers), [layers[i] for i in shown_layers], fontsize=7)
         figure.suptitle(role)
         paths.append(folder / f"telemetry_{role}.png")
-        with writing(paths[-1]):
-            figure.savefig(paths[-1])
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        write_bytes(paths[-1], image.getvalue())
     return paths
 
 

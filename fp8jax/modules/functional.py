@@ -20,6 +20,7 @@ from fp8jax.modules.calls import (
     static_fingerprint,
     transform_call,
 )
+from fp8jax.modules.scaled import ParameterStateModule
 from fp8jax.ops.products.lora import AdaptedWeight, Adapter
 from fp8jax.rewrite import suggestion
 from fp8jax.rewrite import telemetry as rewrite_telemetry
@@ -243,7 +244,7 @@ def _split_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
         # Inside a traced program each call is traced anew; outside of programs a call is traced once.
         fingerprint = None if is_traced or products.find_patched_matmul() else _settings_fingerprint(graph, leaves)
         make = _transform_method.__wrapped__ if fingerprint is None else _transform_method
-        transformed_call = make(method, graph, leaves, shapes, fingerprint)
+        transformed_call = make(method, graph, leaves, shapes, fingerprint, _state_axes(module, variables))
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
@@ -286,7 +287,12 @@ def is_parameter(variable: Any, path: Sequence[Any], rules: RuleSet, prefix: str
 
 @functools.lru_cache(maxsize=128)
 def _transform_method(
-    method: ModuleMethod, graph: Any, leaves: tuple[CallLeaf, ...], shapes: Any, fingerprint: Any
+    method: ModuleMethod,
+    graph: Any,
+    leaves: tuple[CallLeaf, ...],
+    shapes: Any,
+    fingerprint: Any,
+    state_axes: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> Transformed:
     """A method as a function of parameters and other arrays, for one structure of the call.
 
@@ -312,8 +318,21 @@ def _transform_method(
         names=names,
         requires_product=method.requires_product,
         checks_rules=False,
-        has_expert_states=False,  # a module's states are made before its products are known
+        state_axes=dict(state_axes),  # a module's states are made before its products are known
     )
+
+
+def find_state_modules(module: nnx.Module, variables: Sequence[Any]) -> dict[str, ParameterStateModule]:
+    """The modules that hold the states and codes of a module's parameters, by parameter path."""
+    if not any(isinstance(v, ParameterStateModule.VARIABLES) for v in variables):
+        return {}
+    modules_by_path = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, ParameterStateModule)]
+    return {"/".join(m.get_weight_path(path)): m for path, m in modules_by_path}
+
+
+def _state_axes(module: nnx.Module, variables: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The leading axes of the states and codes of a module's parameters."""
+    return tuple((path, holder.layer_axes()) for path, holder in find_state_modules(module, variables).items())
 
 
 def _frozen_indices(call_tree: Any, leaves: Sequence[CallLeaf]) -> dict[int, int]:

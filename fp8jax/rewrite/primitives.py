@@ -17,6 +17,7 @@ from jax import lax
 from jax._src import source_info_util
 from jax.extend import core
 
+from fp8jax.core import blocks
 from fp8jax.ops.autodiff.checkpointing import saves_products, with_products
 from fp8jax.rewrite.call_info import is_library
 
@@ -198,6 +199,15 @@ def loop_info(eqn: Any) -> LoopInfo | None:
         axes = tuple(name for name in mesh.axis_names if name in _manual_axes(eqn.params))
         return LoopInfo(math.prod(mesh.shape[name] for name in axes), mesh_axes=axes)
     return None
+
+
+def splits_first_axis(eqn: Any, operand: int) -> bool:
+    """Whether a shard_map splits the first axis of an operand over all of its devices."""
+    info = loop_info(eqn)
+    if info is None or not info.mesh_axes or operand < 0:
+        return False
+    first, *_ = (*eqn.params["in_specs"][operand], None)
+    return blocks.spec_entry_axes(first) == info.mesh_axes
 
 
 def is_unrolled(eqn: Any, is_enclosing_unrolled: bool) -> bool:

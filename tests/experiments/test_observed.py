@@ -42,14 +42,14 @@ def test_the_first_step_and_each_nth_after_it_are_observed(monkeypatch):
         return new, metrics | {"telemetry": {"at": np.int32(new.step)}}
 
     fake.loop.observed_step = observed_step
-    run_log, original = fake.run, fake.loop.run
+    original = fake.loop.run
 
     def run(state):
         fake.loop.log.telemetry = lambda step, found: told.append((step, int(found["at"])))
         return original(state)
 
     fake.loop.run = run
-    run_log(monkeypatch)
+    fake.run(monkeypatch)
     assert told == [(1, 1), (4, 4), (7, 7)]
     assert fake.of("step") == list(range(1, 8))
 
@@ -61,8 +61,9 @@ def test_faults_are_told_once_and_rows_survive_a_restart(tmp_path, capsys):
         first.telemetry(4, FOUND)
     lines = [line for line in capsys.readouterr().out.splitlines() if "telemetry" in line]
     assert lines == ["telemetry, step 1: layers/up[1] x: 25.00% of values saturated"]
-    with log(3):
-        pass
+    with log(5) as second:
+        second.telemetry(7, FOUND)
+        second.rewind(3)
     rows = report.read_metrics(tmp_path / "metrics.jsonl")
     assert rows == [observed.to_row(1, FOUND)]
 

@@ -44,6 +44,7 @@ from fp8jax.ops.products.weights import NO_CODES, FrozenSource, FrozenWeight, La
 from fp8jax.ops.quantization import fused_outputs, microscaling
 from fp8jax.ops.quantization.fused_reference import column_sums
 from fp8jax.ops.quantization.quantize import PackedMatrix, concatenate_packed, quantize_and_sum, split_weight
+from fp8jax.ops.quantization.rotation import rotate_rows
 
 
 class CotangentOperands(NamedTuple):
@@ -87,16 +88,25 @@ def encode_cotangent(
     fused_output = facts.fused_output
     row_spec, column_spec, strategy = recipe.spec("dy"), recipe.spec("dy_wgrad"), recipe.stateless_scaling("dy")
     operands: tuple[Operand, Operand]
-    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded:
+    if row_spec is None or column_spec is None or row_spec.is_folded or column_spec.is_folded or recipe.rotation:
         dy = concatenate_packed(dy)
         if shares_token_scales and row_spec is not None and row_spec.is_folded:
             operands = microscaling.gradient_operands(dy, row_spec, x_token_scale, fused_output)
             return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
         keys = (None, None) if key is None else jax.random.split(key)
-        operands = (
-            encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output),
-            encode(dy, column_spec, strategy, key=keys[1], scale=scale, transposed=True, fused_output=fused_output),
+        rows = encode(dy, row_spec, strategy, key=keys[0], scale=scale, fused_output=fused_output)
+        if recipe.rotation:
+            scale = fused_output = None  # they are of `dy` itself
+        columns = encode(
+            rotate_rows(dy, recipe.rotation),
+            column_spec,
+            strategy,
+            key=keys[1],
+            scale=scale,
+            transposed=True,
+            fused_output=fused_output,
         )
+        operands = rows, columns
         return CotangentOperands(*operands, column_sums(dy) if with_sums else None)
     transposed = SAME if recipe.dy_wgrad == SAME else column_spec
     (row_codes, column_codes), sums_over_tokens = quantize_and_sum(
@@ -426,7 +436,7 @@ def _gradients(
             dtype=w_kind.dtype,
             fast="wgrad" in recipe.fast_accumulation,
             out_spec=w_kind.spec,
-            transposed=recipe.dy_wgrad == SAME,
+            transposed=recipe.dy_wgrad == SAME and recipe.rotation is None,
         )
         if isinstance(residuals.w, StepWeight) and residuals.w.layout_policy is LayoutPolicy.BOTH_ALWAYS:
             # Compute dw now, not when the gradients of all turns are stacked: until then XLA would keep its operands.
@@ -457,16 +467,26 @@ def _scale_of_dy(
         ValueError: the slot of the amax does not vary over the mesh axes of `dy`.
     """
     expected, slot = (None, None) if scales is None else (scales.dy_amax, scales.amax_slot)
+    check_slot_varies(slot, dy)
+    if expected is None:
+        return dy, dy_facts.scale_for(recipe.spec("dy"), recipe.spec("dy_wgrad")), None
+    matrix = concatenate_packed(dy)
+    amax = scaling.compute_amax(matrix)
+    return matrix, expected_scale(recipe, expected, amax), amax
+
+
+def check_slot_varies(slot: Array | None, dy: Any) -> None:
+    """Raise ValueError if the slot of an amax does not vary over the mesh axes of `dy`."""
     if slot is not None and (axes := varying_axes(dy) - varying_axes(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the amax_slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
+
+
+def expected_scale(recipe: Linear, expected: Array, amax: Array) -> Array:
+    """Return the scale of the output's gradient from its expected amax, or from its own where that is 0."""
     spec = recipe.spec("dy")
-    if expected is None:
-        return dy, dy_facts.scale_for(spec, recipe.spec("dy_wgrad")), None
     assert spec is not None
-    matrix = concatenate_packed(dy)
-    amax = scaling.compute_amax(matrix)
     amax_for_scale = jnp.where(expected > 0, expected, recipe.strategy("dy").reduce_amax(amax))
-    return matrix, scaling.to_scale(amax_for_scale, formats.get(spec.format)), amax
+    return scaling.to_scale(amax_for_scale, formats.get(spec.format))
