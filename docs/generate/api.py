@@ -34,6 +34,7 @@ TASKS = {
     "Quantize a model": """
         nnx.quantize nnx.unquantize linen.quantize linen.unquantize linen.make_dot_general_cls transform
         filter_transform Rule GroupedProduct explain UnquantizedWarning MissingKernelsWarning""",
+    "Find the cause of a bad loss": "telemetry nnx.telemetry find_faults Fault suggest nnx.suggest Suggestion",
     "Train a Flax model": """
         nnx.Optimizer nnx.value_and_grad nnx.grad linen.TrainState nnx.quantize_weights
         nnx.QuantizedWeightVariable""",
