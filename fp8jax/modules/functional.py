@@ -22,9 +22,12 @@ from fp8jax.modules.calls import (
 )
 from fp8jax.modules.scaled import ParameterStateModule
 from fp8jax.ops.products.lora import AdaptedWeight, Adapter
+from fp8jax.rewrite import suggestion
+from fp8jax.rewrite import telemetry as rewrite_telemetry
 from fp8jax.rewrite.planned import CallPlan, Notices
-from fp8jax.rewrite.rules import RuleSet
+from fp8jax.rewrite.rules import Rules, RuleSet
 from fp8jax.rewrite.states import ParameterState
+from fp8jax.rewrite.suggestion import Suggestion
 from fp8jax.rewrite.transform import Transformed
 
 
@@ -171,6 +174,54 @@ def run(
         results, stats = planned_call.run_with_states(read_states(call.variables, call.call.params))
         y = results.apply(call)
     return y, stats
+
+
+def telemetry(step: Callable) -> Callable[..., tuple[Any, rewrite_telemetry.Telemetry]]:
+    """`fp8jax.telemetry` of a function of NNX objects, such as a training step of a model and an optimizer.
+
+        step_with_telemetry = nnx.jit(fp8jax.nnx.telemetry(train_step))
+        loss, found = step_with_telemetry(model, optimizer, batch)
+
+    Args:
+        step: a function that changes the variables of its arguments, and returns arrays.
+
+    Returns:
+        A function with the arguments and side effects of `step`. It returns the results and the statistics.
+    """
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, rewrite_telemetry.Telemetry]:
+        graph, state = nnx.split((args, kwargs))
+
+        def run_on_copies(state: Any) -> Any:
+            copies = nnx.merge(graph, state)
+            results = step(*copies[0], **copies[1])
+            return results, nnx.state(copies, nnx.Variable)
+
+        (results, changed), found = rewrite_telemetry.telemetry(run_on_copies)(state)
+        nnx.update((args, kwargs), changed)
+        return results, found
+
+    return call
+
+
+def suggest(
+    loss_fn: Callable, rules: Rules, model: nnx.Module, *args: Any, found: rewrite_telemetry.Telemetry | None = None
+) -> Suggestion:
+    """`fp8jax.suggest` of a function of an NNX model, such as its loss.
+
+        found = fp8jax.nnx.suggest(loss_fn, "coat", model, batch)
+        quantized = fp8jax.nnx.quantize(model, found.rules)
+
+    Args:
+        loss_fn: a function of the model and further arguments.
+        rules, found: as of `fp8jax.suggest`.
+        model: the model before `fp8jax.nnx.quantize`; it is not changed.
+        args: further arguments of `loss_fn`.
+    """
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    call = lambda params, others, *args: loss_fn(nnx.merge(graph, params, others), *args)  # noqa: E731
+    return suggestion.suggest(call, rules, nnx.to_pure_dict(params), others, *args, found=found)
 
 
 def plan_call(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> CallPlan:

@@ -84,11 +84,13 @@ def _frozen_as_arrays(module: nnx.Module) -> Iterator[None]:
     """A context in which frozen weights are arrays."""
     variables = {id(v): v for _, v in nnx.iter_graph(module) if isinstance(v, FrozenParam)}.values()
     previous_values = [(v, v.get_raw_value()) for v in variables]
-    for variable, value in previous_values:
-        variable.set_raw_value(as_array(value))
-    yield
-    for variable, value in previous_values:
-        variable.set_raw_value(value)
+    try:
+        for variable, value in previous_values:
+            variable.set_raw_value(as_array(value))
+        yield
+    finally:
+        for variable, value in previous_values:
+            variable.set_raw_value(value)
 
 
 def _find_owner(modules: Mapping[str, Any], path: str) -> str:

@@ -124,6 +124,7 @@ class Node:
         operation: the operation that replaces it.
         enclosing_node: the call or loop around it, or None.
         weight_axes: of a grouped product, the axes of the second operand that are groups, inputs and outputs.
+        path: of its layer, in a plan; "" if it has none.
     """
 
     kind: str
@@ -137,6 +138,7 @@ class Node:
     operation: Replacement | None = None
     enclosing_node: "Node | None" = None
     weight_axes: tuple[int, int, int] | None = None
+    path: str = ""
 
     @property
     def is_rewritten(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops.products.ragged import unsupported_ragged_reason
 from fp8jax.rewrite import activations, biases, cost_model, frozen_params, grouped, norms, primitives
 from fp8jax.rewrite.call_info import CallInfo
 from fp8jax.rewrite.entries import PlanEntry, WeightMatmul
@@ -28,6 +29,7 @@ from fp8jax.rewrite.heads import (
     Flow,
     count_outputs,
     elementwise_sources,
+    find_edge_blocks,
 )
 from fp8jax.rewrite.operations import (
     NON_DOT_OPERATIONS,
@@ -96,12 +98,14 @@ def plan(
     other_paths = {p.path for p in matmuls if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in matmuls if p.node in reasons}
     heads = {path: why for path, why in heads.items() if why != OUTPUT_HEAD_REASON or path not in other_paths}
+    if rules.has_default:
+        heads = find_edge_blocks({p.path for p in matmuls}, rules.unquantized_blocks) | heads
     narrow = _narrow_products(matmuls, heads) if rules.has_default else set[Node]()
     for p in matmuls:
         p.choice = choose(p, rules, call_info, {p.path: NARROW_REASON} | heads if p.node in narrow else heads)
     _find_stacked_experts(matmuls)
     levels = _find_levels(matmuls)
-    _skip_products_without_state(matmuls, levels, call_info)
+    _skip_unsupported_products(matmuls, levels, call_info)
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
@@ -162,13 +166,17 @@ def _has_batch_axes(p: WeightMatmul) -> bool:
     return p.node.kind != "dot_general" or any(p.node.eqn.params["dimension_numbers"][1])
 
 
-def _skip_products_without_state(
+def _skip_unsupported_products(
     matmuls: list[WeightMatmul], levels: Mapping[Node, tuple[LoopLevel, ...]], call_info: CallInfo
 ) -> None:
-    """Choose no recipe for products with several matrices if its scaling has no state for each of them."""
+    """Choose no recipe for products with several matrices that it cannot compute, or has no states for."""
     for p in matmuls:
         linear = p.choice.linear
-        if linear is None or p.weight.frozen is not None or not _collects_stats(linear):
+        if linear is None or p.weight.frozen is not None:
+            continue
+        if p.node.kind != "dot_general" and (reason := unsupported_ragged_reason(linear)):
+            p.is_unsupported, p.choice = True, LayerChoice(None, reason)
+        if not _collects_stats(linear):
             continue
         reason, names = "", scaling_names(linear)
         if _is_gathered(p):

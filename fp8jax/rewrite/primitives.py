@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src import source_info_util
 from jax.extend import core
@@ -169,6 +170,19 @@ class LoopInfo(NamedTuple):
 def is_outside_loop(eqn: Any) -> bool:
     """Whether each run of an equation's jaxpr has the same operands, as for a checkpoint, call or cond."""
     return eqn.primitive.name in (*_CHECKPOINTS, *_CALLS, "cond")
+
+
+def runs_once(eqn: Any) -> bool:
+    """Whether an equation runs one jaxpr, without a boundary: a call, a checkpoint, or a custom derivative."""
+    is_call = inlinable_jaxpr(eqn) is not None
+    return is_call or eqn.primitive.name in (*_CHECKPOINTS, *CUSTOM_DERIVATIVE_CALLS)
+
+
+def separate_recomputation(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The operands of an equation; of a recomputation behind a barrier, or XLA would merge it with the first run."""
+    is_recomputation = eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
+    is_separate = is_recomputation and np.any(eqn.params["prevent_cse"])
+    return list(lax.optimization_barrier(operands)) if is_separate else operands
 
 
 def rematerializes_products(eqn: Any) -> bool:

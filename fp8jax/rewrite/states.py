@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import AxisNames
@@ -126,11 +127,14 @@ class ParameterState(NamedTuple):
         stats = {name: getattr(self.stats, o) for o, name in stats_names(self.linear).items()}
         return variables | {name: value for name, value in stats.items() if value is not None}
 
-    def end_step(self, axis_name: AxisNames = None, *, keep_if_uncalled: bool = True) -> "ParameterState":
+    def end_step(
+        self, axis_name: AxisNames = None, apply_if: ArrayLike | None = None, *, keep_if_uncalled: bool = True
+    ) -> "ParameterState":
         """The record after a step, with empty stats.
 
         Args:
             axis_name: mesh axes of replicas whose stats are merged, or None.
+            apply_if: bool scalar; if it is False, the state stays as it is. None is True.
             keep_if_uncalled: a layer that was not called since its last step keeps its state. A step may then be ended
                 twice.
 
@@ -147,6 +151,8 @@ class ParameterState(NamedTuple):
         if keep_if_uncalled and (was_called := _was_called(linear, stats)) is not None:
             kept = {o: _where_called(was_called, getattr(state, o), getattr(self.state, o)) for o in stats}
             state = state._replace(**kept)
+        if apply_if is not None:
+            state = jax.tree.map(lambda new, old: jnp.where(apply_if, new, old), state, self.state)
         return self._replace(state=state, stats=jax.tree.map(jnp.zeros_like, self.stats))
 
 

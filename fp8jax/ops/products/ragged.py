@@ -117,7 +117,7 @@ def ragged_dot(
 
     Raises:
         ValueError: shapes do not match, a key is missing, `dimension_numbers` are of another form, or the recipe's
-            scaling observes operands.
+            scaling observes operands. Or the recipe has 4-bit codes or a rotation.
         TypeError: `group_sizes` are not integers.
     """
     if quantized is not None:
@@ -200,6 +200,8 @@ def _run(
 ) -> tuple[Array, ScalingStats]:
     """Return the result of `ragged_dot`, and the statistics of `scaled_ragged_dot`, empty without a state."""
     form, recipe = config.form, config.recipe
+    if (reason := unsupported_ragged_reason(recipe)) is not None:
+        raise ValueError(f"ragged_dot cannot follow the recipe: {reason}; take one without, such as 'mxfp8'")
     x, w = form.arrange(x, w)
     form.check(x, w, group_sizes, group_offset)
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
@@ -283,6 +285,14 @@ class _GroupScaling(NamedTuple):
     def stats(self, counts: Array | None) -> ScalingStats:
         """Return the statistics of the call; `counts` are those of fallback blocks."""
         return self.observed if counts is None else self.observed._replace(x=counts)
+
+
+def unsupported_ragged_reason(recipe: Linear) -> str | None:
+    """Return why a recipe has no ragged products, or None."""
+    specs = {spec for pair in recipe.products().values() for spec in pair}
+    if any(spec is not None and spec.is_packed for spec in specs):
+        return "grouped matmuls of 4-bit codes are not built"
+    return None if recipe.rotation is None else "grouped matmuls with a rotation are not built"
 
 
 class _Form(NamedTuple):
