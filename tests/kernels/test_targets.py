@@ -195,6 +195,18 @@ def test_every_recipe_on_every_gpu(flags: str) -> None:
 
 
 @pytest.mark.slow
+def test_experts_in_int8_blocks_are_multiplied_by_their_kernels_and_others_are_reported() -> None:
+    found = targets.report("experts", ["h200"])
+    check(found)
+    ran = {name: {(p.kernel, p.operands, p.executions) for p in products(f)} for name, f in found["h200"].items()}
+    int8, bf16 = ("s8", "s8"), ("bf16", "bf16")
+    assert ran["int8_fallback"] == {("int8_grouped_block", int8, 2), ("int8_grouped_block_dw", int8, 1)}
+    assert ran["jetfire"] == {("bf16_grouped", bf16, 2), ("bf16_grouped_dw", bf16, 1)}
+    (warning,) = found["h200"]["jetfire"]["warnings"]
+    assert "codes are decoded: its scales are of tensors and rows, not of int8:group32" in warning
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["h200", "a100"])
 def test_codes_of_ten_bits_are_packed_and_unpacked_where_norms_and_activations_are_computed(kind: str) -> None:
     found = {name: programs["block"] for name, programs in targets.report("ten_bits", [kind, "t4"]).items()}

@@ -164,8 +164,12 @@ class FrozenSource:
         return self._transpose_codes() if self.transposed else from_bytes(self.codes)
 
     def _transpose_codes(self) -> QTensor:
-        codes = from_bytes(self.codes)
-        return (jax.vmap(transpose) if codes.codes.ndim == 3 else transpose)(codes)  # type: ignore[no-any-return]
+        q = self.codes
+        if q.codes.ndim == 2:
+            return transpose(from_bytes(q))
+        # As bytes: XLA for CPUs without optimization returned wrong values for transposed FP8 constants.
+        codes, scale = (jnp.swapaxes(x, 1, 2) for x in (q.codes, q.scale))
+        return from_bytes(dataclasses.replace(q, codes=codes, scale=scale))
 
     def dgrad_codes(self) -> Operand:
         """Matrices (groups, inputs, outputs) of a stack. Codes that do not serve dgrad are decoded to 16 bits."""
