@@ -208,8 +208,10 @@ def _has_axis_of_experts(p: WeightMatmul) -> bool:
     if p.weight.further_paths:
         return False
     if p.node.kind != "dot_general":
+        if p.node.weight_axes is None:  # no grouped product
+            return False
         axes = stored_experts(p)[1] if p.choice.linear is not None else p.node.weight_axes
-        return axes is not None and axes[0] == 0
+        return axes[0] == 0
     if p.weight.layout or p.weight.is_relayouted:
         return False
     return tuple(p.node.eqn.params["dimension_numbers"][1][p.side]) == (0,)
