@@ -8,7 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, encoding, formats, noise, scaling
@@ -69,7 +69,13 @@ class BlockTransposer:
 
 
 def quantize_rows(
-    x: Array, spec: QuantSpec, strategy: Scaling, tokens: PaddedTokens, key: Array | None = None
+    x: Array,
+    spec: QuantSpec,
+    strategy: Scaling,
+    tokens: PaddedTokens,
+    key: Array | None = None,
+    *,
+    axes: tuple[str, ...] = (),
 ) -> QTensor:
     """Quantize a matrix that a product contracts along its columns.
 
@@ -79,6 +85,7 @@ def quantize_rows(
         strategy: stateless scaling for per-tensor scales.
         tokens: the groups of rows.
         key: PRNG key, used if the spec rounds stochastically.
+        axes: mesh axes of `jax.shard_map` whose devices share the scale of a group.
 
     Returns:
         QTensor (rows, n) with scales per row: granularity "tensor" becomes "token", and "block" becomes "group".
@@ -96,7 +103,8 @@ def quantize_rows(
         block_amax = _block_amax(x, (1, size))
         block_amax = tokens.take_blocks(tokens.reduce_blocks(block_amax, size), size)
         return _quantize_with_scale(x, spec, size, scaling.to_scale(block_amax, fmt), key)
-    group_amax = tokens.take_groups(group_maxima(row_amax, tokens))
+    group_amax = group_maxima(row_amax, tokens)
+    group_amax = tokens.take_groups(lax.pmax(group_amax, axes) if axes else group_amax)
     if spec.granularity == "tensor":
         return _quantize_with_scale(x, spec, None, scaling.to_scale(strategy.reduce_amax(group_amax), fmt), key)
     outer_scale = scaling.to_scale(group_amax, fmt)
