@@ -20,7 +20,7 @@ from experiments import mesh as meshes
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.models.moe import router_losses
 from experiments.text import packing
-from experiments.train import adapters, parallel, tensor
+from experiments.train import adapters, experts, parallel, tensor
 from experiments.train.adapters import BaseVariable
 from experiments.train.form import Form
 from experiments.train.losses import accumulate, cross_entropy
@@ -68,7 +68,7 @@ class Task:
         chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
             does where the recipe has a head of its own.
         partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
-        own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
+        own: `graphdef` of a device's heads, channels or experts, where devices share sequences or experts, else None.
         balance_coefficient, z_coefficient: of the losses of routers, which are added to the loss.
     """
 
@@ -120,6 +120,8 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
+        elif rows is not None and rows.mesh.shape[experts.AXIS] > 1:
+            own = dataclasses.replace(form, expert_wire_format=tensor.travels(recipe)).structure()
         how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
         coefficients = balance_coefficient, z_coefficient
         return cls(form.structure(), tx, llama, recipe, remat, seed, *how, *coefficients)

@@ -27,7 +27,7 @@ FLAGS = (  # noqa: SIM905 (a command line reads best as one)
     "--recipe mixed --microbatches 2 --batch 16 --checkpoint-every 2 --eval-every 3 --keep 9 --steps 6 "
     "--layers 1 --mlp-dim 128 --run"
 ).split()
-ROWS = P(("data", "fsdp"))
+ROWS = P(("data", "fsdp", "expert"))
 
 
 def mixed(_):
@@ -139,7 +139,7 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp or tensor"),
+        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp, tensor or expert"),
         ("--mesh data=2,data=4", "--mesh names data twice"),
         ("--mesh data=0", "--mesh data='0' is no number of devices"),
         ("--mesh data", "--mesh data='' is no number of devices"),
@@ -251,10 +251,10 @@ def test_where_an_array_lies_follows_from_its_name_and_shape(path, shape, place,
     tree: Any = jax.ShapeDtypeStruct((4, 512, 256) if shape == "e4m3" else shape, dtype)
     for name in reversed(path.split(".")):
         tree = {name: tree}
-    devices = jax.sharding.AbstractMesh((2, 2, 2), mesh.AXES)
+    devices = jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES)
     only = lambda tree: [x.spec for x in jax.tree.leaves(tree)]  # noqa: E731
     assert only(mesh.state(devices, tree)) == [place]
-    assert only(mesh.state(jax.sharding.AbstractMesh((4, 1, 1), mesh.AXES), tree)) == [P()]
+    assert only(mesh.state(jax.sharding.AbstractMesh((4, 1, 1, 1), mesh.AXES), tree)) == [P()]
     sliced = place if sliced is SAME else sliced
     by_layers = P("data", *place[1:]) if path.startswith("layers") else sliced
     for partition, wanted in (("slices", sliced), ("tensors", by_layers)):
@@ -269,7 +269,7 @@ def test_scales_of_blocks_are_cut_no_further_than_their_codes():
     q = jax.eval_shape(lambda: fp8jax.quantize(jnp.zeros((4, 450, 512)), spec))
     assert q.scale.shape == (4, 4, 4)
     tree = {"layers": {"mlp": {"up": {"kernel": q}}}}
-    found = mesh.held(jax.sharding.AbstractMesh((2, 2, 2), mesh.AXES), tree, "slices")
+    found = mesh.held(jax.sharding.AbstractMesh((2, 2, 2, 1), mesh.AXES), tree, "slices")
     assert {x.spec for x in jax.tree.leaves(found)} == {UP}
 
 

@@ -163,16 +163,18 @@ def test_losses_of_routers_enter_gradients_by_their_coefficients():
     assert sum(jax.tree.leaves(added)) == pytest.approx(0.5 * (first - second) / 2e-3, rel=0.02)
 
 
-def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(monkeypatch):
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2}, {"data": 1, "fsdp": 2, "expert": 2}])
+def test_devices_that_share_a_batch_and_parameters_compute_what_one_does(sizes, monkeypatch):
     """But for the balance of each device's own tokens, which has no coefficient here."""
     monkeypatch.setattr(mesh, "SMALLEST", 256)
-    devices = mesh.make(2, 2, jax.devices()[:4])
+    devices = mesh.make(**sizes, devices=jax.devices()[:4])
     coefficients = {"balance_coefficient": 0.0, "z_coefficient": 0.5}
     one, many = (task_of(FP32, rows=rows, **coefficients) for rows in (None, mesh.batches(devices)))
     params, model_state = (state := drawn(one)).params, state.model_state
     placed = jax.device_put(params, mesh.state(devices, params))
     experts = jax.tree.leaves(placed["layers"]["mlp"]["experts"])
-    assert all(x.sharding.spec == jax.P(None, None, "fsdp") for x in experts)
+    by_expert = "expert" if "expert" in sizes else None
+    assert all(x.sharding.spec == jax.P(None, by_expert, "fsdp") for x in experts)
     part = functools.partial(parallel.gradients, many.gradients, FP32, devices)
     with jax.default_matmul_precision("highest"):
         losses, grads, _ = jax.jit(one.gradients)(params, model_state, BATCH)
