@@ -89,9 +89,9 @@ def make(
 ) -> jax.sharding.Mesh:
     """A mesh of `data` x `fsdp` x `tensor` x `expert` devices.
 
-    All but `tensor` split batches. `fsdp` also splits parameters and what belongs to them, `expert` those of experts;
-    `tensor` splits the work on a sequence and the parameters (`experiments.train.tensor`). With Explicit axes the step is traced and run within `jax.set_mesh`
-    of it.
+    All but `tensor` split batches. `fsdp` also splits parameters and what belongs to them, `expert` those of experts.
+    `tensor` splits the work on a sequence and the parameters (`experiments.train.tensor`). With Explicit axes the step
+    is traced and run within `jax.set_mesh` of it.
 
     Raises:
         ValueError: there are not so many devices.
@@ -137,8 +137,8 @@ def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
     """The shardings of a state, by the shapes and names of its arrays.
 
     Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
-    outside of layers as over "fsdp". Matrices of experts are cut by expert over "expert". Scales are cut as their codes are, where their number divides. An axis that stacks
-    layers is not cut, but by a partition.
+    outside of layers as over "fsdp". Those of experts are cut over "expert" along the axis that stacks them. Scales are
+    cut as their codes are, where their number divides. An axis that stacks layers is not cut, but by a partition.
 
     Args:
         mesh: the devices.

@@ -14,7 +14,6 @@ from fp8jax.ops.autodiff.residuals import dequantize_residual, quantize_residual
 from fp8jax.ops.products.linear import key_from_data
 from fp8jax.recipes import Linear
 
-
 AXIS = "expert"
 
 

@@ -278,17 +278,19 @@ def cut(params: Any, mesh: Any) -> frozenset[str]:
 def _mean_beside_experts(grads: Any, comm: Comm, mesh: Any, min_size: int) -> Any:
     """Means over "data" and "expert". The gradient of a device's experts is a sum of all tokens along "expert"."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
-    found = [g / mesh.shape[experts.AXIS] for _, g in leaves]
-    for axes, of_experts in ((("data", experts.AXIS), False), (("data",), True)):
-        at = [i for i, (path, _) in enumerate(leaves) if meshes.has_experts(path) == of_experts]
-        if of_experts and mesh.shape["data"] == 1:
-            continue
-        source = found if of_experts else [g for _, g in leaves]
-        depths = [meshes.stacked(leaves[i][0]) for i in at]
-        means = all_reduce_gradients([source[i] for i in at], axes, comm, layer_axes=depths, min_size=min_size)
-        for i, mean in zip(at, means, strict=True):
-            found[i] = mean
-    return structure.unflatten(found)
+
+    def means(of_experts: bool, axes: tuple[str, ...]) -> Any:
+        part = [(path, g) for path, g in leaves if meshes.has_experts(path) == of_experts]
+        if all(mesh.shape[name] == 1 for name in axes):
+            return iter([g for _, g in part])
+        depths = [meshes.stacked(path) for path, _ in part]
+        return iter(all_reduce_gradients([g for _, g in part], axes, comm, layer_axes=depths, min_size=min_size))
+
+    sums, others = means(True, ("data",)), means(False, ("data", experts.AXIS))
+    devices = mesh.shape[experts.AXIS]
+    return structure.unflatten(
+        [next(sums) / devices if meshes.has_experts(path) else next(others) for path, _ in leaves]
+    )
 
 
 def _reduced(
