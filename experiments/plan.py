@@ -32,7 +32,6 @@ with needed() as missing:
 
     from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
     from experiments.train import experts, parallel, tensor
-    from experiments.train.experts import RecipeProducts
     from experiments.train.form import changes_layers, in_chunks
 
 _PROGRAM = "experiments.plan"
@@ -83,7 +82,12 @@ def _residuals(run: Any, axis: str, devices: int, *args: Any) -> list[Any]:
 
 @functools.cache
 def saved_per_token(
-    llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, shared: int = 1, expert: int = 1
+    llama: LlamaConfig,
+    recipe: fp8jax.Recipe,
+    recompute: bool,
+    shared: int = 1,
+    expert: int = 1,
+    expert_capacity: float = 0.0,
 ) -> float:
     """Bytes that one layer keeps of a token for its backward pass, with the kernels for Hopper GPUs.
 
@@ -92,7 +96,8 @@ def saved_per_token(
         recipe: what the layer computes with and keeps.
         recompute: whether only results of products and attention are kept, and the rest is computed again.
         shared: devices that share sequences; counted is what one of them keeps of a token of a sequence.
-        expert: devices that share experts, of which each has room for the rows of all.
+        expert: devices that share experts.
+        expert_capacity: as of experiments.train.
     """
     own, boundary = llama, None
     if shared > 1:
@@ -105,7 +110,8 @@ def saved_per_token(
     axis, devices = (experts.AXIS, expert) if expert > 1 else (tensor.AXIS, shared)
     products = None
     if llama.experts:
-        products = RecipeProducts(recipe, tensor.travels(recipe) if expert > 1 else None)
+        sharing = experts.ExpertSharing(tensor.travels(recipe), expert_capacity) if expert > 1 else None
+        products = experts.RecipeProducts(recipe, sharing)
 
     def own_shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
         shape = x.shape[1:]
@@ -146,6 +152,7 @@ def of(
     microbatches: int = 1,
     recompute: bool = False,
     partition: str = "",
+    expert_capacity: float = 0.0,
 ) -> Plan:
     """The plan of a model's step.
 
@@ -157,6 +164,7 @@ def of(
         microbatches: parts that a batch is computed in.
         recompute: as of `saved_per_token`.
         partition: as of `fp8jax.dist.plan`.
+        expert_capacity: as of experiments.train.
 
     Logits are there as `--logits auto` has them.
     """
@@ -167,7 +175,10 @@ def of(
         for path, x in jax.tree_util.tree_leaves_with_path(params)
         if mesh.stacked(path)
     )
-    activations = tokens * shared * llama.layers * saved_per_token(llama, recipe, recompute, shared, expert)
+    if expert > 1:
+        experts.check_devices(llama, expert)
+    kept = saved_per_token(llama, recipe, recompute, shared, expert, expert_capacity)
+    activations = tokens * shared * llama.layers * kept
     dims: Any = -1
     crossings: list[Collective] = []
     if shared > 1:
@@ -179,7 +190,6 @@ def of(
         )  # fmt: skip
     expert_dims: Any = -1
     if expert > 1:
-        experts.check_devices(llama, expert)
         expert_dims = jax.tree_util.tree_map_with_path(
             lambda path, x: mesh.stacked(path) - 1 if mesh.has_experts(path) else -1, params
         )
@@ -231,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--partition", choices=("tensors", "slices"), default="", help="as of experiments.train")
+    parser.add_argument("--expert-capacity", type=float, default=0.0, help="as of experiments.train")
     parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
     options = parser.parse_args(argv)
     if missing:
@@ -244,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         mesh.check_partition(options.partition, where, llama.layers)
         plan = of(
             llama, recipe, where, options.batch * options.length, microbatches=options.microbatches,
-            recompute=options.recompute, partition=options.partition,
+            recompute=options.recompute, partition=options.partition, expert_capacity=options.expert_capacity,
         )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -271,6 +271,7 @@ def _train_recipe(
         partition=config.run.partition,
         balance_coefficient=optim.balance_coefficient,
         z_coefficient=optim.z_coefficient,
+        expert_capacity=config.run.expert_capacity,
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,6 +16,18 @@ from fp8jax.ops.products.linear import key_from_data
 from fp8jax.recipes import Linear
 
 AXIS = "expert"
+
+
+class ExpertSharing(NamedTuple):
+    """How devices along "expert" share experts, inside `jax.shard_map`.
+
+    Attributes:
+        wire_format: of what they send to each other's experts, as `fp8jax.dist.TokenExchange.dispatch` takes it.
+        capacity: rows that a device has room for, in multiples of those that it sends; 0 for those of all devices.
+    """
+
+    wire_format: Linear | str
+    capacity: float = 0.0
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["routes", "exchange"], meta_fields=["wire_format"])
@@ -56,18 +69,19 @@ class RecipeProducts(ExpertProducts):
 
     Attributes:
         recipe: of the products.
-        wire_format: of what devices along "expert" send to each other's experts, as
-            `fp8jax.dist.TokenExchange.dispatch` takes it; None where each device has all experts.
+        sharing: how devices share experts; None where each has all of them.
     """
 
     recipe: fp8jax.Recipe
-    wire_format: Linear | str | None = None
+    sharing: ExpertSharing | None = None
 
     def share(self, routes: Routes) -> Any:
-        if self.wire_format is None:
+        if self.sharing is None:
             return routes
-        exchange = TokenExchange.from_sizes(routes.sizes_E, AXIS, routes.order_R.size)
-        return SharedRoutes(routes, exchange, self.wire_format)
+        rows = routes.order_R.size
+        capacity = math.ceil(self.sharing.capacity * rows) or None
+        exchange = TokenExchange.from_sizes(routes.sizes_E, AXIS, rows, capacity=capacity)
+        return SharedRoutes(routes, exchange, self.sharing.wire_format)
 
     def multiply(self, x_RxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         linear = self.recipe.linear

@@ -142,10 +142,14 @@ class Loop:
         if not values["healthy"]:
             newest = self.checkpoints.latest()
             saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"
+            room = self.settings.expert_capacity
+            more = (
+                f", or a higher --expert-capacity, if a device gets more than {room:g} times its rows" if room else ""
+            )
             raise NotFinite(
                 f"step {behind.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; not finite"
                 f"{', and applied as --release does' if self.optim.release else ', so nothing of it was applied'} "
-                f"({saved}). Try a lower --lr, a longer --warmup or a smaller --clip, "
+                f"({saved}). Try a lower --lr, a longer --warmup or a smaller --clip{more}, "
                 "with --resume never or a new --run"
             )
         now = time.perf_counter()

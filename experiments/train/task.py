@@ -20,12 +20,13 @@ from experiments import mesh as meshes
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.models.moe import router_losses
 from experiments.text import packing
-from experiments.train import adapters, experts, parallel, tensor
+from experiments.train import adapters, parallel, tensor
 from experiments.train.adapters import BaseVariable
+from experiments.train.experts import AXIS, ExpertSharing
 from experiments.train.form import Form
 from experiments.train.losses import accumulate, cross_entropy
 from experiments.train.released import LAYERS, ReleasedOptimizer, layer_of
-from experiments.train.sections import Lora, Optim
+from experiments.train.sections import Lora, Optim, Run
 from fp8jax.dist import Factors
 from fp8jax.optim.clipping import global_norm
 from fp8jax.optim.fused import FusedTransformation
@@ -105,6 +106,7 @@ class Task:
         partition: str = "",
         balance_coefficient: float = Optim.balance_coefficient,
         z_coefficient: float = Optim.z_coefficient,
+        expert_capacity: float = Run.expert_capacity,
     ) -> "Task":
         """Traces the model's structure; no parameter is made.
 
@@ -120,8 +122,8 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("gradients are summed over tensor after the backward pass: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
-        elif rows is not None and rows.mesh.shape[experts.AXIS] > 1:
-            own = dataclasses.replace(form, expert_wire_format=tensor.travels(recipe)).structure()
+        elif rows is not None and rows.mesh.shape[AXIS] > 1:
+            own = dataclasses.replace(form, sharing=ExpertSharing(tensor.travels(recipe), expert_capacity)).structure()
         how = microbatches, rows, unroll, lora, chunked or recipe.head.is_quantized, partition, own
         coefficients = balance_coefficient, z_coefficient
         return cls(form.structure(), tx, llama, recipe, remat, seed, *how, *coefficients)

@@ -97,7 +97,7 @@ def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
 def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
     _, seen, _ = runs
     assert seen[0].seen[0][1] is None
-    for loop, shape, among in ((seen[1], (4, 2, 1), ("fsdp", "data")), (seen[2], (1, 2, 2), "fsdp")):
+    for loop, shape, among in ((seen[1], (4, 2, 1, 1), ("fsdp", "data")), (seen[2], (1, 2, 2, 1), "fsdp")):
         shared = ("tensor",) if shape[2] > 1 else ()
         # The first and the last step: what comes out lies as what went in.
         for state, batch, size in (loop.seen[0], loop.seen[-1]):
@@ -189,7 +189,7 @@ def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags,
 @pytest.mark.parametrize(("batch", "microbatches", "count"), [(8, 1, 8), (8, 2, 4), (12, 1, 6), (7, 1, 7), (3, 3, 1)])
 def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, microbatches, count):
     found = mesh.choose("", batch, microbatches)
-    assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1}
+    assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1, "expert": 1}
 
 
 def test_several_processes_use_all_of_their_devices_and_rows_that_do_not_divide_are_everywhere():

@@ -242,6 +242,9 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
     assert cli.main(shared) == 0
     assert "resuming from step 4" in capsys.readouterr().out
     assert leaves() == ended
+    full = [*argv, *flags, "--recipe", "bf16", "--run", "full", "--mesh", "expert=2", "--expert-capacity", "1"]
+    assert cli.main(full) == 1
+    assert "or more --expert-capacity, if a device gets over 1 times its rows" in capsys.readouterr().err
 
 
 def test_a_plan_counts_what_experts_exchange():
@@ -253,6 +256,11 @@ def test_a_plan_counts_what_experts_exchange():
     found = collectives(program.lower(state, BATCH).compile().as_text())
     planned = plan.of(TINY, recipe, dict(devices.shape), BATCH.shape[0] // 2 * 16)
     assert planned.memory["parameters"] < plan.of(TINY, recipe, {}, 32).memory["parameters"] * 0.7
+    kept = [plan.saved_per_token(TINY, recipe, False, 1, 2, room) for room in (0.0, 2.0, 1.0)]
+    assert kept[0] == kept[1]
+    # With room for the rows that a device sends, it keeps codes of gate and up, and their weights, of half as many.
+    rows = TINY.experts_per_token * (2 * TINY.mlp_dim * (1 + 2 / 16) + 4)
+    assert kept[0] - kept[2] == pytest.approx(rows, rel=0.01)
     sent = {"u8": 0, "f32": 0}
     for one in planned.collectives:
         if one.kind == "ragged-all-to-all":
@@ -272,6 +280,7 @@ def test_a_plan_counts_what_experts_exchange():
         ("--mesh expert=3 --batch 6", r"3 devices along expert do not divide 8 experts; expert may be \[1, 2, 4, 8\]"),
         ("--model 5m --mesh expert=2 --batch 4", "expert=2: the model has no experts; take data=2"),
         ("--recipe fp8_lm --mesh expert=2 --batch 4", "comm.auto_scale has one factor a parameter"),
+        ("--mesh expert=2 --expert-capacity 0.5", "--expert-capacity must be at least 1, or 0, got 0.5"),
         ("--experts-per-token 9", "experts_per_token must be from 1 to experts 8, got 9"),
         ("--experts 1", "experts must be 0, for one MLP, or at least 2, got 1"),
         ("--model 5m --z-coefficient 0.1", "--z-coefficient is for models with experts"),
