@@ -144,7 +144,7 @@ class Loop:
             saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"
             room = self.settings.expert_capacity
             more = (
-                f", or a higher --expert-capacity, if a device gets more than {room:g} times its rows" if room else ""
+                f", or more --expert-capacity, if a device gets over {room:g} times its rows" if room else ""
             )
             raise NotFinite(
                 f"step {behind.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; not finite"
