@@ -28,7 +28,7 @@ EXPERIMENTS = (
     {"hub"},
     {"train"},
     {"evaluate", "generate", "plan"},
-    {"export", "bench"},
+    {"export", "bench", "soak"},
     {"papers"},
 )
 

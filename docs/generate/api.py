@@ -39,7 +39,7 @@ TASKS = {
         nnx.QuantizedWeightVariable""",
     "Optimizers with 8-bit states": """
         compressed_adamw scale_by_compressed_adam compress_state fp8lm_adamw optimizer with_clipping
-        clip_by_global_norm convert_state state_bytes""",
+        clip_by_global_norm skip_bad_steps get_bad_steps convert_state state_bytes""",
     "Master weights and the optimizer in the backward pass": """
         master_weights split_master_weights params_from_master fused_backward FusedBlockState value_and_step
         compute_grad_norm grad_norm_from_states""",

@@ -39,7 +39,7 @@ with packages.needed() as missing:
     from experiments.train.checkpoint import Checkpoints, digest_of, quiet
     from experiments.train.form import in_chunks, recomputed
     from experiments.train.introduction import count
-    from experiments.train.loop import Loop, NotFinite
+    from experiments.train.loop import BadStep, Loop
     from experiments.train.optimizer import make_optimizer, with_head, with_master
     from experiments.train.result import Result, read_result
     from experiments.train.speed import Trace, share_of_peak
@@ -58,6 +58,9 @@ _EVERYWHERE = (
     "remat",
     "logits",
     "unroll",
+    "on_bad_step",
+    "max_bad_steps",
+    "max_loss_jump",
 )
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recip
         if explanation is None and not hosts.several():
             raise
         code, message = explanation or (1, "".join(traceback.format_exception(error)).rstrip())
-        agreed = isinstance(error, (hosts.Agreed, NotFinite)) or (isinstance(error, Stopped) and error.step is not None)
+        agreed = isinstance(error, (hosts.Agreed, BadStep)) or (isinstance(error, Stopped) and error.step is not None)
         return hosts.end(code, agreed, message)
 
 
@@ -99,7 +102,7 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
             return 3, f"error: {error}"
         case ModuleNotFoundError() if line := packages.explain(error, _PROGRAM):
             return 2, f"error: {line}"
-        case NotFinite():
+        case BadStep():
             return 1, f"stopped: {error}"
         case Stopped():
             return 128 + error.signum, error.message(command)
@@ -118,7 +121,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
     """Trains every recipe of the configuration in turn and reports.
 
     Raises:
-        UserError, NotFinite, Stopped: as the names say; their messages are for the user.
+        UserError, BadStep, Stopped: as the names say; their messages are for the user.
     """
     recipes = {name: _find(recipe, name) for name in config.recipe}
     recipes = {
@@ -272,6 +275,8 @@ def _train_recipe(
         balance_coefficient=optim.balance_coefficient,
         z_coefficient=optim.z_coefficient,
         expert_capacity=config.run.expert_capacity,
+        on_bad_step=config.run.on_bad_step,
+        max_loss_jump=config.run.max_loss_jump,
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)

@@ -21,7 +21,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 from experiments.errors import UserError
-from experiments.files import parse_json, read_bytes, write_text, writing
+from experiments.files import open_to_append, parse_json, read_bytes, write_bytes, write_text, writing
 from experiments.train.result import RECENT, Result
 from fp8jax.core.tables import sentence
 
@@ -59,7 +59,7 @@ class Details:
         """
         self._path = path
         with writing(path):
-            path.touch()
+            open_to_append(path).close()
 
     def show(self, content: Any, indent: int = 0) -> None:
         """Shows a line or a table of rich."""
@@ -74,7 +74,7 @@ class Details:
             buffer = Console(file=io.StringIO(), width=120, record=True)
             buffer.print(content)
             content = buffer.export_text().rstrip()
-        with writing(self._path), self._path.open("a") as file:
+        with writing(self._path), open_to_append(self._path) as file:
             file.write(f"{content}\n")
 
 
@@ -157,19 +157,14 @@ class RunLog:
         self._started, self._resumed = time.monotonic(), resumed
         if not writes:
             return
-        entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
-        entries.sort(key=lambda row: row["step"])
-        write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
-        with writing(self._path):
-            self._file = self._path.open("a", buffering=1)
+        self._open_file()
         board = folder / "tensorboard"
         with writing(board):
             board.mkdir(exist_ok=True)
             # Its SummaryWriter hangs on a full disk; this one writes in the thread that asks it to.
             self._board = EventsWriter(str(board / "events"), filename_suffix=f".{os.getpid()}")
             if resumed:
-                start = SessionLog(status=SessionLog.START)
-                self._board.write_event(Event(wall_time=time.time(), step=resumed + 1, session_log=start))
+                self._purge(resumed)
         if console.is_terminal:
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
@@ -181,6 +176,19 @@ class RunLog:
                 expand=True,
             )
             self._task = self._bar.add_task(label or recipe, total=steps, completed=resumed, note="")
+
+    def _open_file(self) -> None:
+        """Writes metrics.jsonl again, of the known rows, and opens it for those that follow."""
+        entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
+        entries.sort(key=lambda row: row["step"])
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
+        with writing(self._path):
+            self._file = open_to_append(self._path)
+
+    def _purge(self, step: int) -> None:
+        """Lets TensorBoard drop what it has after a step."""
+        start = SessionLog(status=SessionLog.START)
+        self._board.write_event(Event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def __enter__(self) -> "RunLog":
         if self._bar:
@@ -210,6 +218,7 @@ class RunLog:
         saturated: float | None = None,
         balance_loss: float | None = None,
         z_loss: float | None = None,
+        bad_steps: int | None = None,
     ) -> None:
         """Records a finished step.
 
@@ -217,9 +226,10 @@ class RunLog:
             step, loss, grad_norm, lr, tokens_per_s: of the step.
             saturated: elements of its gradients, where sums in 8 bits can saturate.
             balance_loss, z_loss: of routers, where there are experts.
+            bad_steps: of the run so far, if they do not stop it.
         """
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
-        extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss}
+        extra = {"saturated": saturated, "balance_loss": balance_loss, "z_loss": z_loss, "bad_steps": bad_steps}
         row |= {name: value for name, value in extra.items() if value is not None}
         row |= {} if self._share is None else {"mfu": tokens_per_s * self._share}
         self.train[step] = row
@@ -239,6 +249,20 @@ class RunLog:
                 f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
                 f"grad_norm {grad_norm:.2f}{routers}{lost} left {clock(seconds)} recipe {self._recipe}"
             )
+
+    def rewind(self, step: int) -> None:
+        """Drops what was recorded after a step, to which training goes back."""
+        self.train = {s: row for s, row in self.train.items() if s <= step}
+        self._valid = {s: loss for s, loss in self._valid.items() if s <= step}
+        if self._writes:
+            self._file.close()
+            self._open_file()
+            with writing(self._path.with_name("tensorboard")):
+                self._purge(step)
+
+    def say(self, text: str) -> None:
+        """Prints a line between those of progress."""
+        self._console.print(text, markup=False)
 
     def valid(self, step: int, loss: float) -> None:
         """Records a validation after `step`."""
@@ -390,8 +414,9 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
         bottom.set_ylabel(f"% above {next(iter(metrics))}")
         bottom.grid(alpha=0.3)
     (top if bottom is None else bottom).set_xlabel("step")
-    with writing(path):
-        figure.savefig(path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_bytes(path, image.getvalue())
 
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:

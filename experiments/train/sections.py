@@ -223,6 +223,13 @@ class Run:
     None: all on a GPU, else one."""
     profile: int = 0
     """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
+    """After a step whose loss, gradients or scales are not finite, or whose loss jumps. skip: leave its batch out.
+    rewind: go back to the newest checkpoint, and on with the batch after the bad one."""
+    max_bad_steps: int = 10
+    """With skip, most bad steps in a row; with rewind, in the whole run. One more stops it."""
+    max_loss_jump: float = 0.0
+    """A loss jumps if it is so many spreads above the median of the last 128 (6 is usual); 0 looks for no jumps."""
     verbose: bool = False
     """Print what OUT/RUN/log.txt has, too: settings, what each array is stored in, memory, kernels."""
     wandb: str = ""

@@ -57,10 +57,9 @@ def quantize(module: Model, rules: Rules) -> Model:
     A call outside of a compiled function is jitted, once per structure of its arguments, like under `nn.jit`. Methods
     cannot branch on values of arrays. Other arguments are static. A method may return anything but modules.
 
-    Delayed scaling and `int8_fallback` add collections of variables; see `fp8jax.linen.advance_scaling`. A
-    matmul with a batch axis of experts has a state for each expert. Grouped products run as written with these
-    scalings. If an unquantized model scans over a quantized module, an error names the
-    `variable_axes` that `nn.scan` needs.
+    Delayed scaling and `int8_fallback` add collections of variables; see `fp8jax.linen.advance_scaling`. A matmul with
+    a batch axis of experts and a grouped product have a state for each expert. If an unquantized model scans over a
+    quantized module, an error names the `variable_axes` that `nn.scan` needs.
 
     A recipe, unlike a rule, does not quantize embeddings, heads and routers. They are found by name, or by a result
     that

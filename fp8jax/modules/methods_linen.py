@@ -312,7 +312,7 @@ def _make_function(
         requires_product=is_model,
         is_module_method=True,
         checks_rules=is_model,
-        has_expert_states=True,
+        state_axes=None,
     )
     return _TracedFunction(transformed, counters)
 

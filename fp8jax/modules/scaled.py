@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors, nnx
 from jax import Array
+from jax.typing import ArrayLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic, AxisNames
@@ -176,8 +177,11 @@ class LayerScaling(ParameterStateModule):
             training.record_observation(self.record)
         try:
             for operand, value in observed.items():
-                stats = getattr(self, f"seen_{operand}")
-                stats[...] = self.linear.states[operand].merge_stats(stats[...], value)
+                stats, scaling = getattr(self, f"seen_{operand}"), self.linear.states[operand]
+                # A product of all matrices together has the state of the first one.
+                num_layer_axes = value.ndim - len(scaling.stats_shape)
+                index = (*[slice(None)] * num_layer_axes, *[0] * (stats.ndim - value.ndim), ...)
+                stats[...] = stats[...].at[index].set(scaling.merge_stats(stats[...][index], value))
         except errors.TraceContextError:
             names = scaling_names(self.linear)
             raise errors.TraceContextError(_CLOSED_OVER_MESSAGE.format(layer=self.kind, names=names)) from None
@@ -192,9 +196,9 @@ class LayerScaling(ParameterStateModule):
         variable: nnx.Variable = getattr(self, self.linear.states["w"].variable_name("w"))
         return variable
 
-    def end_step(self, axis_name: AxisNames = None) -> None:
-        """Advance the states by the stats of the step, and empty these, in place."""
-        for name, value in self.load().end_step(axis_name).to_variables().items():
+    def end_step(self, axis_name: AxisNames = None, apply_if: ArrayLike | None = None) -> None:
+        """Advance the states by the stats of the step, unless `apply_if` is False, and empty these, in place."""
+        for name, value in self.load().end_step(axis_name, apply_if).to_variables().items():
             getattr(self, name)[...] = value
 
 
@@ -203,7 +207,9 @@ def get_scalings(model: Any) -> list[tuple[tuple[Any, ...], LayerScaling]]:
     return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, LayerScaling)]
 
 
-def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None) -> Any:
+def advance_scaling(
+    model: nnx.Module, grads: Any = None, *, axis_name: AxisNames = None, apply_if: ArrayLike | None = None
+) -> Any:
     """Ends a step of a model whose scaling observes its operands, such as delayed scaling, in place.
 
         loss, grads = fp8jax.nnx.value_and_grad(loss_fn)(model, batch)
@@ -222,6 +228,7 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         grads: gradients of a step, with or without statistics, or None.
         axis_name: mesh axes of replicas inside `jax.shard_map`. Their observations are merged: largest magnitudes by
             maximum, counts by sum.
+        apply_if: bool scalar; if it is False, as after a step that was skipped, states stay as they are. None is True.
 
     Returns:
         The gradients without the statistics.
@@ -238,7 +245,7 @@ def advance_scaling(model: nnx.Module, grads: Any = None, *, axis_name: AxisName
         training.warn_if_stats_lost(record, [value for x, w, _ in stats for value in (x, w) if value is not None])
     other_grads = None if grads is None else merge_gradient_stats(model, grads)
     for layer in layers:
-        layer.end_step(axis_name)
+        layer.end_step(axis_name, apply_if)
     return other_grads
 
 

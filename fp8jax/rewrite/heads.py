@@ -5,6 +5,7 @@ outputs gains no time in 8 bits. It often is a head inside of the function, such
 """
 
 import math
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -51,6 +52,30 @@ OUTPUT_HEAD_REASON, _SELECTION_REASON = (
     "an output head: the function returns its result",
     "a router, gate or head: {} reads its result",
 )
+
+
+def find_edge_blocks(paths: Collection[str], counts: tuple[int, int]) -> dict[str, str]:
+    """The layers in the first and last blocks of a model, with the reason.
+
+    A block is the first number in a path. Paths that agree up to it are of one stack of blocks. If no other block of a
+    stack would be left, none is an edge.
+
+    Args:
+        paths: of layers.
+        counts: numbers of blocks at the start and at the end.
+    """
+    stacks: dict[str, dict[str, int]] = {}
+    for path in paths:
+        if (number := re.search(r"\d+", path)) is not None:
+            stacks.setdefault(path[: number.start()], {})[path] = int(number[0])
+    reasons: dict[str, str] = {}
+    for stack in stacks.values():
+        blocks, (first, last) = sorted(set(stack.values())), counts
+        if len(blocks) > first + last:
+            edges = dict.fromkeys(blocks[:first], f"in the first {first} of {len(blocks)} blocks")
+            edges |= dict.fromkeys(blocks[len(blocks) - last :], f"in the last {last} of {len(blocks)} blocks")
+            reasons |= {path: edges[block] for path, block in stack.items() if block in edges}
+    return reasons
 
 
 class Flow:

@@ -126,6 +126,7 @@ class RuleSet:
         has_default: whether the last rule is a recipe for all other layers, after the default exclusions.
         head: that recipe's part for output heads; None does not quantize them.
         grouped_products: the functions of the user that compute grouped products.
+        unquantized_blocks: as of that recipe.
 
     Raises:
         ValueError: there is no rule.
@@ -135,6 +136,7 @@ class RuleSet:
     has_default: bool
     head: Linear | None = None
     grouped_products: tuple[GroupedProduct, ...] = ()
+    unquantized_blocks: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -279,4 +281,5 @@ def as_rule_set(rules: Rules) -> RuleSet:
             raise TypeError(
                 f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}{fix}"
             )
-    return RuleSet((*user_rules, *default_rules), default, head, grouped_products)
+    unquantized_blocks = default_recipe.unquantized_blocks if isinstance(default_recipe, Recipe) else (0, 0)
+    return RuleSet((*user_rules, *default_rules), default, head, grouped_products, unquantized_blocks)

@@ -244,7 +244,7 @@ def test_devices_that_share_experts_train_as_one_does_and_go_on_to_the_same_bits
     assert leaves() == ended
     full = [*argv, *flags, "--recipe", "bf16", "--run", "full", "--mesh", "expert=2", "--expert-capacity", "1"]
     assert cli.main(full) == 1
-    assert "or more --expert-capacity, if a device gets over 1 times its rows" in capsys.readouterr().err
+    assert "as if a device got more than --expert-capacity 1 times its rows" in capsys.readouterr().err
 
 
 def test_a_plan_counts_what_experts_exchange():

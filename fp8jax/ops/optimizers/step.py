@@ -17,6 +17,8 @@ from jax.sharding import AxisType
 
 from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.autodiff.observations import Observation, Place, compare, current_place, observe
 from fp8jax.ops.dispatch import choice
 from fp8jax.ops.dispatch.choice import (
     Choice,
@@ -35,7 +37,9 @@ from fp8jax.ops.optimizers.leaf import (
     TreeSlice,
     exact_update,
     is_quantized,
+    load,
     make_weight_seed,
+    scale_and_clip,
 )
 
 # Fewer rows are not worth a loop.
@@ -221,7 +225,31 @@ def step_tree(
     if key is not None and all(leaf.weight_seed is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     results = step_leaves(optimizer, adam, leaves, impl)
+    if (place := current_place("")) is not None:
+        layer_axes = () if tree_slice.layer is None else (True,)
+        places = [place._replace(layer=tree_slice.path(path), layer_axes=layer_axes) for path, _ in paths_and_mus]
+        results = [_observe_step(adam, *each) for each in zip(places, leaves, results, strict=True)]
     return StepResult(*(treedef.unflatten([result[i] for result in results]) for i in range(len(StepResult._fields))))
+
+
+def _observe_step(adam: Adam, place: Place, leaf: Leaf, result: StepResult) -> StepResult:
+    """The result of a step, with observations of the moments in codes and of the parameter's change."""
+    mu = result.mu
+    tie, untie = (mu.codes, mu.with_codes) if isinstance(mu, QTensor) else (mu, lambda x: x)
+    gradient = scale_and_clip(load(leaf.grad), adam.grad_scale)
+    moments = (("m", leaf.mu, mu, adam.b1, gradient), ("v", leaf.nu, result.nu, adam.b2, jnp.square(gradient)))
+    for role, old, new, decay, value in moments:
+        if isinstance(new, QTensor):
+            exact = decay * load(old) + (1 - decay) * value
+            exact = exact if adam.apply_if is None else jnp.where(adam.apply_if, exact, load(old))
+            tie = observe(tie, place, role, compare(exact, new, is_relative=True))
+    new_weight, old_weight = (
+        (w.high if isinstance(w, MasterWeight) else w).astype(jnp.float32) for w in (result.weight, leaf.weight)
+    )
+    change = new_weight - old_weight if leaf.in_place else new_weight
+    squares = {"squared_update": jnp.sum(jnp.square(change)), "squared_weight": jnp.sum(jnp.square(old_weight))}
+    tie = observe(tie, place, "update", Observation(squares, {}))
+    return result._replace(mu=untie(tie))
 
 
 def step_leaves(optimizer: FusedOptimizer, adam: Adam, leaves: Sequence[Leaf], impl: str = "auto") -> list[StepResult]:

@@ -153,7 +153,7 @@ class FrozenSource:
     """The source of a frozen weight, and its residual.
 
     Attributes:
-        codes: as bytes, (outputs, inputs); (inputs, outputs) if `transposed`.
+        codes: as bytes, (outputs, inputs), or a stack of such; (inputs, outputs) if `transposed`.
     """
 
     codes: QTensor
@@ -161,7 +161,18 @@ class FrozenSource:
     token_scale = None
 
     def forward(self, matrix: Array | None, side: Side) -> ForwardOperand:
-        return transpose(from_bytes(self.codes)) if self.transposed else from_bytes(self.codes)
+        return self._transpose_codes() if self.transposed else from_bytes(self.codes)
+
+    def _transpose_codes(self) -> QTensor:
+        codes = from_bytes(self.codes)
+        return (jax.vmap(transpose) if codes.codes.ndim == 3 else transpose)(codes)  # type: ignore[no-any-return]
+
+    def dgrad_codes(self) -> Operand:
+        """Matrices (groups, inputs, outputs) of a stack. Codes that do not serve dgrad are decoded to 16 bits."""
+        spec = self.codes.spec
+        if spec.granularity in TRANSPOSABLE and not spec.expand:
+            return from_bytes(self.codes) if self.transposed else self._transpose_codes()
+        return jnp.swapaxes(jax.vmap(lambda q: from_bytes(q).dequantize(jnp.bfloat16))(self.codes), 1, 2)
 
     def residual(self, matrix: Array | None, operand: ForwardOperand, side: Side) -> "FrozenSource":
         return self
