@@ -222,7 +222,10 @@ class Loop:
         """Why a step is bad."""
         limit, jump = values.get("loss_limit", np.inf), self.settings.max_loss_jump
         if not np.isfinite([values["loss"], values["grad_norm"]]).all():
-            return "not finite"
+            room = self.settings.expert_capacity
+            return "not finite" + (
+                f", as if a device got more than --expert-capacity {room:g} times its rows" if room else ""
+            )
         if values["loss"] > limit:
             return f"a jump, above {limit:.4f}: {jump:g} spreads over the median of the last losses"
         return "a scaling state is not finite"
