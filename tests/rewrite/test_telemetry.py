@@ -275,3 +275,13 @@ def test_models_of_each_framework_have_the_same_statistics():
     for found in founds:
         (stats,) = found.values()
         jax.tree.map(np.testing.assert_array_equal, stats, founds[0]["up"])
+
+
+def test_members_of_a_batch_have_one_value_together():
+    w, x = normal(0, 2, WIDTH, INNER), wide(1, 2, TOKENS, WIDTH)
+    stacked = jax.vmap(lambda x, w: fp8jax.linear(x, w, recipe="deepseek"))
+    (stats,) = jax.jit(fp8jax.telemetry(stacked))(x, w)[1].values()
+    one_by_one = jax.jit(fp8jax.telemetry(lambda x, w: [fp8jax.linear(x[i], w[i], recipe="deepseek") for i in (0, 1)]))
+    (expected,) = one_by_one(x, w)[1].values()
+    assert stats["x"]["amax"].shape == ()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected)
