@@ -285,3 +285,12 @@ def test_members_of_a_batch_have_one_value_together():
     (expected,) = one_by_one(x, w)[1].values()
     assert stats["x"]["amax"].shape == ()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected)
+
+
+def test_a_weight_in_loops_of_different_lengths_has_one_value():
+    weights, x = normal(0, 3, WIDTH, WIDTH), normal(1, TOKENS, WIDTH)
+    body = lambda x, w: (x @ w, None)  # noqa: E731
+    fn = fp8jax.transform(lambda p, x: jax.lax.scan(body, x, p["w"])[0] + jax.lax.scan(body, x, p["w"][:2])[0], "coat")
+    _, found = jax.jit(fp8jax.telemetry(fn))({"w": weights}, x)
+    assert {name: value.shape for name, value in found["w"]["w"].items()} == dict.fromkeys(found["w"]["w"], ())
+    np.testing.assert_array_equal(found["w"]["w"]["amax"], np.max(np.abs(weights)))
