@@ -286,6 +286,7 @@ def _train_recipe(
         partition=config.run.partition,
         balance_coefficient=optim.balance_coefficient,
         z_coefficient=optim.z_coefficient,
+        expert_capacity=config.run.expert_capacity,
         on_bad_step=config.run.on_bad_step,
         max_loss_jump=config.run.max_loss_jump,
     )

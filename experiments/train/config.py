@@ -69,6 +69,8 @@ class Config:
         for name in ("b1", "b2"):
             if not 0 <= getattr(self.optim, name) < 1:
                 raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        if self.run.expert_capacity and not 1 <= self.run.expert_capacity < float("inf"):
+            raise UserError(f"--expert-capacity must be at least 1, or 0, got {self.run.expert_capacity}")
         for name in ("balance_coefficient", "z_coefficient"):
             if not 0 <= getattr(self.optim, name) < float("inf"):
                 raise UserError(f"{flag(name)} must be finite and not negative, got {getattr(self.optim, name)}")

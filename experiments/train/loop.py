@@ -199,6 +199,7 @@ class Loop:
             )
         if policy == "skip":
             self._done -= 1
+            self._clock = time.perf_counter()
             self.log.say(f"{what}: skipped ({count} in a row, of at most {most})")
             return state, False
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -207,10 +208,11 @@ class Loop:
         assert found is not None  # one was saved before the first step
         state, meta = found
         # The checkpoint is from before the bad step, and so is its count.
-        total = jax.device_put(np.int32(count), state.monitor.total.sharding)
+        total = jax.make_array_from_callback((), state.monitor.total.sharding, lambda _: np.full((), count, np.int32))
         state = state._replace(monitor=state.monitor._replace(total=total))
         self.batches.set_state(bad.loader)
         self._done = self._saved = meta["step"]
+        self._clock = time.perf_counter()
         self.log.rewind(self._done)
         self.log.say(
             f"{what}: back to step {self._done}, and on with the next batch ({count} of at most {most} in all)"
@@ -219,9 +221,12 @@ class Loop:
 
     def _reason(self, values: dict[str, Any]) -> str:
         """Why a step is bad."""
-        limit = values.get("loss_limit", np.inf)
-        if values["loss"] > limit and np.isfinite(values["loss"]):
-            return (
-                f"a jump, above {limit:.4f}: {self.settings.max_loss_jump:g} spreads over the median of the last losses"
+        limit, jump = values.get("loss_limit", np.inf), self.settings.max_loss_jump
+        if not np.isfinite([values["loss"], values["grad_norm"]]).all():
+            room = self.settings.expert_capacity
+            return "not finite" + (
+                f", as if a device got more than --expert-capacity {room:g} times its rows" if room else ""
             )
-        return "not finite"
+        if values["loss"] > limit:
+            return f"a jump, above {limit:.4f}: {jump:g} spreads over the median of the last losses"
+        return "a scaling state is not finite"

@@ -294,3 +294,14 @@ def test_a_weight_in_loops_of_different_lengths_has_one_value():
     _, found = jax.jit(fp8jax.telemetry(fn))({"w": weights}, x)
     assert {name: value.shape for name, value in found["w"]["w"].items()} == dict.fromkeys(found["w"]["w"], ())
     np.testing.assert_array_equal(found["w"]["w"]["amax"], np.max(np.abs(weights)))
+
+
+def test_jitted_functions_inside_are_traced_anew():
+    """JAX's caches of functions that were traced with telemetry, or without it, do not serve the other."""
+    x = normal(0, TOKENS, WIDTH)
+    functions = [jax.jit(lambda x: fp8jax.linear(x, normal(1, WIDTH, INNER), recipe="te_current")) for _ in range(2)]
+    for fn, is_plain_first in zip(functions, (True, False), strict=True):
+        outer = lambda x, fn=fn: fn(x) + 1  # noqa: E731
+        plain = str(jax.make_jaxpr(outer)(x)) if is_plain_first else None
+        assert list(jax.jit(fp8jax.telemetry(outer))(x)[1]) == [f"linear {WIDTH}x{INNER}"]
+        assert "fp8jax_observe" not in (plain or str(jax.make_jaxpr(outer)(x)))
