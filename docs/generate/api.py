@@ -34,6 +34,7 @@ TASKS = {
     "Quantize a model": """
         nnx.quantize nnx.unquantize linen.quantize linen.unquantize linen.make_dot_general_cls transform
         filter_transform Rule GroupedProduct explain UnquantizedWarning MissingKernelsWarning""",
+    "Find the cause of a bad loss": "telemetry nnx.telemetry find_faults Fault suggest nnx.suggest Suggestion",
     "Train a Flax model": """
         nnx.Optimizer nnx.value_and_grad nnx.grad linen.TrainState nnx.quantize_weights
         nnx.QuantizedWeightVariable""",
@@ -67,7 +68,7 @@ TASKS = {
         dist.gather_linear dist.gather_sequence dist.scatter_sequence dist.sequence_collectives
         dist.TokenExchange dist.expert_collectives dist.partition dist.Partition dist.slices dist.plan dist.Plan""",
     "Quantized tensors and formats": """
-        quantize QuantSpec QTensor formats.get formats.ALL formats.Format formats.E4M3 formats.E5M2
+        quantize QuantSpec QTensor formats.get formats.ALL formats.Format formats.E4M3 formats.E5M2 formats.E2M1
         formats.INT8 formats.INT10 formats.E8M0 formats.DE8 formats.UDE8 formats.FP16 formats.BF16
         formats.FP32""",
 }

@@ -52,7 +52,7 @@ class Config:
             (self.optim, ("steps", "microbatches"), 1),
             (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "max_bad_steps"), 1),
             (self.optim, ("warmup",), 0),
-            (self.run, ("sample_tokens", "profile"), 0),
+            (self.run, ("sample_tokens", "profile", "telemetry"), 0),
             (self, ("seed",), 0),
         )
         for section, names, least in sections:

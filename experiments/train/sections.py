@@ -223,6 +223,9 @@ class Run:
     None: all on a GPU, else one."""
     profile: int = 0
     """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    telemetry: int = 0
+    """Steps between those whose tensors are observed, the first one included: SNR, saturation and more by layer and
+    operand, as rows of metrics.jsonl and as heat maps, OUT/RUN/RECIPE/telemetry_ROLE.png; 0 for none."""
     on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
     """After a step whose loss, gradients or scales are not finite, or whose loss jumps. skip: leave its batch out.
     rewind: go back to the newest checkpoint, and on with the batch after the bad one."""

@@ -193,16 +193,13 @@ def compute_microscales(amax: Array, spec: QuantSpec, fmt: formats.Format) -> Ar
     if spec.microscale_format == "e4m3":
         # arXiv 2509.25149, appendix B, rounded to nearest: the largest codes of a group may saturate by 1/16.
         return jax.lax.bitcast_convert_type(formats.E4M3.encode(amax * np.float32(1 / fmt.max)), jnp.uint8)
-    if spec.outer_scale == "none" and spec.exponent_rounding == "up":
-        # arXiv 2506.08027, section 3; Transformer Engine and torchao (RCEIL).
-        exponent = formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
-        return jnp.where(amax > 0, exponent, 127).astype(jnp.uint8)
-    if spec.outer_scale == "none":
+    if spec.outer_scale == "none" and spec.exponent_rounding == "down":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element minus that of the format.
         exponent = formats.encode_e8m0(amax, "down").astype(jnp.int32) - int(np.log2(fmt.max))
         return jnp.where(amax > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
-    # MOSS, equation 3: the group's own scale over the outer scale, rounded up, so that no code saturates. Groups of
-    # zeros get the smallest power, so that another group has the largest of the row.
+    # MOSS, equation 3, and arXiv 2506.08027, section 3: the group's own scale over the outer scale, if there is one,
+    # rounded up, so that no code saturates. Groups of zeros get the smallest power, so that another group has the
+    # largest of the row.
     return formats.encode_e8m0(jnp.maximum(amax * np.float32(1 / fmt.max), formats.TINY), "up")
 
 

@@ -322,12 +322,12 @@ class ProductOperation:
         return data, weight
 
     def _stored_arrays(self, interpreter: "Interpreter") -> list[Array]:
-        """The parameter, and the other operands of its layout."""
+        """The parameter, and the other operands of the equations that transpose, reshape or cast it."""
         operands = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
         return [interpreter.array(value) for value in operands]
 
     def _step_weight(self, interpreter: "Interpreter", use_inputs: UseInputs, stored: list[Array]) -> StepWeight:
-        """The codes that are given of the parameter, or what the product's matrix is made from."""
+        """The weight of the product: given codes of the parameter, or the arrays to compute the matrix from."""
         if self.layout:
             last = self.layout[-1].node
             return StepWeight(

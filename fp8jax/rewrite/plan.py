@@ -27,6 +27,7 @@ from fp8jax.rewrite.heads import (
     NARROW_REASON,
     OUTPUT_HEAD_REASON,
     Flow,
+    block_number,
     count_outputs,
     elementwise_sources,
     find_edge_blocks,
@@ -109,6 +110,8 @@ def plan(
     error = reject_unsupported_precision(matmuls)
     for p in matmuls:
         shape, reason = p.weight.stored.shape, p.choice.reason
+        if rules.unquantized_blocks != (0, 0) and p.is_quantized and block_number(p.path) is None:
+            reason += "; its path has no number of a block"
         is_rematerialized = any(primitives.rematerializes_products(node.eqn) for node, _ in p.enclosing)
         entries[p.node] = PlanEntry(
             p.path,

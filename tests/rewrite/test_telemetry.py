@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
@@ -151,20 +153,28 @@ def test_blocks_that_fall_back():
     np.testing.assert_allclose(stats["scale_spread"], np.log2(np.max(amax) / np.min(amax)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("tx", [fp8jax.compressed_adamw(1e-2, weight_decay=0.0), fp8jax.fp8lm_adamw(1e-2)])
-def test_moments_and_updates(tx):
+OPTIMIZERS = {
+    "compressed_adamw": fp8jax.compressed_adamw(1e-2, weight_decay=0.0),
+    "fp8lm_adamw": fp8jax.fp8lm_adamw(1e-2),
+    "compress_state": fp8jax.compress_state(optax.adam(1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_and_updates(name):
+    tx = OPTIMIZERS[name]
     p, grads = {"w": normal(0, 64, 128)}, {"w": 1e-12 * wide(1, 64, 128)}
     (updates, state), found = jax.jit(fp8jax.telemetry(tx.update))(grads, tx.init(p), p)
     g = np.asarray(grads["w"], np.float64)
-    stats = found["w"]
-    assert abs(float(stats["m"]["snr_db"]) - snr_db(0.1 * g, state.mu["w"].dequantize())) < 0.1
-    assert float(stats["update"]["update_ratio"]) == pytest.approx(
-        np.linalg.norm(updates["w"]) / np.linalg.norm(p["w"]), rel=1e-4
-    )
-    if "v" in stats and state.nu["w"].expansion is not None:
-        nu = np.asarray(state.nu["w"].dequantize(), np.float64)
-        assert abs(float(stats["v"]["snr_db"]) - snr_db(g**2 * float(np.float32(1 - 0.999)), nu)) < 0.1
-        exponents = np.asarray(state.nu["w"].expansion, np.float64)
+    stats, mu, nu = found["w"], *(optax.tree_utils.tree_get(state, key)["w"] for key in ("mu", "nu"))
+    assert abs(float(stats["m"]["snr_db"]) - snr_db(0.1 * g, mu.dequantize())) < 0.1
+    assert ("update" in stats) == (name != "compress_state")
+    if "update" in stats:
+        expected = np.linalg.norm(updates["w"]) / np.linalg.norm(p["w"])
+        np.testing.assert_allclose(stats["update"]["update_ratio"], expected, rtol=1e-4)
+    if name != "fp8lm_adamw":
+        assert abs(float(stats["v"]["snr_db"]) - snr_db(g**2 * float(np.float32(1 - 0.999)), nu.dequantize())) < 0.1
+        exponents = np.asarray(nu.expansion, np.float64)
         np.testing.assert_allclose(stats["v"]["expansion"], np.mean(exponents), rtol=1e-5)
         np.testing.assert_allclose(stats["v"]["expansion_spread"], np.ptp(exponents), rtol=1e-5)
 
@@ -229,3 +239,39 @@ def test_branches_and_loops():
 def test_a_differentiated_call_is_refused():
     with pytest.raises(ValueError, match="is not differentiated itself"):
         jax.grad(lambda x: fp8jax.telemetry(lambda x: 2 * x)(x)[0])(jnp.ones([]))
+
+
+def test_models_of_each_framework_have_the_same_statistics():
+    """The same layers as a function, in Flax NNX and Linen, and in Equinox."""
+    equinox = pytest.importorskip("equinox")
+    w, x = normal(0, WIDTH, INNER), normal(1, TOKENS, WIDTH)
+
+    class Linen(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(INNER, use_bias=False, name="up")(x)
+
+    class Equinox(equinox.Module):
+        up: jax.Array
+
+        def __call__(self, x):
+            return x @ self.up
+
+    layer = nnx.Linear(WIDTH, INNER, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    module = nnx.Sequential(layer)
+    quantized, dense = fp8jax.nnx.quantize(module, "te_current"), fp8jax.linen.quantize(Linen(), "te_current")
+    function = fp8jax.transform(lambda p, x: x @ p["up"], "te_current")
+    eqx = fp8jax.filter_transform(lambda model, x: model(x), "te_current")
+    loss = lambda fn: lambda model, *args: jnp.sum(jnp.sin(fn(model, *args)))  # noqa: E731
+    variables = {"params": {"up": {"kernel": w}}}
+    founds = [
+        jax.jit(fp8jax.telemetry(jax.grad(loss(function))))({"up": w}, x)[1],
+        nnx.jit(fp8jax.nnx.telemetry(nnx.grad(loss(lambda model, x: model(x)))))(quantized, x)[1],
+        jax.jit(fp8jax.telemetry(jax.grad(loss(dense.apply))))(variables, x)[1],
+        jax.jit(fp8jax.telemetry(equinox.filter_grad(loss(eqx))))(Equinox(w), x)[1],
+    ]
+    assert [list(found) for found in founds] == [["up"], ["layers/0"], ["up"], ["up"]]
+    for found in founds:
+        (stats,) = found.values()
+        jax.tree.map(np.testing.assert_array_equal, stats, founds[0]["up"])

@@ -219,7 +219,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, Any]:
     """An observation of a batch is that of all its members together."""
     y, *arrays = operands
     merged = [
-        x if dim is batching.not_mapped else (jnp.sum if i < len(params["sums"]) else jnp.max)(x, dim)
+        x if dim is None else (jnp.sum if i < len(params["sums"]) else jnp.max)(x, dim)
         for i, (x, dim) in enumerate(zip(arrays, dims[1:], strict=True))
     ]
     return OBSERVE.bind(y, *merged, **params), dims[0]

@@ -234,7 +234,7 @@ def group_maxima(values: Array, tokens: PaddedTokens) -> Array:
 
 
 def alignment(*specs: QuantSpec | None) -> int:
-    """The alignment of groups in a token axis that blocks of these specs divide."""
+    """The multiple of tokens to which each group is padded, so that no block of these specs spans two groups."""
     return math.lcm(ALIGNMENT, *(spec.group_size for spec in specs if spec is not None and spec.group_size is not None))
 
 
