@@ -192,7 +192,8 @@ def describe_widened(
         choices: recorded while the program was traced (`fp8jax.ops.dispatch.choice.record_choices`).
         backend: what it was compiled for.
     """
-    reasons = list(dict.fromkeys(c.reason for name, c in choices if name == "matmul" and c.impl == "xla"))
+    is_wide = lambda choice: choice.impl == "xla" or "decoded" in choice.reason  # noqa: E731
+    reasons = list(dict.fromkeys(c.reason for name, c in choices if "matmul" in name and is_wide(c)))
     counts: dict[tuple[str, str], int] = collections.defaultdict(int)
     for product in products:
         if (wide := product.widened_dtype) is not None:

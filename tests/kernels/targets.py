@@ -276,6 +276,30 @@ def by_hand() -> Programs:
     return found
 
 
+def experts() -> Programs:
+    """Forward and backward of a grouped product in blocks: with a kernel for their scales, and without."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    def int8_fallback(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+        recipe, state = fp8jax.recipes.int8_fallback().linear, fp8jax.init_scaling("int8_fallback")
+        states = jax.tree.map(lambda s: jnp.broadcast_to(s, (w.shape[0], *s.shape)), state)
+        run = lambda x, w: fp8jax.scaled_ragged_dot(x, w, sizes, states, recipe=recipe, key=jax.random.key(0))[0]  # noqa: E731
+        y, back = jax.vjp(run, x, w)
+        return y, back(dy)
+
+    def jetfire(x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+        run = lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe="jetfire", key=jax.random.key(0))  # noqa: E731
+        y, back = jax.vjp(run, x, w)
+        return y, back(dy)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (4, 256, 384), (512, 384))]
+    arguments = (*shapes, jax.ShapeDtypeStruct((4,), jnp.int32))
+    return {"int8_fallback": (int8_fallback, arguments), "jetfire": (jetfire, arguments)}
+
+
 def ten_bits() -> Programs:
     """A norm and linears, a gated activation and a linear, of `int8_fallback`: forward and backward."""
     import jax

@@ -109,8 +109,8 @@ def test_repeated_calls_are_those_that_pallas_makes_and_kernels_that_differ_are_
     assert len(recorded) == count
     # Pallas gives other bytes each time: XLA would compile each call anew.
     monkeypatch.setattr(call_mosaic, "call", lambda name, kernel, operands, *_: kernel(*operands))
-    for name, text in first.items():
-        assert _without_code(_text(name)) == _without_code(text)
+    for name in ("residual", "blocks", "microscaled", "fallback"):
+        assert _without_code(_text(name)) == _without_code(first[name])
 
 
 def test_alike_products_of_a_program_are_lowered_once(recorded):
@@ -133,7 +133,7 @@ def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
     assert call_mosaic._extract_custom_call(lambda x, y: matmul_mosaic.matmul(x, y) + 1, [A, B]) is None
 
     def program(x):
-        return call_mosaic.call("sum", lambda x: x + 3, [x], _shape(8, 128), "only here")
+        return call_mosaic.call("sum", lambda x: [x + 3], [x], [_shape(8, 128)], "only here")[0]
 
     text = jax.jit(program).trace(_shape(8, 128)).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.add" in text

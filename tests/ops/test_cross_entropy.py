@@ -402,8 +402,7 @@ def test_the_gradients_of_a_head_that_is_sure_of_its_labels_are_as_exact_as_othe
     assert relative(dx[others], (d @ w.T)[others]) < 2**-4
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("names", [{"data"}, {"data", "model"}], ids=["some axes", "all axes"])
+@pytest.mark.parametrize(("kind", "names"), covering(["Auto", "Explicit"], [{"data"}, {"data", "model"}]), ids=str)
 def test_gradients_of_devices_that_jax_checks_are_those_of_all_tokens(kind, names):
     """The weight and the bias do not vary over devices, their gradients on each do and are summed."""
     rng = np.random.default_rng(1)

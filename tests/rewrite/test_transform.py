@@ -55,6 +55,22 @@ def assert_near(fn, *args, rules="te_current", products=2):
     return fast
 
 
+def test_data_in_the_first_argument_is_refused_unless_params_says_so():
+    swapped = lambda x, p: mlp(p, x)  # noqa: E731
+    with pytest.raises(ValueError, match=r"shape \(4, 8, 32\), while argument 1 contains matrices: write params=1"):
+        fp8jax.transform(swapped, "te_current").explain(X, P)
+    with pytest.raises(ValueError, match="write params='p'"):
+        fp8jax.transform(swapped, "te_current")(X, p=P)
+    assert eight_bit(fp8jax.transform(swapped, "te_current", params=1), X, P) == 2
+    # The first argument is the parameter: data are one array, or a tree without matrices, or `params` says so.
+    product = lambda w, batch: batch["x"] @ w  # noqa: E731
+    assert eight_bit(fp8jax.transform(lambda w, x: x @ w, "te_current"), P["up"], X) == 1
+    assert (
+        eight_bit(fp8jax.transform(lambda w, batch: X @ w * batch["y"], "te_current"), P["up"], {"y": X[0, 0, :1]}) == 1
+    )
+    assert eight_bit(fp8jax.transform(product, "te_current", params=0), P["up"], {"x": X}) == 1
+
+
 def test_layers_of_plain_arrays_in_a_scan():
     """Products with more axes by einsum, stacked parameters that are cast as one, an embedding and a head."""
     p = {"embed": normal(0, 17, WIDTH), "out": normal(1, WIDTH, 17)}
