@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core import formats
-from fp8jax.core.groups import ALIGNMENT, PaddedTokens
+from fp8jax.core.groups import ALIGNMENT, PaddedTokens, block_table
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.scaling import clamp_scale
 from fp8jax.core.spec import QuantSpec
@@ -151,10 +151,7 @@ def _kernel(
     column_scale: Array | None,
     row_factor: Array | None,
 ) -> tuple[Array | None, Array | None]:
-    # The first row of each block of tokens, the number of its rows, and its group.
-    block_rows = tokens.rows.reshape(-1, ALIGNMENT)
-    row_counts = jnp.sum(block_rows < tokens.num_rows, axis=1, dtype=jnp.int32)
-    blocks = jnp.stack([jnp.where(row_counts > 0, block_rows[:, 0], 0), row_counts, tokens.block_groups])
+    blocks = jnp.concatenate([block_table(tokens.rows, tokens.num_rows), tokens.block_groups[None]])
     scales = [None if s is None else clamp_scale(s) for s in (row_scale, column_scale)]
     operands = (x, blocks, index, *scales, row_factor)
     ins = (
