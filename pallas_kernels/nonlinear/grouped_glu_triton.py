@@ -27,8 +27,6 @@ from pallas_kernels.quantization.quantize_groups_triton import BLOCK
 from pallas_kernels.quantization.quantize_triton import QuantizeLaunch
 
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
-# For maxima of finite values.
-_CODING = tl.constexpr(scaling.NO_CODING)
 _PLACEHOLDER = np.ones((1, 1), np.float32)
 
 
@@ -70,7 +68,7 @@ def _load(
 def _row_statistics(
     first_ptr: tl.tensor, scale_ptr: tl.tensor, gradient_ptr: tl.tensor, amax_ptr: tl.tensor, dot_ptr: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OPERATION: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    BACKWARD: tl.constexpr, CODING: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the amax of each row of the result, or of its cotangents and the product of gradient and result."""
     m = scaling.reversed_program_id() * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -82,13 +80,13 @@ def _row_statistics(
         if BACKWARD:
             dgate, dup, y = ops.compute_cotangents(x, OPERATION, OPERATION.dtype)
             products = tl.fma(x[0].to(tl.float32), y, products)
-            amax_keys = tl.maximum(amax_keys, scaling.magnitude_key(dgate, _CODING))
-            amax_keys = tl.maximum(amax_keys, scaling.magnitude_key(dup, _CODING))
+            amax_keys = tl.maximum(amax_keys, scaling.magnitude_key(dgate, CODING))
+            amax_keys = tl.maximum(amax_keys, scaling.magnitude_key(dup, CODING))
         else:
             y, _ = ops.activation_and_slope(ops.decode_loaded(x[1], OPERATION), OPERATION.activation)
             y = ops.round_to_dtype(y * ops.decode_loaded(x[2], OPERATION), OPERATION.dtype)
-            amax_keys = tl.maximum(amax_keys, scaling.magnitude_key(y, _CODING))
-    amax = scaling.magnitude_from_key(tl.max(amax_keys, 1), _CODING)
+            amax_keys = tl.maximum(amax_keys, scaling.magnitude_key(y, CODING))
+    amax = scaling.magnitude_from_key(tl.max(amax_keys, 1), CODING)
     tl.store(amax_ptr + m, amax, mask=m < M)
     if BACKWARD:
         tl.store(dot_ptr + m, tl.sum(products, 1), mask=m < M)
@@ -214,6 +212,7 @@ def row_statistics(
         [storage_bytes(gate_up), *(_PLACEHOLDER if x is None else x for x in (scales, gradient))],
         [jax.ShapeDtypeStruct((m,), jnp.float32), jax.ShapeDtypeStruct((m if has_gradient else 1,), jnp.float32)],
         -(-m // launch.block_m), launch, compute_capability, shape=(m, n), OPERATION=operation, BACKWARD=has_gradient,
+        CODING=scaling.NO_CODING,
     )  # fmt: skip
     return amax, dots if has_gradient else None
 
