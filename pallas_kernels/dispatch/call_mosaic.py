@@ -56,43 +56,47 @@ class Kernel:
 
 _KERNELS: dict[Hashable, Kernel] = {}
 _call = Primitive("mosaic_call")
+_call.multiple_results = True
 
 
 def call(
-    name: str, kernel: Callable[..., Array], operands: Sequence[Array], out: jax.ShapeDtypeStruct, static_key: Hashable
-) -> Array:
-    """Return the result of a kernel, an array like `out`.
+    name: str,
+    kernel: Callable[..., Sequence[Array]],
+    operands: Sequence[Array],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    static_key: Hashable,
+) -> list[Array]:
+    """Return the results of a kernel, arrays like `outs`.
 
     Args:
         name: name of the kernel in the compiled program.
         kernel: a `plgpu.kernel`, called with the operands.
         operands: arrays, the first a matrix. None varies over a mesh axis of a `jax.shard_map` that checks it.
-        out: shape and dtype of the result.
-        static_key: what the kernel is compiled for, apart from the shapes and dtypes of operands and result.
+        outs: shapes and dtypes of the results.
+        static_key: what the kernel is compiled for, apart from the shapes and dtypes of operands and results.
     """
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    key = name, static_key, tuple((x.shape, str(x.dtype)) for x in (*shapes, out))
+    key = name, static_key, tuple((x.shape, str(x.dtype)) for x in (*shapes, *outs))
     if key not in _KERNELS:
         _KERNELS.setdefault(key, Kernel(key, jax.make_jaxpr(kernel)(*shapes)))
     bind = functools.partial(_call.bind, kernel=_KERNELS[key])
     with jax.named_scope(name):
-        result: Array = jax.custom_batching.sequential_vmap(lambda *x: bind(*x))(*operands)
-    return result
+        results: list[Array] = jax.custom_batching.sequential_vmap(lambda *x: bind(*x))(*operands)
+    return results
 
 
 @_call.def_impl
 @functools.partial(jax.jit, static_argnames="kernel")
-def _call_impl(*operands: Array, kernel: Kernel) -> Array:
-    """Return the result of a kernel that is called outside of `jax.jit`."""
-    result: Array = _call.bind(*operands, kernel=kernel)
-    return result
+def _call_impl(*operands: Array, kernel: Kernel) -> list[Array]:
+    """Return the results of a kernel that is called outside of `jax.jit`."""
+    results: list[Array] = _call.bind(*operands, kernel=kernel)
+    return results
 
 
 @_call.def_abstract_eval
 def _call_abstract_eval(first: Any, *other_operands: Any, kernel: Kernel) -> Any:
-    (out,) = kernel.program.out_avals
     # `update` keeps the mesh of the operand.
-    return first.update(shape=out.shape, dtype=out.dtype, weak_type=False)
+    return [first.update(shape=out.shape, dtype=out.dtype, weak_type=False) for out in kernel.program.out_avals]
 
 
 def _call_lowering(context: Any, *operands: Any, kernel: Kernel) -> Any:

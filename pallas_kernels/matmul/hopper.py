@@ -10,7 +10,6 @@ tiles: the loads of the next tile overlap the epilogue of this one. M, N and K a
 and drops stores outside of the output.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -24,7 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import call_mosaic
 from pallas_kernels.matmul.hopper_epilogue import COLUMN_LAYOUT as COLUMN_LAYOUT
-from pallas_kernels.matmul.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, swizzle_transforms, tiling_transforms
+from pallas_kernels.matmul.hopper_epilogue import (
+    OUT_DTYPES,
+    Epilogue,
+    MatrixOutput,
+    OutputRefs,
+    swizzle_transforms,
+    tiling_transforms,
+)
 from pallas_kernels.matmul.hopper_epilogue import ROW_LAYOUT as ROW_LAYOUT
 from pallas_kernels.matmul.hopper_epilogue import check_array as check_array
 from pallas_kernels.matmul.hopper_epilogue import check_epilogue as check_epilogue
@@ -149,12 +155,6 @@ def pipelined_matmul(
     if schedule is not None:
         m, n = schedule.out_shape
     k_step = K_STEP // a.dtype.itemsize
-    out_bytes = jnp.dtype(out_dtype).itemsize
-    swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
-    store_shape = 64, swizzle // out_bytes
-    # The output is at least two swizzles wide: Mosaic drops dimensions of one tile, and with them the offset of a
-    # store.
-    out_shape = round_up(m, 8), max(round_up(n, store_shape[1]), 2 * store_shape[1])
     rows, cols = (
         covered_size(m, tile.block_rows, tile.cluster == "M"),
         covered_size(n, tile.block_cols, tile.cluster == "N"),
@@ -178,23 +178,9 @@ def pipelined_matmul(
     if second_operand is not None:
         padded_second = pad_axis(pad_axis(second_operand.codes, 1, padded_k), 0, a.shape[0])
         second_operand_arrays = [padded_second, second_operand.scale]
-    vectors: dict[str, jax.Array] = {}
-    if epilogue.scale is not None:
-        vectors["scale"] = epilogue.scale.reshape(-1)
-    if epilogue.row_scale is not None:  # the tiles of a schedule start at any multiple of 8
-        vectors["row_scale"] = pad_axis(epilogue.row_scale, 0, rows + (tile.block_rows if schedule else 0))
-    if epilogue.column_scale is not None:
-        vectors["column_scale"] = pad_axis(epilogue.column_scale, epilogue.column_scale.ndim - 1, cols).reshape(-1)
-    if epilogue.bias is not None:
-        vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
-    residual = epilogue.residual
-    num_slots = tile.store_slots
-    if residual is None and tile.rows * tile.cols * out_bytes <= num_slots * 64 * 128:
-        store_shape, num_slots = (tile.rows, tile.cols), 1  # one store, after one barrier
-    if residual is not None:
-        residual = residual.astype(out_dtype)
-        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], store_shape[1])), 0, max(out_shape[0], 64))
-
+    output, output_operands = MatrixOutput.prepare(
+        epilogue, (m, n), tile, out_dtype, rows=rows + (tile.block_rows if schedule else 0), cols=cols
+    )
     ring_transforms = swizzle_transforms(K_STEP) if use_inline_wgmma else tiling_transforms(K_STEP, a.dtype.itemsize)
 
     def stage_shape(rows: int) -> tuple[int, int]:
@@ -203,9 +189,6 @@ def pipelined_matmul(
     shared: dict[str, Any] = {
         "a_ring": plgpu.SMEM((tile.num_stages, *stage_shape(tile.block_rows)), a.dtype, transforms=ring_transforms),
         "b_ring": plgpu.SMEM((tile.num_stages, *stage_shape(tile.block_cols)), b.dtype, transforms=ring_transforms),
-        "out_ring": plgpu.SMEM(
-            (WARPGROUPS, num_slots, *store_shape), out_dtype, transforms=tiling_transforms(swizzle, out_bytes)
-        ),
         "full": plgpu.Barrier(
             num_arrivals=2 + len(streams), num_barriers=tile.num_stages * (WARPGROUPS // tile.warpgroups_per_tile)
         ),
@@ -215,39 +198,30 @@ def pipelined_matmul(
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.num_stages, *stream.window), stream.array.dtype)
     if tile.lead_slices and k_steps > tile.num_stages:
         shared["advance_barrier"] = plgpu.Barrier()
-    if residual is not None:
-        shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * num_slots)
 
-    operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
-    operands += [] if residual is None else [residual]
+    operands = [a, b, *(stream.array for stream in streams), *output_operands]
     num_plain_operands = len(operands)
     operands += second_operand_arrays
     num_dense_operands = len(operands)
     operands += [] if schedule is None else schedule.arrays
+    num_operands = len(operands)
     # The kernel must not close over arrays: the cache of `call_mosaic` would keep them alive.
-    has_second_operand, has_residual, vector_names, stream_windows = (
-        second_operand is not None,
-        residual is not None,
-        tuple(vectors),
-        [x.window_slices for x in streams],
-    )
+    has_second_operand, stream_windows = second_operand is not None, [x.window_slices for x in streams]
     num_scheduled_tiles, scheduled_position, is_sorted, zero_rows = (
         (None, None, False, None) if schedule is None else schedule[2:]
     )
 
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
-        *refs, out_ref = all_refs
+        refs, out_refs = all_refs[:num_operands], all_refs[num_operands:]
         schedule_refs = refs[num_dense_operands:]
         second_operand_refs: Any = refs[num_plain_operands:num_dense_operands] or (None, None)
         second_ref, second_scale_ref = second_operand_refs
         a_ref, b_ref, *other_refs = refs[:num_plain_operands]
-        stream_refs, other_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
-        epilogue_refs = dict(zip(vector_names, other_refs, strict=False))
-        residual_ref = other_refs[-1] if has_residual else None
-        residual_barrier = scratch_refs.pop("residual_barrier", None)
-        lead_barrier = scratch_refs.pop("advance_barrier", None)
-        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(stream_windows))]
-        a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
+        stream_refs, output_operand_refs = other_refs[: len(stream_windows)], other_refs[len(stream_windows) :]
+        lead_barrier = scratch_refs.get("advance_barrier")
+        stream_rings = [scratch_refs[f"stream_{i}"] for i in range(len(stream_windows))]
+        a_ring, b_ring, full, empty = (scratch_refs[key] for key in ("a_ring", "b_ring", "full", "empty"))
+        output_refs = OutputRefs(out_refs, output_operand_refs, scratch_refs, interpret is not None)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         alternation = WARPGROUPS // tile.warpgroups_per_tile
         whole_rounds: Any
@@ -367,14 +341,7 @@ def pipelined_matmul(
                     position.num_slices, tile, a_ring, b_ring, full, empty, stream_rings, needs_fence, lead_barrier,
                     is_k_major, position.first_slice,
                 )  # fmt: skip
-                residual_arrived = (
-                    None if residual_barrier is None else (lambda slot: residual_barrier.at[group * num_slots + slot])
-                )
-                writer = Writer(
-                    out_ref, residual_ref, out_ring.at[group], residual_arrived, epilogue_refs, pipeline, tile,
-                    store_shape, out_dtype, position.matrix * cols, position.matrix, position.row_range,
-                    interpret is not None,
-                )  # fmt: skip
+                writer = output.writer(output_refs, group, pipeline, position)
                 factors = writer.prefetch()
                 pipeline.wait_for_lead()
                 compute(pipeline, functools.partial(writer.write, factors))
@@ -391,24 +358,16 @@ def pipelined_matmul(
 
         def write_zeros(first: jax.Array, end: jax.Array) -> None:
             """Set rows of the output to 0: each compute warpgroup of each block stores its share of the pieces."""
-            (height, width), piece_tile = (
-                store_shape,
-                dataclasses.replace(tile, rows=store_shape[0], cols=store_shape[1]),
-            )
-            columns, aligned_first = ceil_div(out_shape[1], width), lax.div(first, 8) * 8
+            height, width = output.piece_shape
+            columns, aligned_first = ceil_div(output.shape[1], width), lax.div(first, 8) * 8
             count = jnp.where(end > first, lax.div(end - aligned_first + height - 1, height), 0) * columns
             worker, num_workers = block * WARPGROUPS + group, num_blocks * WARPGROUPS
-            zeros = plgpu.layout_cast(jnp.zeros(store_shape, jnp.float32), plgpu.Layout.WGMMA)
 
             def write_piece(i: jax.Array, _: None) -> None:
                 piece = worker + i * num_workers
                 row, col = aligned_first + lax.div(piece, columns) * height, lax.rem(piece, columns) * width
                 position = TilePosition(row, col, row, col, 0, row_range=(first, end))
-                writer = Writer(
-                    out_ref, None, out_ring.at[group], None, {}, position, piece_tile, store_shape, out_dtype,
-                    row_range=position.row_range, is_interpreted=interpret is not None,
-                )  # fmt: skip
-                writer.write((None, None), [(0, 0, zeros)])
+                output.write_zeros(output_refs, group, position)
 
             lax.fori_loop(0, lax.div(count - worker + num_workers - 1, num_workers), write_piece, None)
 
@@ -418,11 +377,10 @@ def pipelined_matmul(
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
     # `warp_map` fails in a shard_map that checks varying axes, and does not exist in every jax 0.11.
     use_one_warp = hasattr(plgpu, "warp_map") and not any(_varies_over_devices(x) for x in operands)
-    out_type = jax.ShapeDtypeStruct(out_shape, out_dtype)
     run = plgpu.kernel(
         kernel,
-        out_type=out_type,
-        scratch_types=shared,
+        out_type=output.types,
+        scratch_types=shared | output.scratch,
         grid=(num_blocks,),
         grid_names=("block",),
         num_threads=WARPGROUPS + 1,
@@ -432,21 +390,21 @@ def pipelined_matmul(
         **clustered,
     )
     if interpret is None and use_one_warp:
-        epilogue_parts = tuple(vectors), residual is not None, second_operand is not None
         compiled_for = (
             static_key,
             (m, n, k),
             tile,
             use_inline_wgmma,
             is_k_major,
-            epilogue_parts,
+            output,
+            second_operand is not None,
             num_blocks,
             jax.config.jax_enable_x64,
         )
-        out = call_mosaic.call(name, run, operands, out_type, compiled_for)
+        (out,) = call_mosaic.call(name, run, operands, output.types, compiled_for)
     else:
-        out = run(*operands)
-    return out if out_shape == (m, n) else out[:m, :n]
+        (out,) = run(*operands)
+    return out if output.shape == (m, n) else out[:m, :n]
 
 
 def _varies_over_devices(x: jax.Array) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul.hopper_pipeline import WARPGROUPS, Tile, TilePosition, WarpgroupPipeline, pad_axis, round_up
 from pallas_kernels.matmul.hopper_stores import store_rows
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float32)
@@ -63,6 +64,136 @@ def tiling_transforms(swizzle: int, itemsize: int) -> tuple[Any, ...]:
     return transforms.TilingTransform((8, swizzle // itemsize)), transforms.SwizzleTransform(swizzle)
 
 
+class OutputRefs(NamedTuple):
+    """What the epilogue of a kernel reads and writes.
+
+    Attributes:
+        outputs: references to the results in device memory.
+        operands: references to its operands, in the order of `MatrixOutput.prepare`.
+        scratch: references to shared memory and barriers, by name.
+        is_interpreted: whether Pallas's interpreter runs, which has no registers.
+    """
+
+    outputs: Sequence[Any]
+    operands: Sequence[Any]
+    scratch: dict[str, Any]
+    is_interpreted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixOutput:
+    """The (M, N) result of a product in 16 or 32 bits: static facts, without arrays.
+
+    Attributes:
+        shape: of the array that the kernel writes; M and N padded for TMA.
+        dtype: bfloat16 or float32.
+        tile: of the product.
+        piece_shape: rows and columns of a store.
+        num_slots: number of pieces of a warpgroup that may wait for their store.
+        operand_names: names of the epilogue's vectors, then "residual" if there is one.
+        column_stride: columns of a matrix's column scales in a grouped product.
+    """
+
+    shape: tuple[int, int]
+    dtype: Any
+    tile: Tile
+    piece_shape: tuple[int, int]
+    num_slots: int
+    operand_names: tuple[str, ...]
+    column_stride: int
+
+    @staticmethod
+    def prepare(
+        epilogue: Epilogue, shape: tuple[int, int], tile: Tile, dtype: Any, *, rows: int, cols: int
+    ) -> "tuple[MatrixOutput, list[jax.Array]]":
+        """Return the output of a product (M, N), and its operands, padded to `rows` and `cols`, which tiles cover."""
+        (m, n), itemsize = shape, jnp.dtype(dtype).itemsize
+        width = _swizzle(tile, itemsize) // itemsize
+        piece_shape, num_slots = (64, width), tile.store_slots
+        # The output is at least two swizzles wide: Mosaic drops dimensions of one tile, and with them the offset of a
+        # store.
+        out_shape = round_up(m, 8), max(round_up(n, width), 2 * width)
+        operands: dict[str, jax.Array] = {}
+        if epilogue.scale is not None:
+            operands["scale"] = epilogue.scale.reshape(-1)
+        if epilogue.row_scale is not None:
+            operands["row_scale"] = pad_axis(epilogue.row_scale, 0, rows)
+        if epilogue.column_scale is not None:
+            operands["column_scale"] = pad_axis(epilogue.column_scale, epilogue.column_scale.ndim - 1, cols).reshape(-1)
+        if epilogue.bias is not None:
+            operands["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
+        if epilogue.residual is not None:
+            residual = pad_axis(epilogue.residual.astype(dtype), 1, out_shape[1])
+            operands["residual"] = pad_axis(residual, 0, max(out_shape[0], 64))
+        elif tile.rows * tile.cols * itemsize <= num_slots * 64 * 128:
+            piece_shape, num_slots = (tile.rows, tile.cols), 1  # one store, after one barrier
+        output = MatrixOutput(out_shape, dtype, tile, piece_shape, num_slots, tuple(operands), cols)
+        return output, list(operands.values())
+
+    @property
+    def types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the kernel's results."""
+        return (jax.ShapeDtypeStruct(self.shape, self.dtype),)
+
+    @property
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers by name."""
+        itemsize = jnp.dtype(self.dtype).itemsize
+        transforms = tiling_transforms(_swizzle(self.tile, itemsize), itemsize)
+        ring = plgpu.SMEM((WARPGROUPS, self.num_slots, *self.piece_shape), self.dtype, transforms=transforms)
+        if "residual" not in self.operand_names:
+            return {"out_ring": ring}
+        return {"out_ring": ring, "residual_barrier": plgpu.Barrier(num_barriers=WARPGROUPS * self.num_slots)}
+
+    def writer(
+        self, refs: OutputRefs, group: jax.Array, pipeline: WarpgroupPipeline, position: TilePosition
+    ) -> "Writer":
+        """Return the writer of a warpgroup's part of the tile at a position."""
+        operands = dict(zip(self.operand_names, refs.operands, strict=True))
+        residual, barriers = operands.pop("residual", None), refs.scratch.get("residual_barrier")
+        return Writer(
+            out_ref=refs.outputs[0],
+            residual_ref=residual,
+            slot_refs=refs.scratch["out_ring"].at[group],
+            residual_barrier=None if barriers is None else (lambda slot: barriers.at[group * self.num_slots + slot]),
+            epilogue_refs=operands,
+            row=pipeline.row,
+            col=pipeline.col,
+            tile=self.tile,
+            piece_shape=self.piece_shape,
+            out_dtype=self.dtype,
+            first_column=position.matrix * self.column_stride,
+            matrix=position.matrix,
+            row_range=position.row_range,
+            is_interpreted=refs.is_interpreted,
+        )
+
+    def write_zeros(self, refs: OutputRefs, group: jax.Array, position: TilePosition) -> None:
+        """Set one piece to 0, as far as it lies in the rows of the position."""
+        height, width = self.piece_shape
+        zeros = plgpu.layout_cast(jnp.zeros(self.piece_shape, jnp.float32), plgpu.Layout.WGMMA)
+        writer = Writer(
+            out_ref=refs.outputs[0],
+            residual_ref=None,
+            slot_refs=refs.scratch["out_ring"].at[group],
+            residual_barrier=None,
+            epilogue_refs={},
+            row=position.row,
+            col=position.col,
+            tile=dataclasses.replace(self.tile, rows=height, cols=width),
+            piece_shape=self.piece_shape,
+            out_dtype=self.dtype,
+            row_range=position.row_range,
+            is_interpreted=refs.is_interpreted,
+        )
+        writer.write((None, None), [(0, 0, zeros)])
+
+
+def _swizzle(tile: Tile, itemsize: int) -> int:
+    """Return the bytes of a swizzle of a tile's rows."""
+    return next(width for width in (128, 64) if tile.cols * itemsize % width == 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Writer:
     """Writes the accumulators of one warpgroup: fp32 epilogue, then shared-memory slots in rotation and TMA stores.
@@ -71,6 +202,7 @@ class Writer:
     by one from registers.
 
     Attributes:
+        row, col: position of the warpgroup's part of the tile.
         first_column: index of the matrix's first column in `column_scale`. matrix: index in `scale`.
         row_range: first row that is written, and the row after the last; None for all.
         is_interpreted: whether Pallas's interpreter runs, which has no registers.
@@ -81,8 +213,9 @@ class Writer:
     slot_refs: Any
     residual_barrier: Any
     epilogue_refs: dict[str, Any]
-    pipeline: Any
-    tile: Any
+    row: Any
+    col: Any
+    tile: Tile
     piece_shape: tuple[int, int]
     out_dtype: Any
     first_column: Any = 0
@@ -101,7 +234,7 @@ class Writer:
 
     def window(self, piece: int) -> tuple[Any, Any]:
         (i, j), (height, width) = self.pieces[piece], self.piece_shape
-        return pl.ds(self.pipeline.row + i, height), pl.ds(self.pipeline.col + j, width)
+        return pl.ds(self.row + i, height), pl.ds(self.col + j, width)
 
     def prefetch(self) -> tuple[Any, Any]:
         """Return the scales, and start to load the first residual pieces, before the K loop hides their latency."""
@@ -111,7 +244,7 @@ class Writer:
                 self._fetch_residual(piece)
         scale = self.epilogue_refs["scale"][self.matrix] if "scale" in self.epilogue_refs else None
         row = (
-            self._load_vector("row_scale", self.pipeline.row, self.tile.rows, ROW_LAYOUT)
+            self._load_vector("row_scale", self.row, self.tile.rows, ROW_LAYOUT)
             if "row_scale" in self.epilogue_refs
             else None
         )
@@ -138,7 +271,7 @@ class Writer:
             else:
                 values = {top: scaled(top).astype(self.out_dtype) for top in tops}
                 begin, end = self.row_range
-                first, last = self.pipeline.row + i, self.pipeline.row + i + self.piece_shape[0]
+                first, last = self.row + i, self.row + i + self.piece_shape[0]
                 lax.cond(
                     (begin <= first) & (last <= end),
                     functools.partial(self._store_piece, piece, tops, values.__getitem__),
@@ -167,11 +300,11 @@ class Writer:
         # `_pending_stores` counts the stores of whole pieces; this piece has none.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         begin, end = self.row_range or (0, 0)
-        row, col = self.pipeline.row + self.pieces[piece][0], self.pipeline.col + self.pieces[piece][1]
+        row, col = self.row + self.pieces[piece][0], self.col + self.pieces[piece][1]
         slot, (height, width) = self.slot_refs.at[piece % self.slot_count], self.piece_shape
         if not self.is_interpreted:
             for top, value in values.items():
-                store_rows(self.out_ref, value, self.pipeline.row + top, col, begin, end)
+                store_rows(self.out_ref, value, self.row + top, col, begin, end)
             return
         for i, value in enumerate(values.values()):
             slot.at[pl.ds(64 * i, 64)][...] = value
@@ -200,7 +333,7 @@ class Writer:
             value = value * scale
         for name, term in (("column_scale", jnp.multiply), ("bias", jnp.add)):
             if name in self.epilogue_refs:
-                start = self.first_column + self.pipeline.col + j
+                start = self.first_column + self.col + j
                 vector = self._load_vector(name, start, width, COLUMN_LAYOUT)
                 value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
         return value

@@ -133,7 +133,7 @@ def test_what_is_no_call_of_its_operands_alone_is_lowered_each_time(recorded):
     assert call_mosaic._extract_custom_call(lambda x, y: matmul_mosaic.matmul(x, y) + 1, [A, B]) is None
 
     def program(x):
-        return call_mosaic.call("sum", lambda x: x + 3, [x], _shape(8, 128), "only here")
+        return call_mosaic.call("sum", lambda x: [x + 3], [x], [_shape(8, 128)], "only here")[0]
 
     text = jax.jit(program).trace(_shape(8, 128)).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.add" in text
