@@ -38,7 +38,7 @@ class TokenCodes(NamedTuple):
 
     Attributes:
         codes: of granularity "token", as bytes.
-        index: int32 (rows,).
+        index: int32 (rows,). A row with an index out of bounds is NaN.
     """
 
     codes: QTensor
@@ -52,7 +52,8 @@ class TokenCodes(NamedTuple):
             rows, columns: which codes to return.
         """
         q = from_bytes(self.codes)
-        fmt, row_scale = q.spec.format, q.scale[self.index]
+        fmt, index = q.spec.format, jnp.clip(self.index, 0, q.shape[0] - 1)
+        row_scale = jnp.where((index == self.index)[:, None], q.scale[index], jnp.nan)
         group_scale = factor = None
         if columns:
             group_scale = group_maxima(row_scale, tokens)
@@ -60,7 +61,7 @@ class TokenCodes(NamedTuple):
         row_codes, column_codes = quantize_groups(
             q.codes,
             tokens,
-            index=self.index,
+            index=index,
             rows=fmt if rows else None,
             columns=fmt if columns else None,
             row_factor=factor,
