@@ -23,7 +23,7 @@ class Case(NamedTuple):
     coding: quantize_triton.Coding | None = quantize_triton.Coding("group", E4M3, 16, scale_dtype=jnp.bfloat16)
 
 
-CASES = [Case((70, 0, 129), 205, 48), Case((3, 5), 8, 128, None)]
+CASES = [Case((20, 0, 129), 155, 32), Case((3, 5), 8, 16, None)]
 
 
 def results(backend: Any, case: Case) -> dict[str, jax.Array]:
@@ -56,17 +56,20 @@ def results(backend: Any, case: Case) -> dict[str, jax.Array]:
 
 
 def wrong(case: Case) -> dict[str, str]:
-    """What differs between kernels and references by more than a rounding of sums and of elementary functions."""
+    """What differs between kernels and references by more than roundings of sums and of elementary functions."""
     differ: dict[str, str] = {}
     found = results(fused_kernels, case)
     for name, expected in results(fused_reference, case).items():
-        got, want = (np.asarray(x, np.float32) for x in (found[name], expected))
-        if got.shape != want.shape or (np.isnan(got) != np.isnan(want)).any():
-            differ[name] = f"shapes {got.shape}, {want.shape}, or NaN"
+        got, want = np.asarray(found[name]), np.asarray(expected)
+        a, b = got.astype(np.float32), want.astype(np.float32)
+        if a.shape != b.shape or (np.isnan(a) != np.isnan(b)).any():
+            differ[name] = f"shapes {a.shape}, {b.shape}, or NaN"
             continue
-        with np.errstate(invalid="ignore"):
-            far = np.abs(got - want) > (2**-2 if "c" in name else 1e-2) * np.abs(want) + 1e-6
-        unequal = np.mean((got != want) & ~np.isnan(want))
-        if far.any() or unequal > (1 if name == "dots" else 0.02):
-            differ[name] = f"{far.sum()} far, {unequal:.3f} unequal"
+        if got.dtype.itemsize == 1:  # next to a tie
+            far = np.abs(got.view(np.uint8).astype(int) - want.view(np.uint8).astype(int)) > 1
+        else:
+            far = np.abs(a - b) > 1e-2 * np.max(np.abs(b), where=np.isfinite(b), initial=0)
+        is_unequal = (a != b) & ~np.isnan(b)
+        if (far & is_unequal).any() or (got.dtype.itemsize == 1 and np.mean(is_unequal) > 0.02):
+            differ[name] = f"{np.sum(far & is_unequal)} far, {np.mean(is_unequal):.3f} unequal"
     return differ
