@@ -241,7 +241,7 @@ def encode(
     """
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     launch = launch or QuantizeLaunch(16, _block_n(n, 128, coding.size if coding else 16), 4)
-    shapes = [*storage.code_shapes(gate_up.shape, coding), jax.ShapeDtypeStruct((m, n), jnp.uint8)]
+    shapes = [*storage.code_shapes((m, 2 * n), coding), jax.ShapeDtypeStruct((m, n), jnp.uint8)]
     codes, scales, result = quantize_triton.call(
         _encode, [gate_up, factor], shapes, -(-m // launch.block_m) * (n // launch.block_n), launch,
         compute_capability, shape=(m, n), OPERATION=operation,

@@ -205,9 +205,7 @@ def glu_row_statistics(operation: Any, gate_up: Array, scales: Array | None, gra
 
 def encode_glu(operation: Any, gate_up: Array, factor: Array, coding: Any, dtype: Any) -> Any:
     def run(sharding: DimSharding, gate_up: Array, factor: Array) -> Any:
-        return grouped_glu_triton.encode(
-            operation, gate_up, factor, coding, dtype, compute_capability=capability()
-        )  # fmt: skip
+        return grouped_glu_triton.encode(operation, gate_up, factor, coding, dtype, compute_capability=capability())
 
     outs = (None if coding is None else (_ROWS, _ROWS), _ROWS)
     return run_partitioned("encode_glu", (operation, coding, str(dtype)), run, (gate_up, factor), (_ROWS, "m"), outs)
@@ -225,11 +223,10 @@ def quantize_glu_cotangents(
     result_dtype: Any,
 ) -> Any:
     def run(sharding: DimSharding, *arrays: Any) -> Any:
-        return tuple(
-            grouped_glu_triton.quantize_cotangents(
-                operation, *arrays, dtype, result_dtype, compute_capability=capability()
-            )
-        )
+        codes = grouped_glu_triton.quantize_cotangents(
+            operation, *arrays, dtype=dtype, result_dtype=result_dtype, compute_capability=capability()
+        )  # fmt: skip
+        return tuple(codes)
 
     operands = (gate_up, scales, gradient, block_table(rows, gate_up.shape[0]), factor, result_factor)
     matrix = "- -"

@@ -202,7 +202,8 @@ def quantize_glu_cotangents(
 ) -> tuple[Array, Array, Array]:
     y, cotangents = _glu(operation, gate_up, scales, gradient)
     codes = _multiplied_codes(jnp.concatenate(cotangents, -1), factor, dtype)
-    return codes, *(take_rows(c, rows).T for c in (codes, _multiplied_codes(y, result_factor, result_dtype)))
+    result_codes = _multiplied_codes(y, result_factor, result_dtype)
+    return codes, take_rows(codes, rows).T, take_rows(result_codes, rows).T
 
 
 def _glu(operation: Any, gate_up: Array, scales: Array | None, gradient: Array | None) -> tuple[Array, list[Array]]:
