@@ -320,17 +320,17 @@ class GatheredRows(NamedTuple):
 
     Attributes:
         tokens: (tokens, inputs).
-        index: int32 (rows, 1).
-        fills: whether a row with an index out of bounds is NaN; if not, the index is clipped.
+        indices: int32 (rows, 1), the token of each row.
+        fills: whether a row of a token out of bounds is NaN; if not, the index is clipped.
     """
 
     tokens: Value
-    index: Value
+    indices: Value
     fills: bool
 
     @property
     def operands(self) -> tuple[Value, Value]:
-        return self.tokens, self.index
+        return self.tokens, self.indices
 
     def row_index(self, index: Array) -> Array:
         """The index of each row, (rows,)."""

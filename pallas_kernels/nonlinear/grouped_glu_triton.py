@@ -173,11 +173,6 @@ def _quantize_cotangents(
     strided_tiles.store_transposed(result_ptr, top, left, i, n, result_words, TOKENS, N, False)
 
 
-def unsupported_reason(shape: tuple[int, ...]) -> str | None:
-    """Return why the kernels do not support gate and up of this shape, (M, 2 N), or None."""
-    return f"gate and up of {shape[1]} channels together are no multiple of 32" if shape[1] % 32 else None
-
-
 def _block_n(n: int, largest: int, smallest: int) -> int:
     """Return the widest tile, a power of two, that divides n channels and has whole groups of `smallest`."""
     return next(size for size in (largest, largest // 2, largest // 4, largest // 8, smallest) if n % size == 0)

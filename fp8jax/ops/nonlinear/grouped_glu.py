@@ -5,6 +5,7 @@ product before it. Scales are per group, as those of the products.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from fp8jax.ops.autodiff.residuals import (
     to_bytes,
     with_saved_vjp,
 )
+from fp8jax.ops.dispatch.sharding import explicit_mesh
 from fp8jax.ops.quantization import fused_outputs
 from fp8jax.ops.quantization.fused_reference import ACTIVATIONS
 from fp8jax.ops.quantization.group_scales import group_maxima
@@ -92,10 +94,10 @@ def grouped_glu(
         exact = operation._replace(reads_arrays=True)
         (amax, _) = fused_outputs.run(lambda backend, x: backend.glu_row_statistics(exact, x, None, None), values)
         scale, row_scale, factor = _scales(amax, saved_weights, tokens, linear.stateless_scaling("x"), fmt)
-        pair, row_codes = fused_outputs.run(
+        saved_codes, row_codes = fused_outputs.run(
             lambda backend, x, factor: backend.encode_glu(exact, x, factor, coding, fmt.dtype), values, factor
         )
-        residual = values if spec is None else fused_outputs.to_residual(*pair, values, spec)
+        residual = values if spec is None else fused_outputs.to_residual(saved_codes[0], saved_codes[1], values, spec)
         codes = x_spec, to_bytes(QTensor(row_codes, row_scale, None, None, QuantSpec(x_spec.format, "token")))
     residuals = GroupedGluResiduals(residual, saved_weights, groups, scale)
     residuals = with_checkpoint_name(residuals, ACTIVATION) if spec is not None else residuals
@@ -182,9 +184,10 @@ def _kernel_operation(name: str, gate_up: Array, spec: QuantSpec | None, recipe:
     is_per_tensor = all(s is not None and fused_outputs.supports(s) for s in specs)
     shares_codes = all(use == SAME for use in (linear.x_residual, linear.x_wgrad, linear.dy_wgrad))
     recomputes = context.spec is None or context.recompute_activations
-    if not (is_per_tensor and shares_codes and recomputes) or gate_up.shape[1] % (
-        2 * (16 if spec is None else spec.group_size or 16)
-    ):
+    group = 16 if spec is None else spec.group_size or 16
+    if not (is_per_tensor and shares_codes and recomputes) or explicit_mesh(gate_up) is not None:
+        return None
+    if gate_up.shape[1] % (2 * math.lcm(group, 16)):
         return None
     return fused_outputs.describe_operation(gate_up, spec, gate_up.dtype, forward=True, activation=name)
 

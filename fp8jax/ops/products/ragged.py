@@ -128,8 +128,8 @@ def ragged_dot(
     share = functools.partial(_share, input_facts.get_or_compute, (group_sizes, group_offset))
     facts, mesh = input_facts._replace(get_or_compute=share), explicit_mesh(x, w)
     if mesh is not None:
-        # What a call with Auto axes makes is not shared with other calls.
-        facts = InputFacts(input_facts.facts)
+        # What a call with Auto axes makes is not shared with other calls, and it reads no arrays but its operands.
+        facts = InputFacts(input_facts.facts._replace(codes=None, row_source=None))
         out = NamedSharding(mesh, PartitionSpec(*form.out_spec(spec_of(x), spec_of(w))))
         multiply = jax.sharding.auto_axes(multiply, axes=tuple(mesh.explicit_axes), out_sharding=out)
     y: Array = multiply(x, w, group_sizes, group_offset, key, step_weight)

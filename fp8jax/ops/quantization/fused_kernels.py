@@ -222,11 +222,21 @@ def quantize_glu_cotangents(
     dtype: Any,
     result_dtype: Any,
 ) -> Any:
-    def run(sharding: DimSharding, *arrays: Any) -> Any:
-        codes = grouped_glu_triton.quantize_cotangents(
-            operation, *arrays, dtype=dtype, result_dtype=result_dtype, compute_capability=capability()
+    def run(
+        sharding: DimSharding,
+        gate_up: Array,
+        scales: Array | None,
+        gradient: Array,
+        blocks: Array,
+        factor: Array,
+        result_factor: Array,
+    ) -> Any:
+        return tuple(
+            grouped_glu_triton.quantize_cotangents(
+                operation, gate_up, scales, gradient, blocks, factor, result_factor, dtype, result_dtype,
+                compute_capability=capability(),
+            )
         )  # fmt: skip
-        return tuple(codes)
 
     operands = (gate_up, scales, gradient, block_table(rows, gate_up.shape[0]), factor, result_factor)
     matrix = "- -"

@@ -38,11 +38,11 @@ class TokenCodes(NamedTuple):
 
     Attributes:
         codes: of granularity "token", as bytes.
-        index: int32 (rows,). A row with an index out of bounds is NaN.
+        row_tokens: int32 (rows,). A row of a token out of bounds is NaN.
     """
 
     codes: QTensor
-    index: Array
+    row_tokens: Array
 
     def gather(self, tokens: PaddedTokens, *, rows: bool = False, columns: bool = False) -> RowsAndColumns:
         """Return the codes of the rows.
@@ -52,8 +52,8 @@ class TokenCodes(NamedTuple):
             rows, columns: which codes to return.
         """
         q = from_bytes(self.codes)
-        fmt, index = q.spec.format, jnp.clip(self.index, 0, q.shape[0] - 1)
-        row_scale = jnp.where((index == self.index)[:, None], q.scale[index], jnp.nan)
+        fmt, index = q.spec.format, jnp.clip(self.row_tokens, 0, q.shape[0] - 1)
+        row_scale = jnp.where((index == self.row_tokens)[:, None], q.scale[index], jnp.nan)
         group_scale = factor = None
         if columns:
             group_scale = group_maxima(row_scale, tokens)
